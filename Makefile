@@ -1,0 +1,50 @@
+# `make quickstart` and `make test` set everything up on a machine with Python 3.11 and the network.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+QUICKSTART := .cache/quickstart
+
+.PHONY: setup quickstart test test-slow quality style benchmark docs clean help
+
+help:  ## Show this help
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed  ## Create .venv with torch, torch_xla, trl and this package
+
+$(VENV)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[tpu,quickstart,test]'
+	@touch $@
+
+$(QUICKSTART)/ready.json: | setup
+	$(BIN)/hf-tpu prepare quickstart --output_dir $(QUICKSTART)
+
+quickstart: setup $(QUICKSTART)/ready.json  ## Fine-tune SmolLM2-135M on this machine with the stock `trl` command
+	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} $(BIN)/trl sft --config recipes/quickstart.yaml
+
+test: setup  ## Lint and run the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q tests
+
+test-slow: setup  ## Run the slow tests too
+	$(BIN)/python -m pytest -q -m 'slow or not slow' tests
+
+quality: setup  ## Check style and lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: setup  ## Fix style and lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmark: setup  ## Stock TRL against this package against a bare loop, as a table
+	$(BIN)/python tests/benchmarks/step_overhead.py
+
+docs: setup  ## Build the documentation
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:  ## Remove the environment and all caches
+	rm -rf $(VENV) .cache build dist *.egg-info
