@@ -1,0 +1,19 @@
+"""Run Hugging Face Trainer and TRL recipes on TPU, GPU and CPU with one import changed."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .trainers import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+
+__version__ = "0.1.0"
+__all__ = ["TPUSFTConfig", "TPUSFTTrainer", "TPUTrainer", "TPUTrainingArguments"]
+
+
+def __getattr__(name: str):
+    # The backend has to be chosen before transformers and accelerate are imported, and PyTorch's autoload imports this
+    # package in every process that imports torch: so nothing is imported until a trainer is asked for.
+    if name in __all__:
+        return getattr(import_module(".trainers", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

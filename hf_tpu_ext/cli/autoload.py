@@ -1,2 +1,101 @@
-def autoload():
-    pass
+"""
+What makes the stock `trl` command and scripts that use `trl.SFTTrainer` train with the trainers of this package.
+
+PyTorch calls [`autoload`] at the end of every `import torch` in the environment (entry point group `torch.backends`), so
+it costs a few milliseconds in a process that it does not act on. Nothing of this package is imported at the top: such
+an import may import torch, which would then ask for a module that is not there yet.
+"""
+
+import importlib.util
+import os
+import sys
+
+
+_SWITCH = "HF_TPU_EXT"
+_ON = {"1", "true", "yes", "on"}
+_OFF = {"0", "false", "no", "off"}
+
+
+def autoload() -> None:
+    """
+    Act on two kinds of process, and leave every other as it is.
+
+    - The stock `trl sft` is replaced by `hf-tpu sft` with the same arguments, if it is asked for. Stock `trl` reads the
+      recipe in a parent process, which starts the accelerator's runtime, and trains in a child of it; a TPU chip can be
+      held by one process only.
+    - In any other process that has `HF_TPU_EXT=1` in its environment, `trl.SFTTrainer` is
+      [`~hf_tpu_ext.TPUSFTTrainer`].
+
+    `trl sft` is replaced if `HF_TPU_EXT` is `1` in the environment or under the recipe's `env:` key, which counts more,
+    or if it is set nowhere and the machine has a TPU. `HF_TPU_EXT=0` in the environment switches all of this off.
+    """
+    from ..backends.detect import remember_pjrt_device
+
+    remember_pjrt_device()
+    switch = os.environ.get(_SWITCH, "").lower()
+    if switch in _OFF:
+        return
+    if not _is_trl_sft(sys.argv):
+        if switch in _ON:
+            sys.meta_path.insert(0, _SFTTrainerSwap())
+        return
+    reason = _reason_to_replace(switch, sys.argv[2:])
+    if reason is None:
+        return
+    print(f"`trl sft` is run by hf_tpu_ext, because {reason}; {_SWITCH}=0 runs the stock command.", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without -P, `-m` would put the working directory on the module path, which the `trl` command does not.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", "sft", *sys.argv[2:]])
+
+
+def _is_trl_sft(argv: list[str]) -> bool:
+    program = argv[0].replace(os.sep, "/") if argv else ""
+    is_trl = program.rpartition("/")[2] == "trl" or program.endswith("/trl/cli/main.py")
+    return is_trl and argv[1:2] == ["sft"]
+
+
+def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
+    from ..backends.detect import tpu_chips
+    from .recipe import read_recipe
+
+    try:
+        in_recipe = read_recipe(argv).env.get(_SWITCH, "").lower()
+    except ValueError:
+        # The command that reads the recipe next, stock or not, says what is wrong with it.
+        in_recipe = ""
+    if in_recipe in _OFF:
+        return None
+    if in_recipe in _ON:
+        return f"the recipe's env says {_SWITCH}: {in_recipe}"
+    if switch in _ON:
+        return f"{_SWITCH}={switch} is set"
+    return "this machine has a TPU" if tpu_chips() else None
+
+
+class _SFTTrainerSwap:
+    """
+    A `sys.meta_path` finder that puts [`~hf_tpu_ext.TPUSFTTrainer`] in place of `SFTTrainer` once its module has run.
+
+    The name is replaced in the module that defines it: `trl` and `trl.trainer` look it up there and keep what they find.
+    """
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "trl.trainer.sft_trainer":
+            return None
+        sys.meta_path.remove(self)
+        # A script that imports our trainers chooses between them and upstream's by itself; and while they are being
+        # imported, as the first to import this module, they cannot be put into it.
+        if "hf_tpu_ext.trainers" in sys.modules:
+            return None
+        spec = importlib.util.find_spec(name)
+        exec_module = spec.loader.exec_module
+
+        def exec_and_swap(module):
+            exec_module(module)
+            from hf_tpu_ext import TPUSFTTrainer
+
+            module.SFTTrainer = TPUSFTTrainer
+
+        spec.loader.exec_module = exec_and_swap
+        return spec

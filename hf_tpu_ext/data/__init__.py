@@ -1,0 +1,20 @@
+"""Static-shape batches: padding to declared lengths, complete last batches, length buckets and packed rows."""
+
+from .buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
+from .packing import PackedCollator
+from .static_shapes import PAD_VALUES, ShapeGuard, StaticShapeCollator, complete_rows
+from .waste import TokenWaste
+
+
+__all__ = [
+    "PAD_VALUES",
+    "PackedCollator",
+    "ShapeGuard",
+    "StaticShapeCollator",
+    "TokenWaste",
+    "batch_lengths",
+    "complete_rows",
+    "percentile_buckets",
+    "round_up_length",
+    "validate_buckets",
+]

@@ -1,0 +1,1 @@
+"""What makes one optimizer step one compiled program."""

@@ -1,0 +1,22 @@
+"""The trainers and their configs."""
+
+# The backend is chosen before transformers and trl are imported: they fix what they do about torch_xla on import.
+from ..backends import select_backend
+
+
+select_backend()
+
+from .configs import ExtensionArguments, TPUSFTConfig, TPUTrainingArguments  # noqa: E402
+from .mixin import TPUTrainerMixin  # noqa: E402
+from .sft import TPUSFTTrainer  # noqa: E402
+from .trainer import TPUTrainer  # noqa: E402
+
+
+__all__ = [
+    "ExtensionArguments",
+    "TPUSFTConfig",
+    "TPUSFTTrainer",
+    "TPUTrainer",
+    "TPUTrainerMixin",
+    "TPUTrainingArguments",
+]

@@ -1,0 +1,165 @@
+"""The seam between the trainers and an accelerator: one small interface, one file per accelerator."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Counters:
+    """
+    What the accelerator's runtime has done since the process started.
+
+    Args:
+        compiles (`int`):
+            Programs compiled.
+        compile_seconds (`float`):
+            Seconds spent in compiling them.
+        executions (`int`):
+            Programs run on the device.
+        reads (`int`):
+            Transfers from the device to the host.
+        fallbacks (`int`):
+            Operators that ran on the host because the device has none of them.
+    """
+
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    executions: int = 0
+    reads: int = 0
+    fallbacks: int = 0
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        return Counters(
+            self.compiles - earlier.compiles,
+            self.compile_seconds - earlier.compile_seconds,
+            self.executions - earlier.executions,
+            self.reads - earlier.reads,
+            self.fallbacks - earlier.fallbacks,
+        )
+
+
+class Backend(ABC):
+    """
+    One accelerator, and how a training step is run on it.
+
+    The defaults are what upstream does on an eager device, so a backend states only where it differs.
+
+    Args:
+        reason (`str`):
+            Why this backend was chosen, for the line that is printed at start.
+    """
+
+    name: str
+    #: Whether operators are recorded and run as one compiled program at the end of a step. Where `True`, the trainers
+    #: keep every batch in a declared shape and read nothing from the device between two logs.
+    lazy: bool = False
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device that the model and the batches are placed on. Asking for it may start the runtime."""
+
+    @property
+    @abstractmethod
+    def device_name(self) -> str:
+        """The device's name for people, e.g. `"TPU v5 lite"`."""
+
+    @property
+    def num_chips(self) -> int:
+        """Chips that this process drives."""
+        return 1
+
+    def end_step(self, wait: bool = False) -> None:  # noqa: B027
+        """
+        Close the program recorded so far and start it.
+
+        Args:
+            wait (`bool`, *optional*, defaults to `False`):
+                Whether to return only when it has finished.
+        """
+
+    def send(self, data: Any) -> Any:
+        """
+        Move host tensors to the device, as data that is never folded into a program.
+
+        Args:
+            data (`Any`):
+                A CPU tensor, or a nested structure of them.
+
+        Returns:
+            `Any`: The same structure on the device.
+        """
+        if isinstance(data, torch.Tensor):
+            return data.to(self.device)
+        if isinstance(data, Mapping):
+            return {key: self.send(value) for key, value in data.items()}
+        if isinstance(data, (list, tuple)):
+            return type(data)(self.send(value) for value in data)
+        return data
+
+    def fetch(self, data: Any) -> Any:
+        """
+        Move device tensors to the host, all in one transfer.
+
+        Args:
+            data (`Any`):
+                A tensor, or a nested structure of them. Tensors that share memory still do afterwards.
+
+        Returns:
+            `Any`: The same structure on the CPU.
+        """
+        if isinstance(data, torch.Tensor):
+            return data.detach().cpu()
+        if isinstance(data, Mapping):
+            return type(data)((key, self.fetch(value)) for key, value in data.items())
+        if isinstance(data, (list, tuple)):
+            return type(data)(self.fetch(value) for value in data)
+        return data
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """
+        Move a model to the device; tied weights stay tied.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                Model on any device. It is changed in place.
+
+        Returns:
+            [`~torch.nn.Module`]: The same model.
+        """
+        return model.to(self.device)
+
+    def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:
+        """
+        Context in which the forward pass computes in `dtype`, with the weights kept as they are.
+
+        Args:
+            dtype (`torch.dtype`, *optional*):
+                Compute dtype; `None` leaves every operator in the dtype of its inputs.
+        """
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    @property
+    def checkpoint_function(self) -> Callable | None:
+        """The activation checkpoint function that saves memory here, or `None` where PyTorch's own does."""
+        return None
+
+    def counters(self) -> Counters:
+        """What the runtime has compiled, run and transferred so far."""
+        return Counters()
+
+    def rng_state(self) -> int | None:
+        """State of the device's random number generator, where it is one integer of its own."""
+        return None
+
+    def set_rng_state(self, state: int) -> None:  # noqa: B027
+        """Restore what [`~Backend.rng_state`] returned."""

@@ -1,0 +1,21 @@
+"""Eager PyTorch on the host."""
+
+import platform
+
+import torch
+
+from .base import Backend
+
+
+class CPUBackend(Backend):
+    """Eager PyTorch on the host: every answer is what upstream does."""
+
+    name = "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def device_name(self) -> str:
+        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,19 @@
+"""PyTorch on an NVIDIA or AMD GPU."""
+
+import torch
+
+from .base import Backend
+
+
+class CUDABackend(Backend):
+    """PyTorch on a GPU: every answer is what upstream does."""
+
+    name = "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()

@@ -1,0 +1,77 @@
+"""What accelerator this machine has, answered without importing torch or torch_xla and without touching a device."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+
+# Google's PCI vendor id and the device ids of TPU v2/v3, v4, v5e, v6e, v5p and 7x, as in torch_xla/_internal/tpu.py.
+_GOOGLE_PCI_VENDOR = "0x1ae0"
+_TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0062", "0x0076"}
+
+_pjrt_device_before_torch_xla: list[str | None] = []
+
+
+def tpu_chips(pci_root: str = "/sys/bus/pci/devices") -> int:
+    """
+    Count the TPU chips attached to this machine.
+
+    Args:
+        pci_root (`str`, *optional*, defaults to `"/sys/bus/pci/devices"`):
+            Directory that lists the PCI devices.
+
+    Returns:
+        `int`: Number of chips; `0` where there is none.
+    """
+    chips = 0
+    for vendor in Path(pci_root).glob("*/vendor"):
+        if vendor.read_text().strip() == _GOOGLE_PCI_VENDOR:
+            chips += (vendor.parent / "device").read_text().strip() in _TPU_PCI_DEVICES
+    return chips
+
+
+def local_chips(pjrt_device: str) -> int:
+    """
+    Count the devices that the XLA runtime of this process will see, before it is started.
+
+    Args:
+        pjrt_device (`str`):
+            `"TPU"` or `"CPU"`.
+
+    Returns:
+        `int`: Number of devices, at least 1.
+    """
+    if pjrt_device == "TPU":
+        visible = os.environ.get("TPU_VISIBLE_CHIPS")
+        return max(1, tpu_chips() if visible is None else len(visible.split(",")))
+    return int(os.environ.get("CPU_NUM_DEVICES", "1"))
+
+
+def has_torch_xla() -> bool:
+    """Whether torch_xla is installed. It is looked up, not imported."""
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def remember_pjrt_device() -> None:
+    """
+    Note what `PJRT_DEVICE` says before torch_xla is imported.
+
+    `import torch_xla` sets `PJRT_DEVICE=CPU` by itself where it finds no TPU, so afterwards the variable no longer tells
+    whether a person asked for XLA on CPU. PyTorch's autoload calls this at the end of `import torch`, which always comes
+    first.
+    """
+    if not _pjrt_device_before_torch_xla and "torch_xla" not in sys.modules:
+        _pjrt_device_before_torch_xla.append(os.environ.get("PJRT_DEVICE"))
+
+
+def pjrt_device_asked_for() -> str | None:
+    """
+    The value of `PJRT_DEVICE` that a person set, or `None`.
+
+    Returns:
+        `str` or `None`: `"CPU"`, `"TPU"`, ...; `None` where the variable is unset or was set by torch_xla's own import.
+    """
+    if "torch_xla" in sys.modules and _pjrt_device_before_torch_xla:
+        return _pjrt_device_before_torch_xla[0]
+    return os.environ.get("PJRT_DEVICE")

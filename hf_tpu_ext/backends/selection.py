@@ -1,0 +1,135 @@
+"""Choosing the backend, and keeping transformers and accelerate from choosing another."""
+
+import os
+
+from .base import Backend
+from .detect import has_torch_xla, pjrt_device_asked_for, tpu_chips
+
+
+BACKENDS = ("auto", "xla", "cuda", "cpu")
+_OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
+
+_current: Backend | None = None
+
+
+def select_backend(name: str | None = None) -> Backend:
+    """
+    Choose the accelerator for this process. Neither a device nor the XLA runtime is started.
+
+    `"auto"` takes a TPU, then XLA on the host if `PJRT_DEVICE=CPU` asks for it, then CUDA, then the CPU. That torch_xla
+    can be imported does not count: on a CUDA machine with torch_xla installed, CUDA is used. `USE_TORCH_XLA=0` keeps
+    `"auto"` away from XLA.
+
+    Args:
+        name (`str`, *optional*):
+            `"auto"`, `"xla"`, `"cuda"` or `"cpu"`. By default what the environment variable `HF_TPU_EXT_BACKEND` says, or
+            `"auto"`.
+
+    Returns:
+        [`Backend`]: The backend; the same object for the same choice.
+
+    Raises:
+        `ValueError`: The name is unknown, or the accelerator that was asked for is absent.
+    """
+    global _current
+    asked = name or "auto"
+    if asked not in BACKENDS:
+        raise ValueError(f"Unknown backend {asked!r}. Allowed: {', '.join(BACKENDS)}.")
+    if asked == "auto":
+        asked = os.environ.get("HF_TPU_EXT_BACKEND", "auto")
+        if asked not in BACKENDS:
+            raise ValueError(f"Unknown HF_TPU_EXT_BACKEND={asked!r}. Allowed: {', '.join(BACKENDS)}.")
+    if asked == "auto":
+        # A choice that was already made stands: torch_xla's import changes the environment that it was made from.
+        if _current is None:
+            _current = _choose()
+    elif _current is None or _current.name != asked:
+        _current = _explicit(asked)
+    _switch_off_upstream_xla()
+    return _current
+
+
+def _xla(pjrt_device: str, reason: str) -> Backend:
+    from .xla import XLABackend
+
+    return XLABackend(reason, pjrt_device)
+
+
+def _cuda(reason: str) -> Backend:
+    from .cuda import CUDABackend
+
+    return CUDABackend(reason)
+
+
+def _cpu(reason: str) -> Backend:
+    from .cpu import CPUBackend
+
+    return CPUBackend(reason)
+
+
+def _choose() -> Backend:
+    import torch
+
+    chips = tpu_chips()
+    pjrt_device = pjrt_device_asked_for()
+    xla_allowed = has_torch_xla() and os.environ.get("USE_TORCH_XLA", "1").upper() not in _OFF
+    if xla_allowed and chips and pjrt_device in (None, "TPU"):
+        return _xla("TPU", f"{chips} TPU chip{'s' if chips > 1 else ''} found")
+    if xla_allowed and pjrt_device:
+        return _xla(pjrt_device, f"PJRT_DEVICE={pjrt_device} is set")
+    if torch.cuda.is_available():
+        return _cuda("CUDA is available")
+    if chips:
+        return _cpu("a TPU is here but torch_xla is not in use: pip install 'hf_tpu_ext[tpu]', unset USE_TORCH_XLA")
+    if has_torch_xla():
+        return _cpu("no TPU or GPU found; PJRT_DEVICE=CPU would compile with XLA for this CPU")
+    return _cpu("no TPU or GPU found")
+
+
+def _explicit(name: str) -> Backend:
+    import torch
+
+    if name == "xla":
+        if not has_torch_xla():
+            raise ValueError("backend='xla' needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
+        pjrt_device = pjrt_device_asked_for() or ("TPU" if tpu_chips() else "CPU")
+        if pjrt_device == "TPU" and not tpu_chips():
+            raise ValueError(
+                "PJRT_DEVICE=TPU is set but this machine has no TPU. Set PJRT_DEVICE=CPU to compile with XLA for the "
+                "host, or backend='auto' to take what is here."
+            )
+        return _xla(pjrt_device, "backend='xla' was asked for")
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "backend='cuda' was asked for but torch.cuda.is_available() is False on this machine. Use "
+                "backend='auto' to take what is here, or 'cpu'."
+            )
+        return _cuda("backend='cuda' was asked for")
+    return _cpu("backend='cpu' was asked for")
+
+
+def _switch_off_upstream_xla() -> None:
+    """
+    Make transformers and accelerate leave torch_xla alone; the trainers hand them the chosen device instead.
+
+    Both take an XLA device whenever torch_xla can be imported, on a CUDA machine too, and then end the step at every
+    gathered metric, read batches ahead in threads that upset the evaluation's bookkeeping, and set XLA_USE_BF16 on a TPU.
+    Their one switch is `USE_TORCH_XLA`, which they read when they are imported (`transformers/utils/import_utils.py`,
+    `accelerate/utils/imports.py`); where they were imported before, what they read is corrected. The variable itself is
+    put back, so that child processes choose for themselves.
+    """
+    before = os.environ.get("USE_TORCH_XLA")
+    os.environ["USE_TORCH_XLA"] = "0"
+    try:
+        import accelerate.utils.imports as accelerate_imports
+        import transformers.utils.import_utils as transformers_imports
+    finally:
+        if before is None:
+            del os.environ["USE_TORCH_XLA"]
+        else:
+            os.environ["USE_TORCH_XLA"] = before
+    transformers_imports.USE_TORCH_XLA = "0"
+    transformers_imports.is_torch_xla_available.cache_clear()
+    accelerate_imports._torch_xla_available = False
+    accelerate_imports.is_torch_xla_available.cache_clear()

@@ -1,0 +1,89 @@
+"""Ends each program of a step, and says when one is compiled."""
+
+import sys
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from ..backends.base import Backend
+
+
+logger = logging.get_logger(__name__)
+
+
+class ProgramWatch:
+    """
+    Ends programs, and tells a person when one is compiled and when one is compiled again.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        quiet (`bool`, *optional*, defaults to `False`):
+            Whether to leave out the progress of a compilation.
+    """
+
+    def __init__(self, backend: Backend, quiet: bool = False):
+        self._backend = backend
+        self._quiet = quiet
+        self._seen: dict[Hashable, int] = {}
+        self.recompiles = 0
+
+    @property
+    def programs(self) -> list[Hashable]:
+        """The programs seen so far."""
+        return list(self._seen)
+
+    def end(self, kind: str, shape: tuple[int, ...], where: str) -> None:
+        """
+        End the program recorded so far.
+
+        Args:
+            kind (`str`):
+                What it does, e.g. `"training step"`.
+            shape (`tuple[int, ...]`):
+                Shape of its batch.
+            where (`str`):
+                Place in the run, e.g. `"step 12"`.
+        """
+        key = (kind, shape)
+        before = self._backend.counters()
+        if key in self._seen:
+            self._backend.end_step()
+        else:
+            with self._compiling(f"{kind} {' x '.join(map(str, shape))}"):
+                self._backend.end_step()
+        spent = self._backend.counters() - before
+        if spent.compiles and key in self._seen:
+            self.recompiles += 1
+            logger.warning(
+                f"{where}: the {kind} for batches of {' x '.join(map(str, shape))} was compiled again "
+                f"({spent.compile_seconds:.1f} s). Something that the program depends on has changed."
+            )
+        self._seen[key] = self._seen.get(key, 0) + 1
+
+    @contextmanager
+    def _compiling(self, what: str) -> Iterator[None]:
+        if self._quiet:
+            yield
+            return
+        done = threading.Event()
+        start = time.monotonic()
+        bar = tqdm(total=0, bar_format="{desc}", leave=False, desc=f"compiling the {what}", file=sys.stderr)
+
+        def tick() -> None:
+            while not done.wait(1.0):
+                bar.set_description_str(f"compiling the {what}: {time.monotonic() - start:.0f} s")
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            done.set()
+            ticker.join()
+            bar.close()
+            tqdm.write(f"compiled the {what} in {time.monotonic() - start:.1f} s", file=sys.stderr)

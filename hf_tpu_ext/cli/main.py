@@ -1,0 +1,75 @@
+"""The `hf-tpu` command."""
+
+import argparse
+import os
+import sys
+import traceback
+
+from .. import __version__
+from . import prepare, pretrain, sft
+
+
+DESCRIPTION = """\
+Run Hugging Face recipes on the TPU, GPU or CPU of this machine.
+
+first steps:
+  hf-tpu prepare tiny --output_dir .cache/tiny               a tiny model and made data, in seconds
+  hf-tpu sft --config recipes/sft_lora_qwen3.yaml --smoke    try a recipe on them
+  hf-tpu sft --config recipes/sft_lora_qwen3.yaml            run it
+"""
+
+#: Sub-commands that read a recipe; their arguments are its keys.
+_TRAINING = {"sft": sft.run, "pretrain": pretrain.run}
+#: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
+_SPEAK_TO_USERS = {"hf_tpu_ext", "trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    Run a sub-command.
+
+    A mistake in what was asked for is told in one message, without a traceback unless `HF_TPU_EXT_TRACEBACK=1` is set.
+    Any other error keeps its traceback.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments after `hf-tpu`. By default those of the process.
+
+    Returns:
+        `int`: Exit status: `0`, or `2` for a mistake in what was asked for.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv[:1] and argv[0] in _TRAINING:
+            _TRAINING[argv[0]](argv[1:])
+        else:
+            args = _parser().parse_args(argv or ["--help"])
+            args.run(args)
+    except (OSError, ValueError) as error:
+        if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_users(error):
+            raise
+        print(f"hf-tpu: error: {error}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-tpu", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"hf_tpu_ext {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    commands.add_parser("sft", help="fine-tune with TRL's SFTTrainer (`hf-tpu sft --help` lists the keys)")
+    commands.add_parser("pretrain", help="train on plain text (`hf-tpu pretrain --help` lists the keys)")
+    prepare.add_parser(commands)
+    return parser
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether an error was raised on purpose, or for a file or address that cannot be reached; not by a bug."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, OSError) or frame.f_globals["__name__"].partition(".")[0] in _SPEAK_TO_USERS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""`hf-tpu pretrain`: next-token training on plain text with `TPUTrainer`."""
+
+import os
+from dataclasses import dataclass, field
+
+from .recipe import RecipeParser, read_recipe
+
+
+DESCRIPTION = """\
+Train a language model on plain text on the TPU, GPU or CPU of this machine: documents are joined and cut into rows of
+max_length tokens, so no token is padding.
+
+examples:
+  hf-tpu pretrain --config recipes/pretrain_tinystories.yaml
+  hf-tpu pretrain --model_name_or_path HuggingFaceTB/SmolLM2-135M --from_scratch --dataset_name roneneldan/TinyStories \\
+      --max_length 512 --output_dir runs/stories
+"""
+
+
+@dataclass
+class PretrainArguments:
+    """
+    The model and the text of `hf-tpu pretrain`.
+
+    Args:
+        model_name_or_path (`str`):
+            Model and tokenizer to load.
+        model_revision (`str`, *optional*, defaults to `"main"`):
+            Branch, tag or commit of the model.
+        from_scratch (`bool`, *optional*, defaults to `False`):
+            Take the model's architecture and tokenizer, but start from random weights.
+        dataset_text_field (`str`, *optional*, defaults to `"text"`):
+            Column of the dataset that holds the text.
+    """
+
+    model_name_or_path: str = field(metadata={"help": "Model and tokenizer to load."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
+    from_scratch: bool = field(
+        default=False,
+        metadata={"help": "Take the model's architecture and tokenizer, but start from random weights."},
+    )
+    dataset_text_field: str = field(default="text", metadata={"help": "Column of the dataset that holds the text."})
+
+
+def token_rows(dataset, tokenizer, text_field: str, max_length: int):
+    """
+    Tokenize documents, join them and cut the result into rows of one length.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Documents.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer; its end-of-sequence token closes each document.
+        text_field (`str`):
+            Column that holds the text.
+        max_length (`int`):
+            Length of a row. What each thousand documents leave over is dropped.
+
+    Returns:
+        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: Rows of `input_ids` and `labels`, each `(max_length,)`.
+    """
+    from trl import pack_dataset
+
+    def tokenize(batch):
+        documents = tokenizer(batch[text_field], return_attention_mask=False)["input_ids"]
+        return {"input_ids": [ids + [tokenizer.eos_token_id] for ids in documents]}
+
+    def keep_full(batch):
+        rows = [ids for ids in batch["input_ids"] if len(ids) == max_length]
+        return {"input_ids": rows, "labels": rows}
+
+    dataset = dataset.select_columns([text_field]).map(tokenize, batched=True, remove_columns=[text_field])
+    return pack_dataset(dataset, max_length, strategy="wrapped").map(keep_full, batched=True)
+
+
+def run(argv: list[str]) -> None:
+    """
+    Train from a recipe.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `hf-tpu pretrain`.
+
+    Raises:
+        `ValueError`: Something in the recipe is missing, unknown or does not fit.
+    """
+    recipe = read_recipe(argv)
+    os.environ.update(recipe.env)
+    if recipe.smoke is not None:
+        recipe.use_tiny("stories")
+
+    from ..backends import select_backend
+
+    # Before transformers and accelerate, which read the choice when they are imported. The help needs no accelerator.
+    select_backend("cpu" if recipe.asks_for_help else recipe.values.get("backend"))
+
+    import torch
+    from datasets import Dataset, load_dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator, set_seed
+    from trl import ScriptArguments
+
+    from ..trainers import TPUTrainer, TPUTrainingArguments
+
+    parser = RecipeParser((ScriptArguments, TPUTrainingArguments, PretrainArguments), "pretrain", DESCRIPTION)
+    script_args, training_args, args = parser.parse(recipe)
+    if script_args.dataset_name is None:
+        raise ValueError("dataset_name is missing. For example: --dataset_name roneneldan/TinyStories")
+    if training_args.max_length is None:
+        raise ValueError("max_length is missing: the number of tokens in a row. For example: --max_length 512")
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
+
+    def rows(split):
+        dataset = load_dataset(
+            script_args.dataset_name, script_args.dataset_config, split=split, streaming=script_args.dataset_streaming
+        )
+        dataset = token_rows(dataset, tokenizer, args.dataset_text_field, training_args.max_length)
+        if isinstance(dataset, Dataset) and not len(dataset):
+            raise ValueError(
+                f"Split {split!r} of {script_args.dataset_name} holds less text than one row of "
+                f"max_length={training_args.max_length} tokens. Give a smaller max_length or more text."
+            )
+        return dataset
+
+    set_seed(training_args.seed)
+    if args.from_scratch:
+        config = AutoConfig.from_pretrained(args.model_name_or_path, revision=args.model_revision)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path, revision=args.model_revision, dtype=torch.float32
+        )
+    trainer = TPUTrainer(
+        model,
+        training_args,
+        data_collator=default_data_collator,
+        train_dataset=rows(script_args.dataset_train_split),
+        eval_dataset=rows(script_args.dataset_test_split) if training_args.eval_strategy != "no" else None,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -1,0 +1,290 @@
+"""A recipe: the YAML file that `trl` takes, and the command line that overrides it."""
+
+import argparse
+import dataclasses
+import difflib
+import enum
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import TrlParser
+
+
+#: Where `--smoke` looks for a model and data, and what `hf-tpu prepare tiny` is told to write.
+SMOKE_DIR = ".cache/tiny"
+_BOOLEANS = {"true": True, "false": False}
+
+
+@dataclasses.dataclass
+class Recipe:
+    """
+    What a person asked for, before it is known which keys there are.
+
+    Args:
+        path (`str` or `None`):
+            The YAML file given by `--config`.
+        values (`dict[str, Any]`):
+            Its keys, without `env`.
+        env (`dict[str, str]`):
+            Environment variables under its `env` key.
+        argv (`list[str]`):
+            The rest of the command line.
+        smoke (`str` or `None`):
+            Directory given by `--smoke`.
+    """
+
+    path: str | None
+    values: dict[str, Any]
+    env: dict[str, str]
+    argv: list[str]
+    smoke: str | None
+
+    @property
+    def asks_for_help(self) -> bool:
+        """Whether `-h` or `--help` is on the command line."""
+        return not {"-h", "--help"}.isdisjoint(self.argv)
+
+    def use_tiny(self, data: str) -> None:
+        """
+        Put the tiny model and made data of the `--smoke` directory in place of the recipe's, for a few steps.
+
+        Args:
+            data (`str`):
+                Name of the dataset in that directory.
+
+        Raises:
+            `ValueError`: The directory does not hold them.
+        """
+        directory = Path(self.smoke)
+        if not (directory / "model").is_dir():
+            raise ValueError(
+                f"--smoke: {directory} holds no tiny model. Make it: hf-tpu prepare tiny --output_dir {directory}"
+            )
+        for key in ("datasets", "dataset_config", "dataset_streaming", "streaming", "test_split_size"):
+            self.values.pop(key, None)
+        self.values |= {
+            "model_name_or_path": str(directory / "model"),
+            "dataset_name": str(directory / data),
+            "dataset_train_split": "train",
+            "dataset_test_split": "test",
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "eval_steps": 2,
+            "save_steps": 4,
+            "report_to": "none",
+            "push_to_hub": False,
+            "output_dir": "runs/smoke",
+        }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(f"command line: {message}")
+
+
+def read_recipe(argv: list[str]) -> Recipe:
+    """
+    Read the YAML file of a command line. PyTorch is not imported, so that the recipe's `env` can be applied before it is.
+
+    Args:
+        argv (`list[str]`):
+            Arguments of the command. `--config`, `--smoke` and `--backend` are taken out of them.
+
+    Returns:
+        [`Recipe`]: The recipe.
+
+    Raises:
+        `ValueError`: The file is missing or is not a YAML mapping.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--smoke", nargs="?", const=SMOKE_DIR)
+    parser.add_argument("--backend")
+    known, rest = parser.parse_known_args(argv)
+    values = _read_yaml(known.config) if known.config is not None else {}
+    env = values.pop("env", {})
+    if not isinstance(env, dict):
+        raise ValueError(f"{known.config}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
+    if known.backend is not None:
+        values["backend"] = known.backend
+    env = {str(name): str(value) for name, value in env.items()}
+    return Recipe(known.config, values, env, rest, known.smoke)
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--config {path}: there is no such file.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read as YAML: {error}") from error
+    if values is None:
+        raise ValueError(f"--config {path}: the file is empty. A first line: `model_name_or_path: Qwen/Qwen3-0.6B`.")
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(values).__name__}.")
+    return values
+
+
+_KEYS = f"""
+  --config   YAML file of keys; environment variables go under its key `env`
+  --smoke    try the recipe first: 4 short steps on the tiny model and data in DIR (default {SMOKE_DIR}), which
+             `hf-tpu prepare tiny --output_dir {SMOKE_DIR}` makes
+
+A key is spelled alike in the file (learning_rate: 1e-4) and on the command line (--learning_rate 1e-4), which counts more.
+"""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
+class RecipeParser(TrlParser):
+    """
+    A [`~trl.TrlParser`] whose errors are `ValueError`s that say which key and value, what was expected, and where it was
+    found.
+
+    Args:
+        dataclass_types (`tuple[type, ...]`):
+            Dataclasses whose fields are the keys of the recipe.
+        command (`str`):
+            Name of the sub-command.
+        description (`str`):
+            First part of its help.
+    """
+
+    def __init__(self, dataclass_types: tuple[type, ...], command: str, description: str):
+        super().__init__(
+            dataclass_types,
+            prog=f"hf-tpu {command}",
+            usage=f"hf-tpu {command} [--config recipe.yaml] [--smoke [DIR]] [--key value ...]",
+            description=description + _KEYS,
+            formatter_class=_HelpFormatter,
+        )
+        self._hints = {key: hint for kind in dataclass_types for key, hint in typing.get_type_hints(kind).items()}
+
+    def error(self, message):
+        raise ValueError(f"command line: {message}")
+
+    def parse(self, recipe: Recipe) -> tuple[Any, ...]:
+        """
+        Make the dataclasses from a recipe. The command line counts more than the YAML file.
+
+        Args:
+            recipe ([`Recipe`]):
+                The recipe.
+
+        Returns:
+            `tuple`: One object for each of the dataclass types.
+
+        Raises:
+            `ValueError`: A key is unknown, or a value does not fit.
+        """
+        # A boolean has a second action with the same destination: `--no_KEY`, which takes no value.
+        actions = {action.dest: action for action in self._actions if action.nargs != 0}
+        values = {
+            key: self._converted(actions[key], value, recipe.path)
+            for key, value in recipe.values.items()
+            if key in actions
+        }
+        self.set_defaults_with_config(**values)
+        _, rest = self.parse_known_args(recipe.argv)
+        self._refuse_unknown([key for key in recipe.values if key not in actions], rest, list(actions), recipe.path)
+        try:
+            *parsed, _ = self.parse_args_into_dataclasses(
+                recipe.argv, return_remaining_strings=True, look_for_args_file=False
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error)) from error
+        for arguments in parsed:
+            # The field is a string, but the trainer tells `True` (the latest checkpoint) from a path by its type.
+            if "resume_from_checkpoint" in vars(arguments):
+                given = arguments.resume_from_checkpoint
+                arguments.resume_from_checkpoint = _BOOLEANS.get(str(given).lower(), given)
+        return tuple(parsed)
+
+    def _converted(self, action: argparse.Action, value: Any, path: str | None) -> Any:
+        hint = self._hints[action.dest]
+        try:
+            converted = _convert(action, hint, value)
+            if action.choices is not None and converted not in action.choices:
+                raise ValueError
+        except (TypeError, ValueError, argparse.ArgumentTypeError):
+            if action.choices is not None:
+                expected = f"one of {', '.join(map(str, action.choices))}"
+            else:
+                expected = hint.__name__ if isinstance(hint, type) else str(hint)
+            raise ValueError(f"{path}: {action.dest} is {value!r}, expected {expected}.") from None
+        return converted
+
+    def _refuse_unknown(self, in_file: list[str], rest: list[str], known: list[str], path: str | None) -> None:
+        if rest and not rest[0].startswith("--"):
+            raise ValueError(f"command line: unexpected {rest[0]!r}. A recipe is given as: --config {rest[0]}")
+        found = [(key, f"in {path}") for key in in_file]
+        found += [
+            (option[2:].partition("=")[0].replace("-", "_"), "on the command line")
+            for option in rest
+            if option.startswith("--")
+        ]
+        if not found:
+            return
+        launcher = _launcher_keys()
+        unknown = [(key, where) for key, where in found if key not in launcher]
+        if unknown:
+            lines = []
+            for key, where in unknown:
+                close = difflib.get_close_matches(key, [*known, *launcher, "config", "smoke"], n=1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"`{self.prog} --help` lists the keys."
+                lines.append(f"unknown key {key!r} {where}. {hint}")
+            raise ValueError("\n".join(lines))
+        keys = ", ".join(key for key, _ in found)
+        print(f"{self.prog}: no effect, because one process trains (no `accelerate launch`): {keys}", file=sys.stderr)
+
+
+def _launcher_keys() -> list[str]:
+    from accelerate.commands.launch import launch_command_parser
+
+    # `accelerate_config` is the option that `trl` adds to those of `accelerate launch`.
+    return [*vars(launch_command_parser().parse_known_args(["script"])[0]), "accelerate_config"]
+
+
+def _convert(action: argparse.Action, hint: Any, value: Any) -> Any:
+    """
+    A YAML value as the command line would give it; `TrlParser` converts the strings among them only.
+
+    Args:
+        action (`argparse.Action`):
+            The parser's action for the key.
+        hint (`Any`):
+            Type of the dataclass field.
+        value (`Any`):
+            Value in the YAML file.
+
+    Returns:
+        `Any`: The value for the field.
+
+    Raises:
+        `TypeError` or `ValueError` or `argparse.ArgumentTypeError`: The value does not fit.
+    """
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if is_union else (hint,))]
+    if action.nargs == "+" and value is not None:
+        # The mappings are the entries of `datasets`.
+        items = value if isinstance(value, list) else [value]
+        return [item if isinstance(item, dict) else action.type(str(item)) for item in items]
+    if type(value) in kinds:
+        return value
+    if isinstance(value, (dict, list)) or value is None:
+        raise TypeError
+    if isinstance(value, bool) and action.type is str:
+        return value
+    # YAML reads an unquoted `no` as false.
+    if value is False and any(isinstance(kind, enum.EnumType) for kind in kinds):
+        return "no"
+    return action.type(str(value))

@@ -1,0 +1,67 @@
+"""`hf-tpu sft`: TRL's supervised fine-tuning script in one process, with `TPUSFTTrainer`."""
+
+import os
+
+from .recipe import RecipeParser, read_recipe
+
+
+DESCRIPTION = """\
+Fine-tune a language model on the TPU, GPU or CPU of this machine. Takes the recipes of `trl sft`, keeps the accelerator
+in this one process, and runs in place of `trl sft` where HF_TPU_EXT=1 is set (HF_TPU_EXT=0 never).
+
+examples:
+  hf-tpu sft --config recipes/sft_lora_qwen3.yaml
+  hf-tpu sft --config recipes/sft_lora_qwen3.yaml --learning_rate 1e-4 --max_steps 100
+  hf-tpu sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --use_peft --output_dir runs/qwen3
+"""
+
+
+def run(argv: list[str]) -> None:
+    """
+    Train from a recipe.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `hf-tpu sft`.
+
+    Raises:
+        `ValueError`: Something in the recipe is missing, unknown or does not fit.
+    """
+    recipe = read_recipe(argv)
+    os.environ.update(recipe.env)
+    if recipe.smoke is not None:
+        recipe.use_tiny("data")
+
+    from ..backends import select_backend
+
+    # Before transformers and accelerate, which read the choice when they are imported. The help needs no accelerator.
+    select_backend("cpu" if recipe.asks_for_help else recipe.values.get("backend"))
+
+    import trl
+    from trl.scripts.sft import main
+
+    from ..trainers import TPUSFTConfig, TPUSFTTrainer
+
+    dataclass_types = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    script_args, training_args, model_args, dataset_args = RecipeParser(dataclass_types, "sft", DESCRIPTION).parse(
+        recipe
+    )
+    if model_args.model_name_or_path is None:
+        raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
+    if script_args.dataset_name is None and not dataset_args.datasets:
+        raise ValueError("dataset_name is missing. For example: --dataset_name trl-lib/Capybara")
+
+    upstream = trl.SFTTrainer
+    trl.SFTTrainer = TPUSFTTrainer
+    try:
+        main(script_args, training_args, model_args, dataset_args)
+    except KeyError as error:
+        splits = (script_args.dataset_train_split, script_args.dataset_test_split)
+        if error.args[0] not in splits:
+            raise
+        raise ValueError(
+            f"The dataset has no split {error.args[0]!r}. Name its splits with dataset_train_split and dataset_test_split "
+            f"(given: {splits[0]!r} and {splits[1]!r}), or leave out eval_strategy."
+        ) from error
+    finally:
+        trl.SFTTrainer = upstream

@@ -1,0 +1,198 @@
+"""Every batch that reaches the device has one of a small declared set of shapes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+PAD_VALUES: dict[str, int] = {
+    "labels": -100,
+    "shift_labels": -100,
+    "attention_mask": 0,
+    "completion_mask": 0,
+    "position_ids": 0,
+    "segment_ids": 0,
+    "token_type_ids": 0,
+}
+"""What each well-known key is padded with. `input_ids` takes the tokenizer's pad token, any other key takes 0."""
+
+
+def _extend(key: str, tensor: Tensor, dim: int, size: int, pad_token_id: int) -> Tensor:
+    """Pads `tensor` at the end of dimension `dim` to `size` with the pad value of `key`."""
+    shape = list(tensor.shape)
+    shape[dim] = size - shape[dim]
+    value = pad_token_id if key == "input_ids" else PAD_VALUES.get(key, 0)
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
+
+
+class StaticShapeCollator:
+    """
+    Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
+
+    Padded are the tensors whose first two dimensions are those of `input_ids`; everything else (class labels, scalars,
+    non-tensors) passes unchanged, and so do the rows: see [`complete_rows`] for the last batch. Keys that are not in
+    `PAD_VALUES` are padded with 0. No `attention_mask` is added where `collator` yields none.
+
+    Args:
+        collator (`Callable`):
+            Data collator to wrap. It yields at least `input_ids` of shape `(batch, length)`.
+        lengths (`Sequence[int]`):
+            Declared lengths: one for a fixed length, several for buckets.
+        pad_token_id (`int`):
+            Token id that `input_ids` is padded with.
+
+    Example:
+    ```python
+    >>> from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    >>> collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=0), [4, 8], pad_token_id=0)
+    >>> collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])["labels"]
+    tensor([[   1,    2,    3, -100],
+            [   4,    5, -100, -100]])
+    ```
+    """
+
+    def __init__(self, collator: Callable[[list], Mapping[str, Any]], lengths: Sequence[int], pad_token_id: int):
+        self.collator = collator
+        self.lengths = sorted(lengths)
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, examples: list) -> dict[str, Any]:
+        """
+        Collates `examples` and pads the batch.
+
+        Args:
+            examples (`list`):
+                Examples as `collator` takes them.
+
+        Returns:
+            `dict[str, Any]`: The batch of `collator`, its `(batch, length, ...)` tensors padded to a declared length.
+
+        Raises:
+            `ValueError`: If the batch is longer than the greatest declared length.
+        """
+        batch = dict(self.collator(examples))
+        rows_and_length = batch["input_ids"].shape[:2]
+        length = rows_and_length[1]
+        target = next((declared for declared in self.lengths if declared >= length), None)
+        if target is None:
+            raise ValueError(
+                f"A batch of {length} tokens is longer than the greatest declared length {self.lengths[-1]}. Truncate "
+                f"the examples (`max_length={self.lengths[-1]}`) or declare a greater length: `max_length={length}` "
+                f"for a fixed length, or `length_buckets={[*self.lengths, length]}`."
+            )
+        if target == length:
+            return batch
+        return {
+            key: _extend(key, value, 1, target, self.pad_token_id)
+            if self._is_padded(key, value, rows_and_length)
+            else value
+            for key, value in batch.items()
+        }
+
+    @staticmethod
+    def _is_padded(key: str, value: Any, rows_and_length: torch.Size) -> bool:
+        # Floating-point labels are multi-label targets of shape (batch, num_labels), whatever the batch's length is.
+        return (
+            isinstance(value, Tensor)
+            and value.shape[:2] == rows_and_length
+            and not (key == "labels" and value.is_floating_point())
+        )
+
+
+def complete_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> dict[str, Any]:
+    """
+    Adds rows at the end of a batch until it has `batch_size` of them, masked out of the loss and of every metric.
+
+    The added rows hold pad tokens, `attention_mask` 0 and `labels` -100, so no token of them is counted. Tensors of any
+    other first dimension, scalars and non-tensors are left alone.
+
+    Args:
+        batch (`Mapping[str, Any]`):
+            Batch whose first tensor tells the number of rows.
+        batch_size (`int`):
+            Number of rows wanted. A batch that has as many or more is returned as it is.
+        pad_token_id (`int`):
+            Token id of the added rows.
+
+    Returns:
+        `dict[str, Any]`: The batch with `batch_size` rows.
+
+    Raises:
+        `ValueError`: If `labels` are floating-point: no value of them is left out of the loss.
+    """
+    rows = next(value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
+    if rows >= batch_size:
+        return batch
+    if "labels" in batch and batch["labels"].is_floating_point():
+        raise ValueError(
+            f"The last batch has {rows} rows of {batch_size} and cannot be completed: rows with floating-point labels "
+            f"({batch['labels'].dtype}) cannot be masked out of the loss. Set `dataloader_drop_last=True`."
+        )
+    return {
+        key: _extend(key, value, 0, batch_size, pad_token_id)
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows
+        else value
+        for key, value in batch.items()
+    }
+
+
+class ShapeGuard:
+    """
+    Stops a run whose collator yields more shapes than were declared, since each one compiles the whole step again.
+
+    One guard watches one dataloader: training and evaluation batches have different numbers of rows.
+
+    Args:
+        limit (`int`):
+            Number of distinct batch shapes allowed.
+        lengths (`Sequence[int]`):
+            Declared lengths, named in the error.
+    """
+
+    def __init__(self, limit: int, lengths: Sequence[int]):
+        self.limit = limit
+        self.lengths = sorted(lengths)
+        # A dict and not a set: the error names the shape that came first.
+        self._seen: dict[tuple[tuple[str, torch.Size], ...], None] = {}
+
+    def check(self, batch: Mapping[str, Any]) -> None:
+        """
+        Records the shapes of a batch.
+
+        Args:
+            batch (`Mapping[str, Any]`):
+                Batch as it is handed to the device.
+
+        Raises:
+            `ValueError`: If the batch brings one more distinct shape than `limit`.
+        """
+        shapes = tuple((key, value.shape) for key, value in batch.items() if isinstance(value, Tensor))
+        if shapes in self._seen:
+            return
+        if len(self._seen) == self.limit:
+            raise ValueError(self._describe(dict(shapes)))
+        self._seen[shapes] = None
+
+    def _describe(self, new: dict[str, torch.Size]) -> str:
+        seen = [dict(shapes) for shapes in self._seen]
+        first = seen[0]
+        changed = [key for key in first | new if first.get(key) != new.get(key)]
+        # With buckets several keys differ from the first batch; the culprit is the one whose shape never came before.
+        unseen = [key for key in changed if all(shapes.get(key) != new.get(key) for shapes in seen)]
+        key = (unseen or changed)[0]
+        before, after = (str(tuple(shapes[key])) if key in shapes else "absent" for shapes in (first, new))
+        if key in first and key in new and first[key][1:] == new[key][1:]:
+            fix = "Yield the same number of rows in every batch, or set `dataloader_drop_last=True`."
+        else:
+            fix = (
+                f"Pad `{key}` in the data collator to a fixed length (`max_length={self.lengths[-1]}`), or declare the "
+                f"lengths that occur (`length_buckets=[...]`)."
+            )
+        return (
+            f"The data collator yields more shapes than were declared, and each one compiles the training step again: "
+            f"`{key}` was {before} in the first batch and is {after} now (allowed: {self.limit} distinct shapes, "
+            f"lengths {self.lengths}). {fix}"
+        )

@@ -1,0 +1,152 @@
+"""How much of a run is spent on padding, and what to set against it."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .buckets import group_batches, percentile_buckets, round_up_length
+
+
+_ADVISED_BUCKETS = 4
+_ADVICE_FROM = 0.10
+# What an option must save, in share of pads, over the simpler one before it to be named.
+_WORTHWHILE = 0.05
+# The documents that TRL packs at a time, as `datasets.Dataset.map` hands them over.
+_PACKED_AT_A_TIME = 1000
+_PACKED_SAMPLE = 10_000
+
+
+class TokenWaste:
+    """
+    Token waste of a run: rows, tokens and pads, overall and per declared length.
+
+    Batches are formed as the sampler would for one fixed shuffle, each is padded to the smallest declared length that
+    fits its longest row, and the last one is completed with pad rows; all of these pads are counted.
+
+    Args:
+        lengths (`Iterable[int]`):
+            Length of each row of the training set, in its order; longer rows than the greatest declared length count as
+            truncated to it. With `packing`, of each packed row.
+        declared (`Sequence[int]`):
+            Declared lengths, the greatest of which is `max_length`.
+        batch_size (`int`):
+            Rows of one batch, over all devices that share a batch shape.
+        train_sampling_strategy (`str`, *optional*, defaults to `"random"`):
+            As in [`~transformers.TrainingArguments`].
+        packing (`bool`, *optional*, defaults to `False`):
+            Whether rows are packed already. Nothing is advised then.
+
+    Attributes:
+        rows (`int`): Number of rows.
+        real_tokens (`int`): Number of tokens without pads.
+        pad_tokens (`int`): Number of pads, those of the rows that complete the last batch included.
+        pad_share (`float`): `pad_tokens` over all tokens computed.
+        pad_share_per_length (`dict[int, float]`): The same for the batches of each declared length that occurs.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        declared: Sequence[int],
+        batch_size: int,
+        train_sampling_strategy: str = "random",
+        packing: bool = False,
+    ):
+        self.declared = sorted(declared)
+        self.batch_size = batch_size
+        self.train_sampling_strategy = train_sampling_strategy
+        self.packing = packing
+        self._lengths = [min(length, self.declared[-1]) for length in lengths]
+        self.rows = len(self._lengths)
+        self.real_tokens = sum(self._lengths)
+
+        self._batches = group_batches(self._lengths, batch_size, train_sampling_strategy)
+        padded_lengths = _padded_lengths(self._batches, self.declared)
+        self.pad_tokens = _pad_tokens(self._batches, padded_lengths)
+        self.pad_share = self.pad_tokens / (self.pad_tokens + self.real_tokens)
+        self.pad_share_per_length = {}
+        for length in padded_lengths.unique().tolist():
+            chosen = padded_lengths == length
+            pads = _pad_tokens(self._batches[chosen], padded_lengths[chosen])
+            self.pad_share_per_length[length] = pads / (chosen.sum().item() * batch_size * length)
+
+    def describe(self) -> str:
+        """
+        Words for the start of a run: the share of pads and, from 10 % on, the settings that lower it.
+
+        Returns:
+            `str`: One paragraph.
+        """
+        text = (
+            f"{self.rows:,} rows, {self.real_tokens:,} tokens: {self.pad_share:.0%} of the tokens computed are padding"
+        )
+        if len(self.pad_share_per_length) > 1:
+            text += f" ({', '.join(f'{length}: {share:.0%}' for length, share in self.pad_share_per_length.items())})"
+        options = []
+        if not self.packing and self.pad_share >= _ADVICE_FROM:
+            least = self.pad_share
+            for option, share in self.estimates().items():
+                if share <= least - _WORTHWHILE:
+                    options.append(f"{option} (estimated {share:.0%})")
+                    least = share
+        return f"{text}. Set {' or '.join(options)}." if options else f"{text}."
+
+    def estimates(self) -> dict[str, float]:
+        """
+        Share of pads that other settings would leave, computed from the lengths of the rows, simplest setting first.
+
+        Packing is estimated by best-fit decreasing over groups of 1,000 rows, as TRL packs them, from at most 10,000
+        rows; every other setting by forming the batches of the whole set once more.
+
+        Returns:
+            `dict[str, float]`: What to set, and the share of pads it leaves.
+        """
+        max_length = self.declared[-1]
+        estimates = {}
+        used = list(self.pad_share_per_length)
+        needed = round_up_length(max(self._lengths), max_length)
+        if len(used) == 1 and needed < used[0]:
+            estimates[f"`max_length={needed}`, which fits every row"] = self._share(self._batches, [needed])
+        num_buckets = max(len(used), _ADVISED_BUCKETS)
+        for strategy in dict.fromkeys([self.train_sampling_strategy, "group_by_length"]):
+            batches = group_batches(self._lengths, self.batch_size, strategy)
+            option = f"`length_buckets={num_buckets}`"
+            if strategy != self.train_sampling_strategy:
+                option += f' with `train_sampling_strategy="{strategy}"`'
+            buckets = percentile_buckets(batches.amax(1).tolist(), num_buckets, max_length)
+            estimates[option] = self._share(batches, buckets)
+        estimates["`packing=True`"] = self._packed_share()
+        return estimates
+
+    def _share(self, batches: Tensor, declared: Sequence[int]) -> float:
+        pads = _pad_tokens(batches, _padded_lengths(batches, declared))
+        return pads / (pads + self.real_tokens)
+
+    def _packed_share(self) -> float:
+        max_length = self.declared[-1]
+        sample = group_batches(self._lengths, 1).flatten()[:_PACKED_SAMPLE]
+        packed = sum(_packed_rows(documents.tolist(), max_length) for documents in sample.split(_PACKED_AT_A_TIME))
+        batches = -(-packed * self.rows // (len(sample) * self.batch_size))
+        return 1 - self.real_tokens / (batches * self.batch_size * max_length)
+
+
+def _padded_lengths(batches: Tensor, declared: Sequence[int]) -> Tensor:
+    """Declared length that each batch is padded to, of shape `(num_batches,)`."""
+    declared = torch.tensor(declared)
+    return declared[torch.bucketize(batches.amax(1), declared)]
+
+
+def _pad_tokens(batches: Tensor, padded_lengths: Tensor) -> int:
+    return (padded_lengths.sum() * batches.shape[1] - batches.sum()).item()
+
+
+def _packed_rows(documents: list[int], max_length: int) -> int:
+    """Number of rows of `max_length` that best-fit decreasing packs `documents` into."""
+    spaces: list[int] = []
+    for document in sorted(documents, reverse=True):
+        fit = bisect_left(spaces, document)
+        space = spaces.pop(fit) if fit < len(spaces) else max_length
+        insort(spaces, space - document)
+    return len(spaces)

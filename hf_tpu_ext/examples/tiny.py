@@ -1,0 +1,230 @@
+"""A tiny model and made tasks that it learns in seconds, for tests, benchmarks and smoke runs. All of it deterministic."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from .jsonl import write_splits
+
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# ChatML. The generation markers tell TRL's `assistant_only_loss` which tokens the assistant says.
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}"
+    "{{- '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+# What a family needs besides, because its default is of the size of its real model.
+FAMILIES = {
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16},
+    "gpt_neox": {},
+    "llama": {},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+
+
+def make_tokenizer(output_dir: str | Path) -> Path:
+    """
+    Make a byte-level tokenizer of 259 tokens: any text is encodable, one token a byte, every digit its own token.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Directory to write to. Created when absent.
+
+    Returns:
+        `Path`: `output_dir`, which `AutoTokenizer.from_pretrained` loads. The tokenizer has a ChatML template, ends a turn
+        with `<|im_end|>` (its end-of-sequence token) and pads with `<|endoftext|>`.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=SIZES["max_position_embeddings"],
+    )
+    fast.save_pretrained(output_dir)
+    return Path(output_dir)
+
+
+def make_model(output_dir: str | Path, model_type: str = "qwen3", seed: int = 0, **overrides) -> Path:
+    """
+    Make a randomly initialised model of two layers and hidden size 64 together with its tokenizer ([`make_tokenizer`]).
+
+    Args:
+        output_dir (`str` or `Path`):
+            Directory to write to. Created when absent.
+        model_type (`str`, *optional*, defaults to `"qwen3"`):
+            Model family, one of [`FAMILIES`].
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the initial weights.
+        **overrides:
+            Fields of the family's configuration to set otherwise, for instance `num_hidden_layers=4` or
+            `tie_word_embeddings=True`. Whether the embeddings are tied is the family's own default.
+
+    Returns:
+        `Path`: `output_dir`, which `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load. The
+        weights are float32.
+
+    Raises:
+        ValueError: If `model_type` is not one of the families.
+    """
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type={model_type!r} is not a tiny model family. Choose one of: {', '.join(FAMILIES)}."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(output_dir))
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = AutoConfig.for_model(model_type, **{**SIZES, **tokens, **FAMILIES[model_type], **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(output_dir)
+    return Path(output_dir)
+
+
+def make_arithmetic(output_dir: str | Path, num_rows: int = 2048, seed: int = 0) -> Path:
+    """
+    Write additions worked digit by digit, of one to four digits, in TRL's conversational prompt-completion form.
+
+    `37+85?` is answered by `7+5=12, write 2 carry 1; 3+8+1=12; 122`. A tiny model learns it because every digit of the
+    answer depends on a few characters only; no addition occurs in both splits.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Directory to write to. Created when absent.
+        num_rows (`int`, *optional*, defaults to `2048`):
+            Number of different additions; every eighth is a row of the test split.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the numbers.
+
+    Returns:
+        `Path`: `output_dir`, with `train.jsonl` and `test.jsonl`.
+    """
+    rng = random.Random(seed)
+
+    def draw() -> tuple[int, int]:
+        digits = rng.randint(1, 4)
+        low, high = 10 ** (digits - 1), 10**digits - 1
+        return rng.randint(low, high), rng.randint(low, high)
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{a}+{b}?"}],
+            "completion": [{"role": "assistant", "content": work_addition(a, b)}],
+        }
+        for a, b in _draw_different(draw, num_rows)
+    ]
+    return _write(output_dir, rows)
+
+
+def work_addition(a: int, b: int) -> str:
+    """
+    Add two numbers of equally many digits in writing.
+
+    Args:
+        a (`int`): First number.
+        b (`int`): Second number.
+
+    Returns:
+        `str`: The steps from the last digit to the first, and the sum.
+    """
+    steps, carry = [], 0
+    pairs = list(zip(reversed(str(a)), reversed(str(b)), strict=True))
+    for place, (x, y) in enumerate(pairs):
+        total = int(x) + int(y) + carry
+        step = f"{x}+{y}+{carry}={total}" if carry else f"{x}+{y}={total}"
+        carry = total // 10
+        if place < len(pairs) - 1:
+            step += f", write {total % 10}" + (f" carry {carry}" if carry else "")
+        steps.append(step)
+    return "; ".join([*steps, str(a + b)])
+
+
+def make_stories(output_dir: str | Path, num_rows: int = 1024, seed: int = 0) -> Path:
+    """
+    Write short stories of two to six sentences made from templates, as one column `text`, for pretraining.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Directory to write to. Created when absent.
+        num_rows (`int`, *optional*, defaults to `1024`):
+            Number of different stories; every eighth is a row of the test split.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the words.
+
+    Returns:
+        `Path`: `output_dir`, with `train.jsonl` and `test.jsonl`.
+    """
+    rng = random.Random(seed)
+
+    def draw() -> str:
+        name, friend = rng.sample(("Lily", "Tom", "Mia", "Ben", "Anna", "Max"), 2)
+        pet = rng.choice(("cat", "dog", "bird", "frog", "rabbit"))
+        toy = rng.choice(("ball", "kite", "boat", "drum", "book"))
+        place = rng.choice(("park", "garden", "forest", "beach", "barn"))
+        color = rng.choice(("red", "blue", "green", "yellow"))
+        middle = (
+            f"{name} saw a little {pet} and wanted to play with it.",
+            f"The {toy} was {color} and very pretty.",
+            f'{friend} said, "Can I play with your {toy} too?"',
+            f"The {pet} took the {toy} and ran away.",
+            f"They looked for the {toy} all over the {place}.",
+        )
+        chosen = sorted(rng.sample(range(len(middle)), rng.randint(0, 4)))
+        return " ".join(
+            [
+                f"One day, {name} went to the {place} with a {color} {toy}.",
+                *(middle[index] for index in chosen),
+                f"{name} and {friend} were happy and went home.",
+            ]
+        )
+
+    return _write(output_dir, [{"text": story} for story in _draw_different(draw, num_rows)])
+
+
+def _draw_different(draw: Callable[[], object], count: int) -> list:
+    # Insertion order of a dict, unlike that of a set, is the same in every process.
+    drawn = {}
+    while len(drawn) < count:
+        drawn[draw()] = None
+    return list(drawn)
+
+
+def _write(output_dir: str | Path, rows: list[dict]) -> Path:
+    train = [row for index, row in enumerate(rows) if index % 8]
+    return write_splits(output_dir, {"train": train, "test": rows[::8]})

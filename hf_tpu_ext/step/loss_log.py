@@ -1,0 +1,103 @@
+"""The training loss between two logs, kept on the device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..backends.base import Backend
+from .metrics import DeviceSums
+
+
+@dataclass(frozen=True)
+class LossWindow:
+    """
+    What a [`LossLog`] held when it was read.
+
+    Args:
+        total (`float`):
+            Sum of the finite step losses.
+        steps (`int`):
+            Optimizer steps seen.
+        finite_steps (`int`):
+            Optimizer steps whose loss was finite.
+        first_nonfinite (`int`):
+            Which of the steps was the first with a loss of NaN or infinity, from 1; 0 if none was.
+    """
+
+    total: float
+    steps: int
+    finite_steps: int
+    first_nonfinite: int
+
+    @property
+    def mean(self) -> float:
+        """Mean loss of the finite steps; NaN if there was none."""
+        return self.total / self.finite_steps if self.finite_steps else float("nan")
+
+
+class LossLog:
+    """
+    Sums the loss of optimizer steps on the device, and sets apart the steps whose loss is NaN or infinite.
+
+    Upstream adds every loss to one sum and, with its filter off (as it has to be where reading the loss would stop the
+    program), one NaN makes every later logged loss NaN.
+
+    Args:
+        backend ([`Backend`]):
+            Where the sums are kept.
+    """
+
+    def __init__(self, backend: Backend):
+        self._sums = DeviceSums(
+            backend, floats=("loss", "micro_loss"), integers=("steps", "finite_steps", "first_nonfinite")
+        )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The sums, to be fetched together with others."""
+        return self._sums.tensors
+
+    def add(self, loss: torch.Tensor, closing: bool, accumulating: bool) -> None:
+        """
+        Count the loss of a micro-step.
+
+        Args:
+            loss (`torch.Tensor` of shape `()`):
+                Its share of the optimizer step's loss.
+            closing (`bool`):
+                Whether it is the last one of the optimizer step.
+            accumulating (`bool`):
+                Whether optimizer steps have more than one micro-step.
+        """
+        sums = self._sums.tensors
+        loss = loss.detach().float()
+        if accumulating:
+            loss = sums["micro_loss"] + loss
+            self._sums.put(micro_loss=torch.zeros_like(loss) if closing else loss)
+        if not closing:
+            return
+        finite = torch.isfinite(loss)
+        step = sums["steps"] + 1
+        is_first = ~finite & (sums["first_nonfinite"] == 0)
+        self._sums.add(loss=torch.where(finite, loss, torch.zeros_like(loss)), finite_steps=finite)
+        self._sums.put(steps=step, first_nonfinite=torch.where(is_first, step, sums["first_nonfinite"]))
+
+    def read(self, fetched: dict[str, torch.Tensor]) -> LossWindow:
+        """
+        Take what was fetched, and start anew.
+
+        Args:
+            fetched (`dict[str, torch.Tensor]`):
+                `tensors`, on the CPU.
+
+        Returns:
+            [`LossWindow`]: The sums as Python numbers.
+        """
+        window = LossWindow(
+            total=fetched["loss"].item(),
+            steps=fetched["steps"].item(),
+            finite_steps=fetched["finite_steps"].item(),
+            first_nonfinite=fetched["first_nonfinite"].item(),
+        )
+        self._sums.reset()
+        return window

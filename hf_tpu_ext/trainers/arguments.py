@@ -1,0 +1,226 @@
+"""Upstream's arguments, changed where the compiled path needs something else. The caller's object is not touched."""
+
+import copy
+import os
+from dataclasses import dataclass, field
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+from trl import SFTConfig
+
+from ..backends.base import Backend
+
+
+#: AdamW in its several implementations: all become [`LazyAdamW`].
+ADAMW_NAMES = {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.ADAMW_TORCH_XLA}
+_HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
+
+
+def copy_arguments(args: TrainingArguments) -> TrainingArguments:
+    """
+    Copy arguments, and those of their values that upstream's trainers change in place.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The caller's arguments.
+
+    Returns:
+        [`~transformers.TrainingArguments`]: A copy of the same class.
+    """
+    args = copy.copy(args)
+    args.accelerator_config = copy.copy(args.accelerator_config)
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs"):
+        if isinstance(vars(args).get(name), dict):
+            setattr(args, name, dict(vars(args)[name]))
+    return args
+
+
+@dataclass
+class CompiledArguments:
+    """
+    Arguments for the compiled path.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            A changed copy of the caller's arguments.
+        compute_dtype (`torch.dtype`, *optional*):
+            Dtype of the forward and backward pass; `None` is that of the weights.
+        changes (`list[str]`):
+            One line for each setting that was replaced or has no effect, for the user.
+    """
+
+    args: TrainingArguments
+    compute_dtype: torch.dtype | None = None
+    changes: list[str] = field(default_factory=list)
+
+
+def bind_device(args: TrainingArguments, backend: Backend) -> None:
+    """
+    Point arguments, and the accelerate state that goes with them, to the backend's device.
+
+    Upstream fixes the device when the arguments are made, which may have been before the backend was chosen, and has no
+    name for an XLA device other than its own XLA branches, which are switched off.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Arguments to change in place.
+        backend ([`Backend`]):
+            The backend in use.
+    """
+    if backend.lazy:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args.distributed_state = PartialState(cpu=True)
+        args.distributed_state.device = backend.device
+        args._n_gpu = 0
+        # `TrainingArguments.device` is a cached property of this name.
+        vars(args)["_setup_devices"] = backend.device
+    elif args.device.type != backend.device.type:
+        args.use_cpu = backend.name == "cpu"
+        del vars(args)["_setup_devices"]
+        assert args.device.type == backend.device.type
+
+
+def compile_arguments(args: TrainingArguments) -> CompiledArguments:
+    """
+    Adapt arguments to a device whose steps are compiled programs.
+
+    Args:
+        args ([`~transformers.TrainingArguments`] or [`~trl.SFTConfig`]):
+            The caller's arguments.
+
+    Returns:
+        [`CompiledArguments`]: The adapted copy, and what was changed.
+
+    Raises:
+        `ValueError`: A setting has no equivalent here.
+    """
+    adapted = CompiledArguments(copy_arguments(args))
+    _precision(adapted)
+    _optimizer(adapted)
+    _activation_checkpointing(adapted)
+    _kernels(adapted)
+    _distribution(adapted)
+    if isinstance(args, SFTConfig):
+        _supervised(adapted)
+    # Pinned host memory is for CUDA transfers.
+    adapted.args.dataloader_pin_memory = False
+    # Upstream's filter reads the loss of every micro-step; the trainer has its own, which reads at logs only.
+    adapted.args.logging_nan_inf_filter = False
+    return adapted
+
+
+def _precision(adapted: CompiledArguments) -> None:
+    args = adapted.args
+    if args.fp16:
+        raise ValueError("fp16=True does not work on XLA: TPUs compute in bfloat16. Set bf16=True and fp16=False.")
+    if args.fp16_full_eval:
+        raise ValueError(
+            "fp16_full_eval=True does not work on XLA. Leave it out: evaluation computes as training does."
+        )
+    if args.bf16_full_eval:
+        args.bf16_full_eval = False
+        adapted.changes.append("bf16_full_eval has no effect: with bf16=True, evaluation already computes in bfloat16")
+    if args.bf16:
+        adapted.compute_dtype = torch.bfloat16
+        # Left on, accelerate would set XLA_USE_BF16=1 on a TPU, which turns every float32 tensor into bfloat16: weights,
+        # Adam moments, loss sums. It reads the derived `mixed_precision`, so both are switched off.
+        args.bf16 = False
+        args.mixed_precision = "no"
+    for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+        if os.environ.get(variable, "0") == "1":
+            raise ValueError(
+                f"{variable}=1 turns weights and optimizer state into bfloat16. Unset it and use bf16=True, which keeps "
+                "float32 weights and computes in bfloat16."
+            )
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        adapted.changes.append("ACCELERATE_MIXED_PRECISION has no effect: the recipe's bf16 decides")
+
+
+def _optimizer(adapted: CompiledArguments) -> None:
+    args = adapted.args
+    if args.optim in ADAMW_NAMES:
+        if args.optim != OptimizerNames.ADAMW_TORCH:
+            adapted.changes.append(
+                f"optim={OptimizerNames(args.optim).value} is replaced by an AdamW of the same update that is part of "
+                "the step program"
+            )
+            args.optim = OptimizerNames.ADAMW_TORCH
+    elif args.optim in _HOST_SCALAR_NAMES:
+        adapted.changes.append(
+            f"optim={OptimizerNames(args.optim).value} passes its learning rate as a Python number: a rate of exactly 0 "
+            "or 1 compiles another program; optim=adamw_torch never does"
+        )
+    else:
+        allowed = sorted(name.value for name in ADAMW_NAMES | _HOST_SCALAR_NAMES)
+        raise ValueError(
+            f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs its own kernels or reads the "
+            f"device). Allowed: {', '.join(allowed)}."
+        )
+
+
+def _activation_checkpointing(adapted: CompiledArguments) -> None:
+    args = adapted.args
+    kwargs = dict(args.gradient_checkpointing_kwargs or {})
+    unsupported = [key for key in ("selective", "offload", "context_fn") if kwargs.get(key)]
+    if args.gradient_checkpointing and unsupported:
+        raise ValueError(
+            f"gradient_checkpointing_kwargs={kwargs} asks for {', '.join(unsupported)}, which XLA has no equivalent of. "
+            "Leave it out: XLA checkpoints whole layers ('every_n_layers' is supported)."
+        )
+    if args.activation_offloading:
+        args.activation_offloading = False
+        adapted.changes.append("activation_offloading has no effect on XLA; gradient_checkpointing saves memory there")
+
+
+def _kernels(adapted: CompiledArguments) -> None:
+    args = adapted.args
+    for name, value, why in (
+        ("torch_compile", False, "the step is compiled by XLA"),
+        ("use_liger_kernel", False, "its kernels are for GPUs"),
+    ):
+        if vars(args)[name]:
+            setattr(args, name, value)
+            adapted.changes.append(f"{name} has no effect: {why}")
+    if args.torch_empty_cache_steps is not None:
+        args.torch_empty_cache_steps = None
+        adapted.changes.append("torch_empty_cache_steps has no effect on XLA")
+
+
+def _distribution(adapted: CompiledArguments) -> None:
+    args = adapted.args
+    if args.deepspeed:
+        raise ValueError("deepspeed does not run on XLA. Leave it out of the recipe.")
+    if args.fsdp:
+        raise ValueError(
+            f"fsdp={args.fsdp!r} is not available on XLA in this version: weights are replicated. Leave it out."
+        )
+
+
+def _supervised(adapted: CompiledArguments) -> None:
+    args = adapted.args
+    if args.max_length is None:
+        raise ValueError(
+            "max_length=None does not work on XLA: every new length would compile another program. Set max_length to "
+            "the longest sequence that you want to keep, for example max_length=1024."
+        )
+    if args.padding_free:
+        args.padding_free = False
+        adapted.changes.append(
+            "padding_free is replaced by rows of a fixed length (same loss); packing=True avoids the padding"
+        )
+    model_init_kwargs = dict(args.model_init_kwargs or {})
+    attention = model_init_kwargs.get("attn_implementation")
+    if attention not in (None, "eager", "sdpa"):
+        adapted.changes.append(f"attn_implementation={attention} is replaced by attention that XLA compiles")
+    if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
+        adapted.changes.append("device_map has no effect: the model is placed on the XLA device as a whole")
+    if model_init_kwargs.get("quantization_config") is not None:
+        raise ValueError(
+            "quantization_config (bitsandbytes, QLoRA) does not run on XLA: its kernels are for GPUs. Leave it out and "
+            "use LoRA on bfloat16 weights: dtype: bfloat16, use_peft: true."
+        )
+    # The attention is set on the loaded model; "auto" placement would hand the model to accelerate's dispatcher.
+    args.model_init_kwargs = {**model_init_kwargs, "attn_implementation": "eager", "device_map": None}

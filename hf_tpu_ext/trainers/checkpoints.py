@@ -1,0 +1,95 @@
+"""Which checkpoint to resume from, and whether there is room for one."""
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """
+    Whether a checkpoint was written to its end. The trainer's state is written last.
+
+    Args:
+        checkpoint (`Path`):
+            Checkpoint directory.
+    """
+    state = checkpoint / TRAINER_STATE_NAME
+    if not state.is_file():
+        return False
+    try:
+        json.loads(state.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
+
+
+def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+    """
+    Resolve `resume_from_checkpoint`.
+
+    Args:
+        resume_from_checkpoint (`str` or `bool`, *optional*):
+            A checkpoint directory, or `True` for the newest complete one in `output_dir`.
+        output_dir (`str`):
+            Directory of the run.
+
+    Returns:
+        `str` or `None`: The checkpoint directory, or `None` to start anew.
+
+    Raises:
+        `ValueError`: There is no such checkpoint.
+    """
+    if not resume_from_checkpoint:
+        return None
+    if resume_from_checkpoint is not True:
+        checkpoint = Path(resume_from_checkpoint)
+        if not is_complete(checkpoint):
+            inside = sorted(path.name for path in checkpoint.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+            what = "has no readable" if checkpoint.is_dir() else "is not a directory, so it has no"
+            hint = f"It holds {', '.join(inside)}: give one of these" if inside else "Give a checkpoint-N directory"
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} is not a checkpoint: it {what} "
+                f"{TRAINER_STATE_NAME}. {hint}, or resume_from_checkpoint=True for the newest one in {output_dir!r}."
+            )
+        return str(checkpoint)
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if pattern.fullmatch(path.name)]
+    for checkpoint in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        if is_complete(checkpoint):
+            return str(checkpoint)
+        logger.warning(f"{checkpoint} was not written to its end and is skipped.")
+    raise ValueError(
+        f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. Leave resume_from_checkpoint out "
+        "to start anew, or set output_dir to the directory of the run to resume."
+    )
+
+
+def check_output_dir(output_dir: str) -> None:
+    """
+    Make sure that the output directory can be written to, before hours are spent on what goes there.
+
+    Args:
+        output_dir (`str`):
+            Directory of the run. It is created if need be.
+
+    Raises:
+        `ValueError`: It cannot be created or written to.
+    """
+    try:
+        os.makedirs(output_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={output_dir!r} cannot be written to ({error.strerror}). Set output_dir to a directory that you "
+            "may write to."
+        ) from error

@@ -1,0 +1,319 @@
+"""The compiled path, as a mixin over a live upstream trainer class."""
+
+import json
+import math
+import os
+from typing import Any
+
+import torch
+from accelerate.utils import find_batch_size
+from torch import nn
+from transformers import TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.utils import logging
+
+from ..backends import select_backend
+from ..callbacks.program_watch import ProgramWatch
+from ..data import ShapeGuard, complete_rows
+from ..step.attention_mask import static_masks
+from ..step.kernels import use_static_kernels
+from ..step.loss_log import LossLog
+from ..step.metrics import DeviceSums
+from ..step.optimizer import LazyAdamW
+from .arguments import ADAMW_NAMES, CompiledArguments, bind_device, compile_arguments, copy_arguments
+from .checkpoints import check_output_dir, find_checkpoint
+from .configs import ExtensionArguments
+from .step_boundary import StepBoundary
+
+
+logger = logging.get_logger(__name__)
+
+_DEVICE_RNG_FILE = "device_rng_state.json"
+
+
+class TPUTrainerMixin:
+    """
+    Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled programs.
+
+    Mix it into a live upstream class, before it: `class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer)`. On CUDA and CPU every
+    method is upstream's. On XLA it overrides upstream's hooks so that
+
+    - every batch has one of a few declared shapes;
+    - the forward pass, the backward pass, clipping and the update of one optimizer step are one program (with gradient
+      accumulation: one program for a micro-step, one for the closing step);
+    - nothing is read from the device between two logs, and a log is one transfer.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `str`):
+            As upstream.
+        args ([`~transformers.TrainingArguments`], *optional*):
+            As upstream, or a config of this package. It is not changed.
+        *rest:
+            Upstream's other positional arguments.
+        **kwargs:
+            Upstream's other keyword arguments.
+
+    Raises:
+        `ValueError`: A setting does not work on the chosen device; the message says what to set instead.
+    """
+
+    def __init__(self, model=None, args: TrainingArguments | None = None, *rest, **kwargs):
+        args = self._default_args(model) if args is None else copy_arguments(args)
+        asked = args.backend if isinstance(args, ExtensionArguments) else None
+        self.backend = select_backend("cpu" if args.use_cpu else asked)
+        check_output_dir(args.output_dir)
+        self.compiled = compile_arguments(args) if self.backend.lazy else CompiledArguments(args)
+        bind_device(self.compiled.args, self.backend)
+        super().__init__(model, self.compiled.args, *rest, **kwargs)
+        if self.backend.lazy:
+            self._prepare_compiled_path()
+
+    def _prepare_compiled_path(self) -> None:
+        # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
+        # without a read. The backend places the model.
+        self.accelerator.device_placement = False
+        self.backend.set_rng_state(self.args.seed)
+        self.lengths = self._declare_lengths()
+        self._make_batches_static()
+        self._shape_guards = {mode: ShapeGuard(len(self.lengths), self.lengths) for mode in ("train", "eval")}
+        self._batch_shape: tuple[int, ...] = ()
+        self.loss_log = LossLog(self.backend)
+        self.watch = ProgramWatch(self.backend, quiet=self.args.disable_tqdm)
+        self.add_callback(StepBoundary(self))
+
+    # ---- What a subclass says ----
+
+    def _default_args(self, model) -> TrainingArguments:
+        """The arguments to use where none are given, as upstream makes them."""
+        raise NotImplementedError
+
+    def _declare_lengths(self) -> list[int]:
+        """The lengths that batches are padded to, ascending."""
+        raise NotImplementedError
+
+    def _make_batches_static(self) -> None:
+        """Replace `self.data_collator` by one that pads to `self.lengths`."""
+        raise NotImplementedError
+
+    @property
+    def _pad_token_id(self) -> int:
+        raise NotImplementedError
+
+    def _metric_sums(self, mode: str) -> dict[str, torch.Tensor]:
+        """Device tensors of further metrics that a log of `mode` (`"train"` or `"eval"`) reads."""
+        return {}
+
+    def _take_metrics(self, mode: str, fetched: dict[str, torch.Tensor]) -> None:
+        """Record what `_metric_sums` gave, read to the host, so that the next `log` shows it; and start anew."""
+
+    # ---- Placement, precision, optimizer ----
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self.backend.lazy:
+            use_static_kernels(model)
+            self.backend.place(model)
+        else:
+            super()._move_model_to_device(model, device)
+
+    def compute_loss_context_manager(self):
+        contexts = super().compute_loss_context_manager()
+        if self.backend.lazy:
+            contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
+        return contexts
+
+    def get_optimizer_cls_and_kwargs(self, args, model=None) -> tuple[Any, dict[str, Any]]:
+        optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
+        if self.backend.lazy and args.optim in ADAMW_NAMES:
+            return LazyAdamW, {**kwargs, "backend": self.backend}
+        return optimizer_cls, kwargs
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        created = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if self.backend.lazy and created:
+            # Checkpoints hold CPU tensors, fetched in one transfer.
+            optimizer.register_state_dict_post_hook(lambda _, state_dict: self.backend.fetch(state_dict))
+        return optimizer
+
+    # ---- Batches ----
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.backend.lazy:
+            return super()._prepare_inputs(inputs)
+        mode, rows = ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
+        inputs = complete_rows(inputs, rows, self._pad_token_id)
+        self._shape_guards[mode].check(inputs)
+        self._batch_shape = next(tuple(value.shape) for value in inputs.values() if isinstance(value, torch.Tensor))
+        return self.backend.send(dict(inputs))
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        if not self.backend.lazy:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        # Counted on the host: on the device the count would be part of the first micro-step's program only.
+        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
+        return self.backend.send(count.float()) if isinstance(count, torch.Tensor) else count
+
+    # ---- Steps ----
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.backend.lazy:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        segment_ids = inputs.pop("segment_ids", None)
+        position_ids = None if segment_ids is None else inputs["position_ids"]
+        with static_masks(segment_ids, position_ids):
+            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.backend.lazy:
+            self.loss_log.add(
+                loss,
+                closing=self.accelerator.sync_gradients,
+                accumulating=self.args.gradient_accumulation_steps > 1,
+            )
+        return loss
+
+    def end_program(self, kind: str, where: str) -> None:
+        """
+        End the program recorded so far; see [`ProgramWatch`].
+
+        Args:
+            kind (`str`):
+                What it does.
+            where (`str`):
+                Place in the run.
+        """
+        self.watch.end(kind, self._batch_shape, where)
+
+    # ---- Logs ----
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
+    ) -> None:
+        if self.backend.lazy and self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
+            # afterwards, since this one is noted as the last.
+            logs = {"loss": 0.0}
+            if grad_norm is not None:
+                logs["grad_norm"] = grad_norm
+            logs.update(self._read_train_metrics(logs))
+            logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
+            self._globalstep_last_logged = self.state.global_step
+            self.store_flos()
+            self.log(logs, start_time)
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
+        )
+
+    def _read_train_metrics(self, logs: dict[str, Any]) -> dict[str, float]:
+        """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
+        fetched = self.backend.fetch(
+            {"grad_norm": logs.get("grad_norm"), "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")}
+        )
+        window = self.loss_log.read(fetched["loss"])
+        self._take_metrics("train", fetched["metrics"])
+        # One NaN would stay in upstream's own sum for good.
+        self._tr_loss = self.backend.send(torch.zeros(()))
+        self._total_loss_scalar += window.total
+        if window.finite_steps < window.steps:
+            step = self.state.global_step - window.steps + window.first_nonfinite
+            logger.warning(
+                f"The loss was NaN or infinite at step {step} ({window.steps - window.finite_steps} of the "
+                f"{window.steps} steps since the last log); the logged loss is the mean of the others."
+            )
+        read = {"loss": window.mean}
+        if isinstance(fetched["grad_norm"], torch.Tensor):
+            read["grad_norm"] = fetched["grad_norm"].item()
+        return read
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        if self.backend.lazy:
+            self._read_train_metrics({})
+            self._tr_loss = torch.zeros(())
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    # ---- Evaluation ----
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        rows = find_batch_size(inputs)
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self.backend.lazy and not prediction_loss_only:
+            # The rows that completed the batch are not predictions, and numpy has no bfloat16.
+            logits, labels = (_first_rows(value, rows) for value in (logits, labels))
+        return loss, logits, labels
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if not self.backend.lazy or not loss_only:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        model = self._wrap_model(self.model, training=False)
+        model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=())
+        num_samples = 0
+        for inputs in dataloader:
+            rows = find_batch_size(inputs)
+            num_samples += rows
+            loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
+            # Like upstream: a batch counts by its rows, and losses that are not finite are left out. The row count is
+            # sent as data, for the last batch to be the same program.
+            weight = self.backend.send(torch.tensor(float(rows)))
+            finite = torch.isfinite(loss)
+            sums.add(
+                loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
+                rows=torch.where(finite, weight, torch.zeros_like(weight)),
+            )
+            self.end_program("evaluation step", f"evaluation after step {self.state.global_step}")
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.gather_function = self.accelerator.gather_for_metrics
+        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self._metric_sums("eval")})
+        self._take_metrics("eval", fetched["metrics"])
+        rows = fetched["loss"]["rows"].item()
+        metrics = {f"{metric_key_prefix}_loss": fetched["loss"]["loss"].item() / rows if rows else math.nan}
+        if has_length(dataloader.dataset):
+            num_samples = len(dataloader.dataset)
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    # ---- Checkpoints ----
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(checkpoint, *args, **kwargs)
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        if self.backend.lazy and state_dict is None:
+            # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
+            state_dict = self.backend.fetch(dict(self.model.state_dict(keep_vars=True)))
+        super()._save(output_dir, state_dict)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if (state := self.backend.rng_state()) is not None:
+            with open(os.path.join(output_dir, _DEVICE_RNG_FILE), "w", encoding="utf-8") as file:
+                json.dump({self.backend.name: state}, file)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None or not os.path.isfile(path := os.path.join(checkpoint, _DEVICE_RNG_FILE)):
+            return
+        with open(path, encoding="utf-8") as file:
+            states = json.load(file)
+        if self.backend.name in states:
+            self.backend.set_rng_state(states[self.backend.name])
+
+
+def _first_rows(value: Any, rows: int) -> Any:
+    """The first rows of (nested) tensors, in float32 where they are of a shorter floating-point type."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_first_rows(item, rows) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value[:rows] if value.ndim and value.shape[0] > rows else value
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

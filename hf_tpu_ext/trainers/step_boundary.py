@@ -1,0 +1,48 @@
+"""Where one step ends and the next begins."""
+
+from functools import partial
+
+import torch
+from transformers import TrainerCallback
+
+from ..step.activation_checkpointing import use_checkpoint_function
+from ..step.optimizer import LazyAdamW, create_gradients
+
+
+class StepBoundary(TrainerCallback):
+    """
+    Ends the program of each micro-step and of each optimizer step, and makes the first step like every later one.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer that the callback belongs to.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+        trainer = self._trainer
+        if args.gradient_checkpointing and trainer.backend.checkpoint_function is not None:
+            # The reentrant form needs inputs that require gradients, which frozen embeddings do not give.
+            model.enable_input_require_grads()
+            use_checkpoint_function(model, trainer.backend.checkpoint_function)
+        if isinstance(optimizer.optimizer, LazyAdamW):
+            optimizer.optimizer.create_state()
+        if args.gradient_accumulation_steps > 1:
+            # Micro-steps add to gradients that are there from the start and are zeroed in place, so that the first
+            # micro-step is the same program as the others. Without accumulation gradients live inside the one program
+            # and need no memory between steps.
+            create_gradients(model)
+            model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
+        trainer._tr_loss = trainer.backend.send(torch.zeros(()))
+        trainer.backend.end_step(wait=True)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._trainer.end_program("micro-step", f"step {state.global_step + 1}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._trainer.end_program("training step", f"step {state.global_step}")
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        vars(model).pop("zero_grad", None)

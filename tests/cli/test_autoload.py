@@ -1,0 +1,129 @@
+"""What the package does at the end of `import torch`: nothing, except in the processes that ask for it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hf_tpu_ext.backends import detect
+from hf_tpu_ext.cli import autoload
+
+
+STATE = """
+import json, os, sys, torch
+modules = [name for name in sys.modules if not name.startswith(("hf_tpu_ext", "__editable__"))]
+finders = [str(finder).split(" at ")[0] for finder in sys.meta_path]
+print(json.dumps([sorted(modules), dict(os.environ), finders, sys.path]))
+"""
+
+
+def run_process(*command, env=None, cwd=None):
+    env = {name: value for name, value in os.environ.items() if name != "HF_TPU_EXT"} | (env or {})
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def trl(*args, env=None):
+    return run_process(shutil.which("trl", path=os.path.dirname(sys.executable)), *args, env=env)
+
+
+def test_other_processes_are_left_as_they_are():
+    with_autoload = run_process(sys.executable, "-c", STATE)
+    without = run_process(sys.executable, "-c", STATE, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert with_autoload.stderr == without.stderr
+    modules, environment, finders, path = json.loads(with_autoload.stdout)
+    stock_modules, stock_environment, stock_finders, stock_path = json.loads(without.stdout)
+    stock_environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    assert set(modules) == set(stock_modules)
+    assert environment == stock_environment
+    assert finders == stock_finders
+    assert path == stock_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["/venv/bin/trl", "sft", "--config", "r.yaml"], True),
+        (["/venv/lib/trl/cli/main.py", "sft"], True),
+        (["/venv/bin/trl", "dpo"], False),
+        (["/venv/bin/trl"], False),
+        (["/venv/lib/trl/scripts/sft.py", "sft"], False),
+        (["-c"], False),
+        ([], False),
+    ],
+)
+def test_only_trl_sft_is_replaced(argv, expected):
+    assert autoload._is_trl_sft(argv) is expected
+
+
+@pytest.mark.parametrize(
+    ("switch", "in_recipe", "chips", "expected"),
+    [
+        ("", "", 0, None),
+        ("", "", 4, "this machine has a TPU"),
+        ("1", "", 0, "HF_TPU_EXT=1 is set"),
+        ("", "HF_TPU_EXT: 1", 0, "the recipe's env says HF_TPU_EXT: 1"),
+        ("", "HF_TPU_EXT: true", 0, "the recipe's env says HF_TPU_EXT: true"),
+        ("", "HF_TPU_EXT: 0", 4, None),
+        ("1", "HF_TPU_EXT: 0", 4, None),
+        ("1", "PJRT_DEVICE: CPU", 0, "HF_TPU_EXT=1 is set"),
+    ],
+)
+@pytest.mark.parametrize("option", [["--config", "{}"], ["--config={}"]])
+def test_when_trl_sft_is_replaced(switch, in_recipe, chips, expected, option, tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"env: {{{in_recipe}}}\nmax_steps: 1\n")
+    monkeypatch.setattr(detect, "tpu_chips", lambda: chips)
+    argv = [part.format(recipe) for part in option]
+    assert autoload._reason_to_replace(switch, argv) == expected
+
+
+def test_unreadable_recipe_is_left_to_the_command_that_runs(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("env: [")
+    assert autoload._reason_to_replace("", ["--config", str(broken)]) is None
+    assert autoload._reason_to_replace("1", ["--config", str(broken)]) == "HF_TPU_EXT=1 is set"
+    assert autoload._reason_to_replace("", ["--config", str(tmp_path / "absent.yaml")]) is None
+
+
+def test_stock_command_runs_ours():
+    ours = trl("sft", "--help", env={"HF_TPU_EXT": "1"})
+    assert ours.returncode == 0
+    assert ours.stdout.startswith("usage: hf-tpu sft")
+    assert "--length_buckets" in ours.stdout
+    assert "HF_TPU_EXT=0 runs the stock command" in ours.stderr
+
+
+def test_variable_of_the_process_switches_off(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env:\n  HF_TPU_EXT: 1\n")
+    stock = trl("sft", "--config", str(recipe), "--help", env={"HF_TPU_EXT": "0"})
+    assert stock.returncode == 0
+    assert stock.stdout.startswith("usage: trl sft")
+    assert "hf_tpu_ext" not in stock.stdout + stock.stderr
+
+
+def test_stock_command_with_an_unknown_key(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env:\n  HF_TPU_EXT: 1\nlerning_rate: 1.0e-4\n")
+    result = trl("sft", "--config", str(recipe))
+    assert result.returncode == 2
+    assert f"unknown key 'lerning_rate' in {recipe}. Did you mean 'learning_rate'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("switch", "script", "expected"),
+    [
+        ("1", "from trl import SFTTrainer", "TPUSFTTrainer"),
+        ("1", "from trl.trainer.sft_trainer import SFTTrainer", "TPUSFTTrainer"),
+        ("0", "from trl import SFTTrainer", "SFTTrainer"),
+        ("1", "import hf_tpu_ext.trainers; from trl import SFTTrainer", "SFTTrainer"),
+    ],
+)
+def test_scripts_get_our_trainer_if_they_ask(switch, script, expected):
+    script = f"import torch\n{script}; print(SFTTrainer.__name__)"
+    result = run_process(sys.executable, "-c", script, env={"HF_TPU_EXT": switch})
+    assert result.stdout.strip() == expected, result.stderr

@@ -1,0 +1,143 @@
+"""Reading a recipe: what is taken, and what is said about what is not."""
+
+import pytest
+import trl
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.cli.recipe import RecipeParser, read_recipe
+
+
+DATACLASSES = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+
+
+@pytest.fixture
+def parse(tmp_path):
+    def parse(text, *argv):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"report_to: none\noutput_dir: {tmp_path}/out\n{text}")
+        parsed = RecipeParser(DATACLASSES, "sft", "").parse(read_recipe(["--config", str(path), *argv]))
+        return {key: value for arguments in parsed for key, value in vars(arguments).items()}
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "key", "value"),
+    [
+        ("learning_rate: 2e-5", [], "learning_rate", 2e-5),  # a string to YAML
+        ("learning_rate: 1", [], "learning_rate", 1.0),
+        ("learning_rate: 2e-5", ["--learning_rate", "1e-3"], "learning_rate", 1e-3),
+        ("packing: yes", [], "packing", True),
+        ("eval_strategy: no", [], "eval_strategy", "no"),  # false to YAML
+        ("save_steps: 0.5", [], "save_steps", 0.5),
+        ("dataset_name: 12", [], "dataset_name", "12"),
+        ("pad_to_multiple_of: 8", [], "pad_to_multiple_of", 8),
+        ("lora_target_modules: all-linear", [], "lora_target_modules", "all-linear"),
+        ("lora_target_modules: [q_proj, v_proj]", [], "lora_target_modules", ["q_proj", "v_proj"]),
+        ("length_buckets: [64, 128]", [], "length_buckets", [64, 128]),
+        ("length_buckets: 4", [], "length_buckets", [4]),
+        ("", ["--length_buckets", "64", "128"], "length_buckets", [64, 128]),
+        ("model_init_kwargs: {use_cache: false}", [], "model_init_kwargs", {"use_cache": False}),
+        ("datasets: [{path: a/b}]", [], "datasets", [trl.scripts.utils.DatasetConfig("a/b")]),
+        ("save_total_limit: null", [], "save_total_limit", None),
+        ("resume_from_checkpoint: true", [], "resume_from_checkpoint", True),
+        ("resume_from_checkpoint: false", [], "resume_from_checkpoint", False),
+        ("resume_from_checkpoint: runs/checkpoint-4", [], "resume_from_checkpoint", "runs/checkpoint-4"),
+        ("", ["--resume_from_checkpoint", "true"], "resume_from_checkpoint", True),
+        ("", ["--resume_from_checkpoint", "runs/checkpoint-4"], "resume_from_checkpoint", "runs/checkpoint-4"),
+        ("", [], "resume_from_checkpoint", None),
+    ],
+)
+def test_values(parse, text, argv, key, value):
+    given = parse(text, *argv)[key]
+    assert given == value
+    assert type(given) is type(value) or key == "eval_strategy"
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "message"),
+    [
+        ("lerning_rate: 1e-5", [], "unknown key 'lerning_rate' in {path}. Did you mean 'learning_rate'?"),
+        ("learning-rate: 1e-5", [], "unknown key 'learning-rate' in {path}. Did you mean 'learning_rate'?"),
+        ("num_proceses: 8", [], "unknown key 'num_proceses' in {path}. Did you mean 'num_processes'?"),
+        ("zzzz: 8", [], "unknown key 'zzzz' in {path}. `hf-tpu sft --help` lists the keys."),
+        ("", ["--max-lenght=8"], "unknown key 'max_lenght' on the command line. Did you mean 'max_length'?"),
+        ("", ["--confg", "x"], "unknown key 'confg' on the command line. Did you mean 'config'?"),
+        ("", ["recipe.yaml"], "command line: unexpected 'recipe.yaml'. A recipe is given as: --config recipe.yaml"),
+        ("learning_rate: fast", [], "{path}: learning_rate is 'fast', expected float."),
+        ("learning_rate: [1, 2]", [], "{path}: learning_rate is [1, 2], expected float."),
+        ("max_steps: many", [], "{path}: max_steps is 'many', expected int."),
+        ("max_steps: 2.5", [], "{path}: max_steps is 2.5, expected int."),
+        ("max_steps: true", [], "{path}: max_steps is True, expected int."),
+        ("max_steps:", [], "{path}: max_steps is None, expected int."),
+        ("packing: maybe", [], "{path}: packing is 'maybe', expected bool."),
+        ("packing: 3", [], "{path}: packing is 3, expected bool."),
+        ("length_buckets: [64, many]", [], "{path}: length_buckets is [64, 'many'], expected list[int] | None."),
+        ("dtype: float", [], "{path}: dtype is 'float', expected one of auto, bfloat16, float16, float32."),
+        ("datasets: [{{path: a, nam: b}}]", [], "unexpected keyword argument 'nam'"),
+        ("lr_scheduler_type: cosin", [], "lr_scheduler_type is 'cosin', expected one of linear, cosine"),
+        ("", ["--max_steps", "many"], "command line: argument --max_steps/--max-steps: invalid int value: 'many'"),
+        ("", ["--dtype", "float"], "command line: argument --dtype: invalid choice: 'float'"),
+    ],
+)
+def test_mistakes(parse, text, argv, message, tmp_path):
+    with pytest.raises(ValueError) as error:
+        parse(text.format(), *argv)
+    assert message.format(path=tmp_path / "recipe.yaml") in str(error.value)
+
+
+def test_all_unknown_keys_are_told_at_once(parse):
+    with pytest.raises(ValueError) as error:
+        parse("lerning_rate: 1e-5\nmax_lenght: 8", "--output_dri", "x")
+    for key in ("learning_rate", "max_length", "output_dir"):
+        assert f"Did you mean {key!r}?" in str(error.value)
+
+
+def test_keys_of_the_launcher_are_named_and_skipped(parse, capsys):
+    values = parse(
+        "num_processes: 8\naccelerate_config: zero3\nmax_steps: 3", "--mixed_precision", "bf16", "--multi_gpu"
+    )
+    assert values["max_steps"] == 3
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith(": num_processes, accelerate_config, mixed_precision, multi_gpu")
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no such file"),
+        (b"", "the file is empty"),
+        (b"# only a comment\n", "the file is empty"),
+        (b"- a\n- b\n", "expected `key: value` lines, found a list"),
+        (b"just words\n", "expected `key: value` lines, found a str"),
+        (b"a: [1,\n", "cannot be read as YAML"),
+        (b"\xff\xfe\x00", "cannot be read as YAML"),
+        (b"env: 3\n", "env is 3, expected a mapping"),
+    ],
+)
+def test_files_that_are_no_recipe(content, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_recipe(["--config", str(path)])
+    assert str(path) in str(error.value)
+
+
+def test_read_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("env:\n  PJRT_DEVICE: CPU\n  HF_TPU_EXT: 1\nmax_steps: 3\nbackend: xla\n")
+    recipe = read_recipe(["--max_length", "8", f"--config={path}", "--backend", "cpu", "--smoke"])
+    assert recipe.env == {"PJRT_DEVICE": "CPU", "HF_TPU_EXT": "1"}
+    assert recipe.values == {"max_steps": 3, "backend": "cpu"}
+    assert recipe.argv == ["--max_length", "8"]
+    assert recipe.smoke == ".cache/tiny"
+
+
+def test_smoke_needs_a_tiny_model(tmp_path):
+    recipe = read_recipe(["--smoke", str(tmp_path)])
+    with pytest.raises(ValueError, match=f"hf-tpu prepare tiny --output_dir {tmp_path}"):
+        recipe.use_tiny("data")

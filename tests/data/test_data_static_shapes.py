@@ -1,0 +1,177 @@
+import pickle
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from hf_tpu_ext.data import PAD_VALUES, ShapeGuard, StaticShapeCollator, complete_rows
+
+
+PAD = 96
+
+
+def make_examples(rng, rows, longest):
+    examples = []
+    for _ in range(rows):
+        input_ids = [rng.randrange(96) for _ in range(rng.randint(2, longest))]
+        examples.append({"input_ids": input_ids, "labels": [rng.choice([-100, token]) for token in input_ids]})
+    return examples
+
+
+def returns(batch):
+    return lambda examples: batch
+
+
+@pytest.mark.parametrize("lengths", [[32], [32, 8, 16]])
+def test_batches_are_those_of_trl_padded_to_the_smallest_declared_length(lengths):
+    rng = random.Random(0)
+    stock = DataCollatorForLanguageModeling(pad_token_id=PAD, return_position_ids=True)
+    collator = StaticShapeCollator(stock, lengths, PAD)
+    seen = set()
+    for _ in range(50):
+        examples = make_examples(rng, rng.randint(1, 4), rng.choice([4, 8, 9, 16, 32]))
+        expected, batch = stock(examples), collator(examples)
+        length = expected["input_ids"].shape[1]
+        target = min(declared for declared in lengths if declared >= length)
+        seen.add(target)
+        assert batch.keys() == expected.keys()
+        for key, value in batch.items():
+            assert value.shape == (len(examples), target)
+            assert value.dtype == expected[key].dtype
+            assert torch.equal(value[:, :length], expected[key])
+            assert (value[:, length:] == (PAD if key == "input_ids" else PAD_VALUES[key])).all()
+    assert seen == set(lengths)
+
+
+def test_only_tensors_of_batch_and_length_are_padded():
+    batch = BatchEncoding(
+        {
+            "input_ids": torch.tensor([[1, 2], [3, 4]]),
+            "teacher_logits": torch.ones(2, 2, 5, dtype=torch.bfloat16),
+            "labels": torch.ones(2, 2),
+            "weight": torch.ones(2),
+            "temperature": torch.tensor(2.0),
+            "texts": ["a", "b"],
+        }
+    )
+    padded = StaticShapeCollator(returns(batch), [4], PAD)([])
+    assert padded["input_ids"].tolist() == [[1, 2, PAD, PAD], [3, 4, PAD, PAD]]
+    assert padded["teacher_logits"].shape == (2, 4, 5)
+    assert padded["teacher_logits"].dtype == torch.bfloat16
+    assert not padded["teacher_logits"][:, 2:].any()
+    for key in ("labels", "weight", "temperature", "texts"):
+        assert padded[key] is batch[key]
+    assert "attention_mask" not in padded
+
+
+def test_batch_longer_than_every_declared_length():
+    collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=PAD), [4, 8], PAD)
+    with pytest.raises(ValueError, match=r"9 tokens .* greatest declared length 8.*`max_length=8`.*\[4, 8, 9\]"):
+        collator([{"input_ids": list(range(9))}])
+
+
+def test_collator_survives_pickling_for_dataloader_workers():
+    collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=PAD), [8], PAD)
+    examples = make_examples(random.Random(0), 4, 8)
+    copied = DataLoader(examples, batch_size=2, collate_fn=pickle.loads(pickle.dumps(collator)))
+    for batch, expected in zip(copied, DataLoader(examples, batch_size=2, collate_fn=collator), strict=True):
+        assert all(torch.equal(batch[key], expected[key]) for key in expected)
+
+
+def test_completed_rows_are_masked_out():
+    batch = {
+        "input_ids": torch.tensor([[1, 2, PAD]]),
+        "attention_mask": torch.tensor([[1, 1, 0]]),
+        "position_ids": torch.tensor([[0, 1, 2]]),
+        "labels": torch.tensor([[1, 2, -100]]),
+        "teacher_logits": torch.ones(1, 3, 5),
+        "class_weights": torch.ones(7),
+        "temperature": torch.tensor(2.0),
+        "texts": ["a"],
+    }
+    completed = complete_rows(batch, 3, PAD)
+    assert completed["input_ids"].tolist() == [[1, 2, PAD], [PAD] * 3, [PAD] * 3]
+    assert completed["attention_mask"].tolist() == [[1, 1, 0], [0] * 3, [0] * 3]
+    assert completed["position_ids"].tolist() == [[0, 1, 2], [0] * 3, [0] * 3]
+    assert completed["labels"].tolist() == [[1, 2, -100], [-100] * 3, [-100] * 3]
+    assert completed["teacher_logits"].shape == (3, 3, 5)
+    for key in ("class_weights", "temperature", "texts"):
+        assert completed[key] is batch[key]
+    assert batch["input_ids"].shape == (1, 3)
+
+
+def test_class_labels_are_completed_and_a_full_batch_is_returned_as_it_is():
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.tensor([1, 0])}
+    assert complete_rows(batch, 4, PAD)["labels"].tolist() == [1, 0, -100, -100]
+    assert complete_rows(batch, 2, PAD) is batch
+
+
+def test_floating_point_labels_cannot_be_completed():
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.tensor([0.5, 0.1])}
+    assert complete_rows(batch, 2, PAD) is batch
+    with pytest.raises(ValueError, match="2 rows of 4 .*`dataloader_drop_last=True`"):
+        complete_rows(batch, 4, PAD)
+
+
+def test_loss_and_gradients_equal_those_of_the_ragged_batch(tiny_qwen3):
+    rng = random.Random(0)
+    stock = DataCollatorForLanguageModeling(pad_token_id=PAD)
+    collator = StaticShapeCollator(stock, [16, 32], PAD)
+    for _ in range(2):
+        examples = make_examples(rng, 3, 20)
+        losses, gradients = [], []
+        for batch in (stock(examples), complete_rows(collator(examples), 4, PAD)):
+            tiny_qwen3.zero_grad()
+            loss = tiny_qwen3(**batch).loss
+            loss.backward()
+            losses.append(loss)
+            gradients.append([parameter.grad for parameter in tiny_qwen3.parameters()])
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def batch_of(rows, length, **others):
+    return {"input_ids": torch.zeros(rows, length), "labels": torch.zeros(rows, length), **others}
+
+
+def test_guard_allows_the_declared_number_of_shapes():
+    guard = ShapeGuard(2, [8, 16])
+    for length in (8, 16, 16, 8):
+        guard.check(batch_of(4, length, texts=["a"] * length))
+
+
+def test_guard_names_the_first_undeclared_length():
+    guard = ShapeGuard(2, [8, 16])
+    guard.check(batch_of(4, 8))
+    guard.check(batch_of(4, 16))
+    with pytest.raises(
+        ValueError, match=r"`input_ids` was \(4, 8\) .* is \(4, 9\) now .*`max_length=16`.*`length_buckets"
+    ):
+        guard.check(batch_of(4, 9))
+
+
+def test_guard_names_the_key_that_varies():
+    guard = ShapeGuard(2, [8, 16])
+    guard.check(batch_of(4, 8, spans=torch.zeros(4, 3)))
+    guard.check(batch_of(4, 16, spans=torch.zeros(4, 3)))
+    with pytest.raises(
+        ValueError, match=r"`spans` was \(4, 3\) .* is \(4, 2\) now .*Pad `spans` in the data collator"
+    ):
+        guard.check(batch_of(4, 16, spans=torch.zeros(4, 2)))
+
+
+def test_guard_names_a_key_that_comes_or_goes():
+    guard = ShapeGuard(1, [8])
+    guard.check(batch_of(4, 8))
+    with pytest.raises(ValueError, match=r"`spans` was absent .* is \(4, 3\) now"):
+        guard.check(batch_of(4, 8, spans=torch.zeros(4, 3)))
+
+
+def test_guard_tells_a_ragged_last_batch_apart():
+    guard = ShapeGuard(1, [8])
+    guard.check(batch_of(4, 8))
+    with pytest.raises(ValueError, match=r"`input_ids` was \(4, 8\) .* is \(3, 8\) now .*`dataloader_drop_last=True`"):
+        guard.check(batch_of(3, 8))

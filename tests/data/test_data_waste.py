@@ -1,0 +1,100 @@
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from hf_tpu_ext.data import StaticShapeCollator, TokenWaste, batch_lengths, complete_rows, percentile_buckets
+
+
+MAX_LENGTH = 256
+BATCH_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    rng = random.Random(0)
+    return [min(MAX_LENGTH, int(rng.lognormvariate(3.5, 0.8)) + 1) for _ in range(1003)]
+
+
+def measure(lengths, declared, sampler=None, shuffle=False):
+    """Share of pads of the batches that the dataloader and the collators really make."""
+    collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=0), declared, 0)
+    examples = [{"input_ids": [1] * length} for length in lengths]
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(
+        examples, BATCH_SIZE, shuffle=shuffle, sampler=sampler, collate_fn=collator, generator=generator
+    )
+    batches = [complete_rows(batch, BATCH_SIZE, 0)["attention_mask"] for batch in loader]
+    return 1 - sum(batch.sum().item() for batch in batches) / sum(batch.numel() for batch in batches)
+
+
+def test_small_example_by_hand():
+    # Batches (3, 8), (4, 20), (2): padded to 2 x 8, 2 x 32 and 2 x 8.
+    waste = TokenWaste([3, 8, 4, 20, 2], [8, 32], 2, "sequential")
+    assert (waste.rows, waste.real_tokens, waste.pad_tokens) == (5, 37, 59)
+    assert waste.pad_share == 59 / 96
+    assert waste.pad_share_per_length == {8: 19 / 32, 32: 40 / 64}
+    assert "5 rows, 37 tokens: 61% of the tokens computed are padding (8: 59%, 32: 62%)" in waste.describe()
+
+
+def test_longer_rows_count_as_truncated():
+    waste = TokenWaste([100, 100], [64], 2)
+    assert (waste.real_tokens, waste.pad_tokens) == (128, 0)
+
+
+@pytest.mark.parametrize("declared", [[256], [32, 64, 128, 256]])
+def test_share_is_that_of_real_batches(lengths, declared):
+    assert TokenWaste(lengths, declared, BATCH_SIZE, "sequential").pad_share == pytest.approx(
+        measure(lengths, declared)
+    )
+    random_share = TokenWaste(lengths, declared, BATCH_SIZE).pad_share
+    assert random_share == pytest.approx(measure(lengths, declared, shuffle=True), abs=0.02)
+
+
+def test_estimates_are_what_the_settings_give(lengths):
+    estimates = TokenWaste(lengths, [MAX_LENGTH], BATCH_SIZE).estimates()
+    buckets = percentile_buckets(batch_lengths(lengths, BATCH_SIZE), 4, MAX_LENGTH)
+    measured = measure(lengths, buckets, shuffle=True)
+    assert estimates["`length_buckets=4`"] == pytest.approx(measured, abs=0.02)
+
+    buckets = percentile_buckets(batch_lengths(lengths, BATCH_SIZE, "group_by_length"), 4, MAX_LENGTH)
+    sampler = LengthGroupedSampler(BATCH_SIZE, lengths=lengths, generator=torch.Generator().manual_seed(1))
+    grouped = estimates['`length_buckets=4` with `train_sampling_strategy="group_by_length"`']
+    assert grouped == pytest.approx(measure(lengths, buckets, sampler), abs=0.02)
+
+    examples = Dataset.from_list([{"input_ids": [1] * length} for length in lengths])
+    packed = [len(row) for row in pack_dataset(examples, MAX_LENGTH)["input_ids"]]
+    assert estimates["`packing=True`"] == pytest.approx(measure(packed, [MAX_LENGTH]), abs=0.02)
+
+
+def test_advice_goes_from_simple_to_thorough():
+    rng = random.Random(0)
+    lengths = [rng.randint(20, 390) for _ in range(800)]
+    text = TokenWaste(lengths, [1024], 4).describe()
+    options = ["`max_length=392`, which fits", "`length_buckets=4` with", "`packing=True` (estimated "]
+    assert [text.index(option) for option in options] == sorted(text.index(option) for option in options)
+    assert "\n" not in text
+    # A declared length that no batch is padded to is as good as absent.
+    assert "Set `length_buckets=4` (estimated" in TokenWaste(lengths, [392, 1024], 4).describe()
+    # The sampler in use already groups by length: it is not advised again.
+    grouped = TokenWaste(lengths, [1024], 4, "group_by_length").describe()
+    assert "`length_buckets=4` (estimated" in grouped
+    assert "train_sampling_strategy" not in grouped
+
+
+def test_an_option_that_saves_nothing_is_not_named():
+    # One batch of three rows, whatever is set: only the length can shrink.
+    text = TokenWaste([5, 9, 30], [64], 8).describe()
+    assert text.endswith("padding. Set `max_length=32`, which fits every row (estimated 83%).")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"), [([60, 64] * 8, {}), ([16] * 16, {"packing": True})], ids=["few pads", "packed"]
+)
+def test_no_advice(lengths, options):
+    assert "Set" not in TokenWaste(lengths, [64], 8, **options).describe()
