@@ -78,14 +78,11 @@ class Backend(ABC):
         """Chips that this process drives."""
         return 1
 
-    def end_step(self, wait: bool = False) -> None:  # noqa: B027
-        """
-        Close the program recorded so far and start it.
+    def end_step(self) -> None:  # noqa: B027
+        """Close the program recorded so far and start it, without waiting for it."""
 
-        Args:
-            wait (`bool`, *optional*, defaults to `False`):
-                Whether to return only when it has finished.
-        """
+    def wait(self) -> None:  # noqa: B027
+        """Close the program recorded so far, and return when the device has finished all of them."""
 
     def send(self, data: Any) -> Any:
         """

@@ -17,3 +17,6 @@ class CUDABackend(Backend):
     @property
     def device_name(self) -> str:
         return torch.cuda.get_device_name()
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()

@@ -46,6 +46,8 @@ def select_backend(name: str | None = None) -> Backend:
     elif _current is None or _current.name != asked:
         _current = _explicit(asked)
     _switch_off_upstream_xla()
+    if _current.name != "cuda":
+        _accept_bf16()
     return _current
 
 
@@ -133,3 +135,19 @@ def _switch_off_upstream_xla() -> None:
     transformers_imports.is_torch_xla_available.cache_clear()
     accelerate_imports._torch_xla_available = False
     accelerate_imports.is_torch_xla_available.cache_clear()
+
+
+def _accept_bf16() -> None:
+    """
+    Let upstream's arguments take `bf16=True`, TRL's default, on a machine without a GPU.
+
+    `TrainingArguments` refuses it unless it sees a GPU, torch_xla or `use_cpu=True`, before any trainer is asked. XLA
+    and the CPU both compute in bfloat16.
+    """
+    from transformers import training_args
+
+    training_args.is_torch_bf16_gpu_available = _bf16_is_available
+
+
+def _bf16_is_available() -> bool:
+    return True

@@ -79,8 +79,12 @@ class XLABackend(Backend):
     def num_chips(self) -> int:
         return xr.global_runtime_device_count()
 
-    def end_step(self, wait: bool = False) -> None:
-        torch_xla.sync(wait=wait)
+    def end_step(self) -> None:
+        torch_xla.sync()
+
+    def wait(self) -> None:
+        torch_xla.sync()
+        xm.wait_device_ops()
 
     def send(self, data: Any) -> Any:
         # `tensor.to("xla")` folds a 0-dimensional 0, 1 or -1 into the program as a constant, so a learning rate of

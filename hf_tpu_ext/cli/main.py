@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             _TRAINING[argv[0]](argv[1:])
         else:
             args = _parser().parse_args(argv or ["--help"])
-            args.run(args)
+            return args.func(args)
     except (OSError, ValueError) as error:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_users(error):
             raise

@@ -1,9 +1,8 @@
 """`hf-tpu pretrain`: next-token training on plain text with `TPUTrainer`."""
 
-import os
 from dataclasses import dataclass, field
 
-from .recipe import RecipeParser, read_recipe
+from .recipe import RecipeParser, open_recipe
 
 
 DESCRIPTION = """\
@@ -84,15 +83,7 @@ def run(argv: list[str]) -> None:
     Raises:
         `ValueError`: Something in the recipe is missing, unknown or does not fit.
     """
-    recipe = read_recipe(argv)
-    os.environ.update(recipe.env)
-    if recipe.smoke is not None:
-        recipe.use_tiny("stories")
-
-    from ..backends import select_backend
-
-    # Before transformers and accelerate, which read the choice when they are imported. The help needs no accelerator.
-    select_backend("cpu" if recipe.asks_for_help else recipe.values.get("backend"))
+    recipe = open_recipe(argv, tiny_data="stories")
 
     import torch
     from datasets import Dataset, load_dataset

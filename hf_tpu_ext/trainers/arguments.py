@@ -82,13 +82,15 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         assert args.device.type == backend.device.type
 
 
-def compile_arguments(args: TrainingArguments) -> CompiledArguments:
+def compile_arguments(args: TrainingArguments, loads_model: bool) -> CompiledArguments:
     """
     Adapt arguments to a device whose steps are compiled programs.
 
     Args:
         args ([`~transformers.TrainingArguments`] or [`~trl.SFTConfig`]):
             The caller's arguments.
+        loads_model (`bool`):
+            Whether the trainer loads the model by its name, with `model_init_kwargs`.
 
     Returns:
         [`CompiledArguments`]: The adapted copy, and what was changed.
@@ -104,6 +106,8 @@ def compile_arguments(args: TrainingArguments) -> CompiledArguments:
     _distribution(adapted)
     if isinstance(args, SFTConfig):
         _supervised(adapted)
+        if loads_model:
+            _model_loading(adapted)
     # Pinned host memory is for CUDA transfers.
     adapted.args.dataloader_pin_memory = False
     # Upstream's filter reads the loss of every micro-step; the trainer has its own, which reads at logs only.
@@ -170,9 +174,6 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
             f"gradient_checkpointing_kwargs={kwargs} asks for {', '.join(unsupported)}, which XLA has no equivalent of. "
             "Leave it out: XLA checkpoints whole layers ('every_n_layers' is supported)."
         )
-    if args.activation_offloading:
-        args.activation_offloading = False
-        adapted.changes.append("activation_offloading has no effect on XLA; gradient_checkpointing saves memory there")
 
 
 def _kernels(adapted: CompiledArguments) -> None:
@@ -206,11 +207,18 @@ def _supervised(adapted: CompiledArguments) -> None:
             "max_length=None does not work on XLA: every new length would compile another program. Set max_length to "
             "the longest sequence that you want to keep, for example max_length=1024."
         )
+    if args.activation_offloading:
+        args.activation_offloading = False
+        adapted.changes.append("activation_offloading has no effect on XLA; gradient_checkpointing saves memory there")
     if args.padding_free:
         args.padding_free = False
         adapted.changes.append(
             "padding_free is replaced by rows of a fixed length (same loss); packing=True avoids the padding"
         )
+
+
+def _model_loading(adapted: CompiledArguments) -> None:
+    args = adapted.args
     model_init_kwargs = dict(args.model_init_kwargs or {})
     attention = model_init_kwargs.get("attn_implementation")
     if attention not in (None, "eager", "sdpa"):

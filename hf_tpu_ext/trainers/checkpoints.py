@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -12,6 +13,38 @@ from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
+
+_RUN_STATE_FILE = "run_state.json"
+
+
+def write_run_state(checkpoint: str, state: dict[str, Any]) -> None:
+    """
+    Write what upstream's checkpoint leaves out. The file is whole or not there.
+
+    Args:
+        checkpoint (`str`):
+            Checkpoint directory.
+        state (`dict[str, Any]`):
+            What to keep, as JSON.
+    """
+    path = Path(checkpoint) / _RUN_STATE_FILE
+    path.with_suffix(".tmp").write_text(json.dumps(state), encoding="utf-8")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def read_run_state(checkpoint: str) -> dict[str, Any]:
+    """
+    Read what [`write_run_state`] wrote.
+
+    Args:
+        checkpoint (`str`):
+            Checkpoint directory.
+
+    Returns:
+        `dict[str, Any]`: Empty for a checkpoint of upstream's trainer.
+    """
+    path = Path(checkpoint) / _RUN_STATE_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def is_complete(checkpoint: Path) -> bool:

@@ -1,8 +1,6 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
-import json
 import math
-import os
 from typing import Any
 
 import torch
@@ -14,21 +12,21 @@ from transformers.utils import logging
 
 from ..backends import select_backend
 from ..callbacks.program_watch import ProgramWatch
-from ..data import ShapeGuard, complete_rows
+from ..callbacks.run_lines import RunFacts, RunLines
+from ..data import ShapeGuard, TokenWaste, complete_rows
 from ..step.attention_mask import static_masks
 from ..step.kernels import use_static_kernels
 from ..step.loss_log import LossLog
 from ..step.metrics import DeviceSums
 from ..step.optimizer import LazyAdamW
 from .arguments import ADAMW_NAMES, CompiledArguments, bind_device, compile_arguments, copy_arguments
-from .checkpoints import check_output_dir, find_checkpoint
+from .checkpoints import check_output_dir, find_checkpoint, read_run_state, write_run_state
 from .configs import ExtensionArguments
+from .lengths import row_lengths
 from .step_boundary import StepBoundary
 
 
 logger = logging.get_logger(__name__)
-
-_DEVICE_RNG_FILE = "device_rng_state.json"
 
 
 class TPUTrainerMixin:
@@ -62,11 +60,16 @@ class TPUTrainerMixin:
         asked = args.backend if isinstance(args, ExtensionArguments) else None
         self.backend = select_backend("cpu" if args.use_cpu else asked)
         check_output_dir(args.output_dir)
-        self.compiled = compile_arguments(args) if self.backend.lazy else CompiledArguments(args)
+        self.compiled = (
+            compile_arguments(args, loads_model=isinstance(model, str))
+            if self.backend.lazy
+            else CompiledArguments(args)
+        )
         bind_device(self.compiled.args, self.backend)
         super().__init__(model, self.compiled.args, *rest, **kwargs)
         if self.backend.lazy:
             self._prepare_compiled_path()
+        self.add_callback(RunLines(self.backend, self._run_facts()))
 
     def _prepare_compiled_path(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
@@ -77,9 +80,32 @@ class TPUTrainerMixin:
         self._make_batches_static()
         self._shape_guards = {mode: ShapeGuard(len(self.lengths), self.lengths) for mode in ("train", "eval")}
         self._batch_shape: tuple[int, ...] = ()
+        self._preprocess_on_device = None
         self.loss_log = LossLog(self.backend)
         self.watch = ProgramWatch(self.backend, quiet=self.args.disable_tqdm)
         self.add_callback(StepBoundary(self))
+
+    def _run_facts(self) -> RunFacts:
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.is_floating_point()}
+        compute = (
+            "bfloat16" if self.compiled.compute_dtype or self.args.bf16 else "float16" if self.args.fp16 else None
+        )
+        precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
+        facts = RunFacts(precision, self._train_batch_size, [], None, self.compiled.changes)
+        if self.backend.lazy and self.lengths:
+            facts.lengths = self.lengths
+            if (rows := row_lengths(self.train_dataset)) is not None:
+                waste = TokenWaste(
+                    rows,
+                    self.lengths,
+                    self._train_batch_size,
+                    self.args.train_sampling_strategy,
+                    packing=self._packs_rows,
+                )
+                facts.lengths = list(waste.pad_share_per_length)
+                facts.token_waste = waste.describe()
+            facts.programs = len(facts.lengths) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
+        return facts
 
     # ---- What a subclass says ----
 
@@ -99,12 +125,24 @@ class TPUTrainerMixin:
     def _pad_token_id(self) -> int:
         raise NotImplementedError
 
+    @property
+    def _packs_rows(self) -> bool:
+        """Whether rows of the training data hold several documents."""
+        return False
+
     def _metric_sums(self, mode: str) -> dict[str, torch.Tensor]:
         """Device tensors of further metrics that a log of `mode` (`"train"` or `"eval"`) reads."""
         return {}
 
     def _take_metrics(self, mode: str, fetched: dict[str, torch.Tensor]) -> None:
         """Record what `_metric_sums` gave, read to the host, so that the next `log` shows it; and start anew."""
+
+    def _run_state(self) -> dict[str, Any]:
+        """What else a checkpoint keeps, as JSON."""
+        return {}
+
+    def _load_run_state(self, state: dict[str, Any]) -> None:
+        """Take up what `_run_state` gave when the checkpoint was written; empty for one of another trainer."""
 
     # ---- Placement, precision, optimizer ----
 
@@ -238,21 +276,27 @@ class TPUTrainerMixin:
     # ---- Evaluation ----
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if not self.backend.lazy or prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         rows = find_batch_size(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self.backend.lazy and not prediction_loss_only:
-            # The rows that completed the batch are not predictions, and numpy has no bfloat16.
-            logits, labels = (_first_rows(value, rows) for value in (logits, labels))
-        return loss, logits, labels
+        if self._preprocess_on_device is not None:
+            logits = self._preprocess_on_device(logits, labels)
+        self.end_program("prediction step", f"prediction after step {self.state.global_step}")
+        # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
+        # There the rows that completed the batch are cut off.
+        return self.backend.fetch(loss), *(_first_rows(self.backend.fetch(value), rows) for value in (logits, labels))
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not self.backend.lazy or not loss_only:
+        if not self.backend.lazy:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+        if not loss_only:
+            return self._predicting_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         model = self._wrap_model(self.model, training=False)
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
@@ -281,10 +325,22 @@ class TPUTrainerMixin:
             num_samples = len(dataloader.dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
+    def _predicting_loop(self, *args) -> EvalLoopOutput:
+        # Logits are cut down on the device, in the program that makes them, and not once more on the host.
+        self._preprocess_on_device, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        try:
+            output = super().evaluation_loop(*args)
+        finally:
+            self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
+        self._take_metrics("eval", self.backend.fetch(self._metric_sums("eval")))
+        return output
+
     # ---- Checkpoints ----
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            self._load_run_state(read_run_state(checkpoint))
         return super().train(checkpoint, *args, **kwargs)
 
     def _save(self, output_dir=None, state_dict=None) -> None:
@@ -295,16 +351,14 @@ class TPUTrainerMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if (state := self.backend.rng_state()) is not None:
-            with open(os.path.join(output_dir, _DEVICE_RNG_FILE), "w", encoding="utf-8") as file:
-                json.dump({self.backend.name: state}, file)
+        state = self._run_state()
+        if (rng_state := self.backend.rng_state()) is not None:
+            state["rng_state"] = {self.backend.name: rng_state}
+        write_run_state(output_dir, state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is None or not os.path.isfile(path := os.path.join(checkpoint, _DEVICE_RNG_FILE)):
-            return
-        with open(path, encoding="utf-8") as file:
-            states = json.load(file)
+        states = {} if checkpoint is None else read_run_state(checkpoint).get("rng_state", {})
         if self.backend.name in states:
             self.backend.set_rng_state(states[self.backend.name])
 

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import get_config_model_id
 
+from ..callbacks.samples import ShowSamples
 from ..data import PackedCollator, StaticShapeCollator
 from ..step.metrics import DeviceSums
 from .configs import ExtensionArguments
@@ -68,6 +70,17 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
             for name, dataset in {"train_dataset": train_dataset, **eval_datasets}.items():
                 check_dataset(dataset, name, args, has_formatting_func=kwargs.get("formatting_func") is not None)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
+        if isinstance(args, ExtensionArguments) and args.show_samples:
+            self._show_samples(args.show_samples)
+
+    def _show_samples(self, count: int) -> None:
+        if not isinstance(self.eval_dataset, Dataset):
+            raise ValueError(
+                f"show_samples={count} takes prompts from the evaluation set, but there is none to take them from. Pass "
+                "one eval_dataset (eval_strategy: steps in a recipe), or leave show_samples out."
+            )
+        rows = [self.eval_dataset[index] for index in range(min(count, len(self.eval_dataset)))]
+        self.add_callback(ShowSamples(self.backend, self._tokenizer, rows, self.compute_loss_context_manager))
 
     def _default_args(self, model) -> SFTConfig:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -88,6 +101,10 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
     @property
     def _pad_token_id(self) -> int:
         return self._tokenizer.pad_token_id
+
+    @property
+    def _packs_rows(self) -> bool:
+        return self.args.packing
 
     def _declare_lengths(self) -> list[int]:
         if self.args.packing:
@@ -185,3 +202,14 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
         # Upstream's `log` shows the mean of these lists.
         self._metrics[mode].update({name: [values[name] / batches] for name in names})
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+
+    # ---- Checkpoints ----
+
+    def _run_state(self) -> dict[str, Any]:
+        pending = 0
+        if self.backend.lazy:
+            pending = self.backend.fetch(self._sums["train"].tensors["num_tokens"]).item()
+        return {"num_tokens": self._total_train_tokens + pending}
+
+    def _load_run_state(self, state: dict[str, Any]) -> None:
+        self._total_train_tokens = state.get("num_tokens", 0)

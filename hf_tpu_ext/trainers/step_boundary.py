@@ -36,7 +36,7 @@ class StepBoundary(TrainerCallback):
             create_gradients(model)
             model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
         trainer._tr_loss = trainer.backend.send(torch.zeros(()))
-        trainer.backend.end_step(wait=True)
+        trainer.backend.wait()
 
     def on_substep_end(self, args, state, control, **kwargs):
         self._trainer.end_program("micro-step", f"step {state.global_step + 1}")

@@ -88,14 +88,6 @@ def test_unreadable_recipe_is_left_to_the_command_that_runs(tmp_path):
     assert autoload._reason_to_replace("", ["--config", str(tmp_path / "absent.yaml")]) is None
 
 
-def test_stock_command_runs_ours():
-    ours = trl("sft", "--help", env={"HF_TPU_EXT": "1"})
-    assert ours.returncode == 0
-    assert ours.stdout.startswith("usage: hf-tpu sft")
-    assert "--length_buckets" in ours.stdout
-    assert "HF_TPU_EXT=0 runs the stock command" in ours.stderr
-
-
 def test_variable_of_the_process_switches_off(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env:\n  HF_TPU_EXT: 1\n")
@@ -111,19 +103,31 @@ def test_stock_command_with_an_unknown_key(tmp_path):
     result = trl("sft", "--config", str(recipe))
     assert result.returncode == 2
     assert f"unknown key 'lerning_rate' in {recipe}. Did you mean 'learning_rate'?" in result.stderr
+    assert "because the recipe's env says HF_TPU_EXT: 1; HF_TPU_EXT=0 runs the stock command." in result.stderr
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(("switch", "finders"), [("0", 0), ("", 0), ("1", 1)])
+def test_scripts_are_watched_only_if_they_ask(switch, finders, monkeypatch):
+    monkeypatch.setenv("HF_TPU_EXT", switch)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = len(sys.meta_path)
+    autoload.autoload()
+    assert len(sys.meta_path) == before + finders
+
+
 @pytest.mark.parametrize(
-    ("switch", "script", "expected"),
+    ("imports", "expected"),
     [
-        ("1", "from trl import SFTTrainer", "TPUSFTTrainer"),
-        ("1", "from trl.trainer.sft_trainer import SFTTrainer", "TPUSFTTrainer"),
-        ("0", "from trl import SFTTrainer", "SFTTrainer"),
-        ("1", "import hf_tpu_ext.trainers; from trl import SFTTrainer", "SFTTrainer"),
+        ("from trl import SFTTrainer", "TPUSFTTrainer TPUSFTTrainer"),
+        ("from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", "SFTTrainer SFTTrainer"),
     ],
 )
-def test_scripts_get_our_trainer_if_they_ask(switch, script, expected):
-    script = f"import torch\n{script}; print(SFTTrainer.__name__)"
-    result = run_process(sys.executable, "-c", script, env={"HF_TPU_EXT": switch})
+def test_scripts_get_our_trainer_unless_they_choose(imports, expected):
+    script = (
+        f"import torch\n{imports}\nfrom trl.trainer.sft_trainer import SFTTrainer as in_its_module\n"
+        "print(SFTTrainer.__name__, in_its_module.__name__)"
+    )
+    result = run_process(sys.executable, "-c", script, env={"HF_TPU_EXT": "1"})
     assert result.stdout.strip() == expected, result.stderr

@@ -14,7 +14,7 @@ DATACLASSES = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMi
 def parse(tmp_path):
     def parse(text, *argv):
         path = tmp_path / "recipe.yaml"
-        path.write_text(f"report_to: none\noutput_dir: {tmp_path}/out\n{text}")
+        path.write_text(f"use_cpu: true\noutput_dir: {tmp_path}/out\n{text}")
         parsed = RecipeParser(DATACLASSES, "sft", "").parse(read_recipe(["--config", str(path), *argv]))
         return {key: value for arguments in parsed for key, value in vars(arguments).items()}
 

@@ -1,0 +1,101 @@
+"""What a run says at its start and at its end."""
+
+import os
+from dataclasses import dataclass
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from ..backends.base import Backend
+
+
+@dataclass
+class RunFacts:
+    """
+    What is known about a run before its first step.
+
+    Args:
+        precision (`str`):
+            Dtypes of weights and compute.
+        batch_size (`int`):
+            Rows of a micro-batch, over all chips.
+        lengths (`list[int]`):
+            Lengths of the batches to expect; empty where they follow the data.
+        programs (`int`, *optional*):
+            Programs that the device will compile for training.
+        changes (`list[str]`):
+            Settings that were replaced or have no effect.
+        token_waste (`str`, *optional*):
+            How much is padding, and what to set against it.
+    """
+
+    precision: str
+    batch_size: int
+    lengths: list[int]
+    programs: int | None
+    changes: list[str]
+    token_waste: str | None = None
+
+
+class RunLines(TrainerCallback):
+    """
+    Prints where and how a run trains when it starts, and what it compiled and reached when it ends.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        facts ([`RunFacts`]):
+            What is known about the run.
+    """
+
+    def __init__(self, backend: Backend, facts: RunFacts):
+        self._backend = backend
+        self._facts = facts
+        self._at_start = backend.counters()
+        self._first_step = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._at_start = self._backend.counters()
+        self._first_step = state.global_step
+        if not state.is_world_process_zero:
+            return
+        facts, chips = self._facts, self._backend.num_chips
+        shape = f"{facts.batch_size} rows"
+        if facts.lengths:
+            shape = " or ".join(f"{facts.batch_size} x {length}" for length in facts.lengths)
+        parts = [
+            f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",
+            f"{chips} chip{'s' if chips > 1 else ''}",
+            facts.precision,
+            f"batch {shape} x {args.gradient_accumulation_steps} accumulated",
+        ]
+        if facts.lengths:
+            tokens = facts.batch_size * max(facts.lengths) * args.gradient_accumulation_steps
+            parts.append(f"{'up to ' * (len(facts.lengths) > 1)}{tokens:,} tokens per optimizer step")
+        if facts.programs is not None:
+            parts.append(f"{facts.programs} training program{'s' if facts.programs > 1 else ''} to compile")
+        _say("Training on " + "; ".join(parts))
+        for change in facts.changes:
+            _say(f"  {change}")
+        if facts.token_waste:
+            _say(f"  {facts.token_waste}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        steps = state.global_step - self._first_step
+        if self._backend.lazy and steps:
+            spent = self._backend.counters() - self._at_start
+            _say(
+                f"Trained {steps} steps: {spent.compiles} programs compiled in {spent.compile_seconds:.1f} s, "
+                f"{spent.executions} executions, {spent.reads} reads from the device, {spent.fallbacks} operators on the "
+                "host (evaluation, logs and saves included)"
+            )
+        losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
+        if len(losses) > 1:
+            _say(f"Held-out loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+        _say(f"Output: {os.path.abspath(args.output_dir)}")
+
+
+def _say(line: str) -> None:
+    tqdm.write(line)

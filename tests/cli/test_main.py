@@ -1,0 +1,89 @@
+"""The `hf-tpu` command: help, exit status and what a person sees of an error."""
+
+import subprocess
+import sys
+
+import pytest
+
+import hf_tpu_ext
+from hf_tpu_ext.cli import main as cli
+from hf_tpu_ext.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def no_traceback_variable(monkeypatch):
+    monkeypatch.delenv("HF_TPU_EXT_TRACEBACK", raising=False)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_help_names_the_commands(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 0
+    help_text = capsys.readouterr().out
+    for command in ("sft", "pretrain", "prepare"):
+        assert f"\n    {command} " in help_text
+
+
+def test_help_imports_no_heavy_library():
+    script = (
+        "import sys\n"
+        "from hf_tpu_ext.cli.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    print(sorted({'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hf_tpu_ext {hf_tpu_ext.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sft", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
+        (["pretrain", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
+        (["sft", "--backend", "gpu"], "Unknown backend 'gpu'. Allowed: auto, xla, cuda, cpu."),
+        (["sft", "--use_cpu"], "model_name_or_path is missing."),
+        (["sft", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
+        (["pretrain", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
+        (["pretrain", "--use_cpu", "--model_name_or_path", "m", "--dataset_name", "d"], "max_length is missing"),
+        (["pretrain", "--use_cpu"], "--model_name_or_path"),
+        (["sft", "--smoke", "absent"], "hf-tpu prepare tiny --output_dir absent"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("HF_TPU_EXT_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="there is no such file"):
+        main(["sft", "--config", "absent.yaml"])
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    def not_a_message(argv):
+        return int("not a number")
+
+    monkeypatch.setitem(cli._TRAINING, "sft", not_a_message)
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["sft"])
+
+
+@pytest.mark.parametrize("command", ["sft", "pretrain"])
+def test_help_of_a_training_command(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    help_text = capsys.readouterr().out
+    assert help_text.startswith(f"usage: hf-tpu {command}")
+    assert help_text.index("examples:") < help_text.index("--max_steps")

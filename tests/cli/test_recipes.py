@@ -1,0 +1,102 @@
+"""Every recipe trains, on a tiny model and made data."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+import yaml
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext.cli.main import main
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SHORT = ["--max_length", "128", "--save_strategy", "steps"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny")
+    assert main(["prepare", "tiny", "--output_dir", str(directory)]) == 0
+    return directory
+
+
+def check_run(output_dir, steps=4):
+    state = json.loads((output_dir / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert state["global_step"] == len(losses) == steps
+    assert all(math.isfinite(loss) for loss in losses)
+    # A directory of an adapter loads through PEFT.
+    AutoModelForCausalLM.from_pretrained(output_dir)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe(recipe, tiny, tmp_path, monkeypatch):
+    for name in yaml.safe_load(recipe.read_text()).get("env", {}):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # what the recipe sets is taken back after the test
+    command = "pretrain" if recipe.stem.startswith("pretrain") else "sft"
+    upstream = trl.SFTTrainer
+    argv = [command, "--config", str(recipe), "--smoke", str(tiny), "--output_dir", str(tmp_path), *SHORT]
+    assert main(argv) == 0
+    check_run(tmp_path)
+    assert trl.SFTTrainer is upstream
+
+
+def test_recipe_through_the_stock_command(tiny, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TPU_EXT", raising=False)
+    trl_command = shutil.which("trl", path=os.path.dirname(sys.executable))
+    recipe = next(path for path in RECIPES if path.stem == "sft_full_qwen3")
+    result = subprocess.run(
+        [trl_command, "sft", "--config", recipe, "--smoke", tiny, "--output_dir", tmp_path, *SHORT],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "`trl sft` is run by hf_tpu_ext, because the recipe's env says HF_TPU_EXT: 1" in result.stderr
+    check_run(tmp_path)
+
+
+def test_absent_split_is_named(tiny, tmp_path, capsys):
+    argv = ["sft", "--model_name_or_path", str(tiny / "model"), "--dataset_name", str(tiny / "data"), "--use_cpu"]
+    assert main([*argv, "--dataset_train_split", "training", "--output_dir", str(tmp_path)]) == 2
+    assert "The dataset has no split 'training'" in capsys.readouterr().err
+
+
+def test_pretraining_rows(tiny):
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from hf_tpu_ext.cli.pretrain import token_rows
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    texts = ["One day.", "Anna went home with a kite.", "The end"]
+    rows = token_rows(Dataset.from_dict({"text": texts, "other": [1, 2, 3]}), tokenizer, "text", max_length=8)
+    tokens = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    full = len(tokens) // 8
+    assert 0 < full * 8 < len(tokens)
+    assert rows["input_ids"] == [tokens[8 * row : 8 * row + 8] for row in range(full)]
+    assert rows["labels"] == rows["input_ids"]
+    assert rows.column_names == ["input_ids", "labels"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--max_length", "1000000"], "holds less text than one row of max_length=1000000 tokens"),
+        (["--dataset_text_field", "txt"], "txt"),
+        (["--dataset_train_split", "training"], "training"),
+    ],
+)
+def test_pretraining_mistakes(extra, message, tiny, tmp_path, capsys):
+    argv = ["pretrain", "--model_name_or_path", str(tiny / "model"), "--dataset_name", str(tiny / "stories")]
+    assert main([*argv, "--max_length", "64", "--use_cpu", "--output_dir", str(tmp_path), *extra]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told

@@ -1,0 +1,25 @@
+"""Tests run on XLA compiled for the host, beside eager PyTorch as the reference. Nothing is fetched from anywhere."""
+
+import os
+
+
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Two threads per operator on tiny tensors cost more than they save.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for _name in ("HF_TPU_EXT", "HF_TPU_EXT_BACKEND", "USE_TORCH_XLA", "XLA_USE_BF16", "ACCELERATE_MIXED_PRECISION"):
+    os.environ.pop(_name, None)
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def xla():
+    """The XLA backend, with its runtime started before any eager backward pass (autograd counts devices only once)."""
+    from hf_tpu_ext.backends import select_backend
+
+    backend = select_backend("xla")
+    assert backend.device.type == "xla"
+    return backend

@@ -1,0 +1,94 @@
+"""The documentation names what is there, and what is there is named."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_tpu_ext.trainers import ExtensionArguments
+
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+_LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]+)\)")
+_BLOCK = re.compile(
+    r"^(?P<indent> *)```(?P<language>python|yaml)\n(?P<code>.*?)^(?P=indent)```", re.DOTALL | re.MULTILINE
+)
+
+
+def anchors(page):
+    """Anchors of a page's headings, as MkDocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def undent(block):
+    return re.sub(rf"^{block['indent']}", "", block["code"], flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_exist(page):
+    for link in _LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_blocks_parse(page):
+    for block in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        if block["language"] == "python":
+            compile(undent(block), page.name, "exec")
+        else:
+            assert isinstance(yaml.safe_load(undent(block)), dict)
+
+
+def test_code_blocks_are_found():
+    found = [block["language"] for page in PAGES for block in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    assert {"python", "yaml"} <= set(found)
+    assert len(found) == sum(len(re.findall(r"```(?:python|yaml)\b", page.read_text("utf-8"))) for page in PAGES)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda recipe: recipe.stem)
+def test_every_recipe_is_described(recipe):
+    for page in ("docs/recipes.md", "README.md"):
+        assert f"recipes/{recipe.name}" in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_described_recipes_exist():
+    for page in PAGES:
+        for name in re.findall(r"recipes/\w+\.yaml", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{page.name} names {name}"
+
+
+def test_every_setting_is_described():
+    configuration = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    variables = {
+        name
+        for source in (ROOT / "hf_tpu_ext").rglob("*.py")
+        for name in re.findall(r"\bHF_TPU_EXT\w*", source.read_text(encoding="utf-8"))
+    }
+    for name in {field.name for field in dataclasses.fields(ExtensionArguments)} | variables:
+        assert f"`{name}`" in configuration, f"docs/configuration.md does not describe {name}"
+
+
+def test_every_page_is_in_the_navigation():
+    # The file has tags that only MkDocs knows, so it is read as text.
+    navigation = re.search(r"^nav:\n((?:  .*\n)+)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert sorted(re.findall(r"\w+\.md", navigation)) == [page.name for page in DOCS]
+
+
+def test_described_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"(?:^|`)(?:\w+=\w+ )?make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE):
+            assert target in targets, f"{page.name} names `make {target}`"
+
+
+def test_benchmark_block_is_marked():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"<!-- benchmark:start -->\n.*?\n<!-- benchmark:end -->", readme, re.DOTALL)

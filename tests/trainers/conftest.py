@@ -1,0 +1,114 @@
+"""A tiny model and tiny data, and one call each to train them with upstream's trainer and with this package's."""
+
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from hf_tpu_ext.examples.tiny import make_model
+
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Directory of a tiny Qwen3 with its tokenizer."""
+    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+
+
+def make_rows(count, seed=0, longest=40):
+    rng = random.Random(seed)
+    words = ["".join(rng.choice("abcdefgh ") for _ in range(rng.randint(2, longest // 2))) for _ in range(2 * count)]
+    return Dataset.from_list([{"prompt": p, "completion": c} for p, c in zip(words[::2], words[1::2], strict=True)])
+
+
+class Runs:
+    """
+    Trains the tiny model in many ways.
+
+    `stock` is [`~trl.SFTTrainer`] on eager CPU, `ours` is [`TPUSFTTrainer`] on XLA, both from the same weights, data and
+    arguments.
+    """
+
+    def __init__(self, model_dir, output_dir):
+        self.model_dir = model_dir
+        self.output_dir = output_dir
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.train_dataset = make_rows(22)
+        self.eval_dataset = make_rows(10, seed=1)
+
+    def config(self, cls=SFTConfig, **config):
+        defaults = dict(
+            output_dir=str(self.output_dir),
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
+            max_steps=8,
+            logging_steps=1,
+            learning_rate=1e-3,
+            warmup_steps=3,
+            weight_decay=0.01,
+            bf16=False,
+            max_length=48,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        return cls(**{**defaults, **config})
+
+    def trainer(self, cls, config, model=None, lora=None, **kwargs):
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32)
+        kwargs = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset, **kwargs}
+        peft_config = None if lora is None else LoraConfig(task_type="CAUSAL_LM", **{**LORA, **lora})
+        return cls(model, config, processing_class=self.tokenizer, peft_config=peft_config, **kwargs)
+
+    def stock(self, model=None, lora=None, kwargs=None, **config):
+        trainer = self.trainer(SFTTrainer, self.config(use_cpu=True, **config), model, lora, **(kwargs or {}))
+        trainer.train()
+        return trainer
+
+    def ours(self, model=None, lora=None, kwargs=None, config_cls=SFTConfig, train=True, cls=None, **config):
+        from hf_tpu_ext import TPUSFTTrainer
+
+        trainer = self.trainer(cls or TPUSFTTrainer, self.config(config_cls, **config), model, lora, **(kwargs or {}))
+        if train:
+            trainer.train()
+        return trainer
+
+
+@pytest.fixture
+def runs(xla, tiny_model, tmp_path):
+    return Runs(tiny_model, tmp_path / "run")
+
+
+def logged(trainer):
+    """The log history without what is measured in seconds or estimated."""
+    timed = ("runtime", "per_second", "flos", "preparation_time")
+    return [
+        {key: value for key, value in entry.items() if not any(word in key for word in timed)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def assert_same_logs(trainer, reference, rel=1e-5):
+    """Every logged number of `trainer` is that of `reference`, to `rel` of it."""
+    ours, theirs = logged(trainer), logged(reference)
+    assert [sorted(entry) for entry in ours] == [sorted(entry) for entry in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-12), f"{key} at step {other['step']}"
+
+
+@pytest.fixture
+def same_logs():
+    return assert_same_logs
+
+
+@pytest.fixture
+def rows():
+    return make_rows

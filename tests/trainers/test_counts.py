@@ -1,0 +1,122 @@
+"""One program per step, one execution per micro-step, no reads between logs: counted, not timed."""
+
+import pytest
+from transformers import TrainerCallback
+
+from hf_tpu_ext import TPUSFTConfig
+
+
+class CountPerStep(TrainerCallback):
+    """Notes what the runtime did between the beginnings of two optimizer steps, with all work finished at each."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.steps = []
+        self._at_begin = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.backend.wait()
+        now = self.backend.counters()
+        if self._at_begin is not None:
+            self.steps.append(now - self._at_begin)
+        self._at_begin = now
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.on_step_begin(args, state, control)
+
+
+def train_and_count(runs, **config):
+    kwargs = config.pop("kwargs", {})
+    trainer = runs.ours(train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)
+    counter = CountPerStep(trainer.backend)
+    trainer.add_callback(counter)
+    trainer.train()
+    return trainer, counter.steps
+
+
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_executions_are_micro_steps_and_nothing_is_read_between_logs(runs, accumulation, lora):
+    """From a learning rate of 0 up and down to 0 again, over data of varying length."""
+    trainer, steps = train_and_count(
+        runs, lora=lora, gradient_accumulation_steps=accumulation, max_steps=8, logging_steps=100
+    )
+    learning_rates = [trainer.lr_scheduler.lr_lambdas[0](step) for step in range(9)]
+    assert learning_rates[0] == 0 and learning_rates[-1] == 0
+    # An epoch has 6 batches: accumulated by 4, its second step has the 2 that are left.
+    micro_steps = [1] * 8 if accumulation == 1 else [4, 2] * 4
+    assert [step.executions for step in steps] == micro_steps
+    assert [step.reads for step in steps[:-1]] == [0] * 7
+    assert [step.compiles for step in steps[1:]] == [0] * 7
+    assert [step.fallbacks for step in steps] == [0] * 8
+    expected = {"training step"} | ({"micro-step"} if accumulation > 1 else set())
+    assert {kind for kind, _ in trainer.watch.programs} == expected
+    assert len({shape for _, shape in trainer.watch.programs}) == 1
+
+
+def test_a_log_is_one_read(runs):
+    _, steps = train_and_count(runs, max_steps=7, logging_steps=3)
+    assert [step.reads for step in steps[:-1]] == [0, 0, 1, 0, 0, 1]
+
+
+def test_buckets_compile_one_program_each(runs, rows):
+    trainer, steps = train_and_count(
+        runs,
+        length_buckets=[16, 24, 32, 48],
+        per_device_train_batch_size=2,
+        num_train_epochs=2,
+        max_steps=-1,
+        logging_steps=100,
+        kwargs={"train_dataset": rows(31)},
+    )
+    shapes = {shape for _, shape in trainer.watch.programs}
+    assert 1 < len(shapes) <= 4 and all(rows == 2 and length in (16, 24, 32, 48) for rows, length in shapes)
+    assert sum(step.compiles for step in steps) <= len(shapes)
+    assert trainer.watch.recompiles == 0
+    assert {step.executions for step in steps} == {1}
+
+
+def test_number_of_buckets_is_chosen_from_the_data(runs, rows, same_logs):
+    kwargs = {"train_dataset": rows(40)}
+    ours = runs.ours(config_cls=TPUSFTConfig, length_buckets=4, max_steps=10, kwargs=kwargs)
+    assert 2 <= len(ours.lengths) <= 5 and ours.lengths[-1] == 48
+    same_logs(ours, runs.stock(max_steps=10, kwargs=kwargs))
+
+
+def test_evaluation_saving_and_epochs_compile_nothing_after_the_first(runs):
+    """22 rows in batches of 4: the last batch of each epoch, and of each evaluation, has 2."""
+    trainer, steps = train_and_count(
+        runs,
+        num_train_epochs=3,
+        max_steps=-1,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=5,
+        logging_steps=3,
+    )
+    assert trainer.state.global_step == 18
+    assert sum(step.compiles for step in steps[4:]) == 0
+    assert trainer.watch.recompiles == 0
+    assert [kind for kind, _ in trainer.watch.programs].count("training step") == 1
+
+
+def test_dropout_and_checkpointing_do_not_recompile(runs):
+    trainer, steps = train_and_count(runs, lora={"lora_dropout": 0.2}, max_steps=5, gradient_accumulation_steps=2)
+    assert [step.compiles for step in steps[1:]] == [0] * 4
+    assert [step.executions for step in steps] == [2] * 5
+
+
+def test_gradients_persist_only_with_accumulation(runs):
+    """They are zeroed in place between accumulated steps, and live inside the one program otherwise."""
+
+    class Gradients(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            self.kept = [parameter.grad is not None for parameter in model.parameters()]
+
+    seen = {}
+    for accumulation in (1, 2):
+        callback = Gradients()
+        runs.ours(max_steps=2, gradient_accumulation_steps=accumulation, kwargs={"callbacks": [callback]})
+        seen[accumulation] = set(callback.kept)
+    assert seen == {1: {False}, 2: {True}}

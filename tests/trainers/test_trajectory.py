@@ -1,0 +1,142 @@
+"""On XLA the losses, gradient norms and metrics are those of upstream's trainer on eager CPU."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext.examples.tiny import make_model
+
+
+EVERY_METRIC = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"}
+
+
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_twenty_steps_with_evaluation(runs, same_logs, lora):
+    config = dict(max_steps=20, warmup_steps=5, eval_strategy="steps", eval_steps=10)
+    ours = runs.ours(lora=lora, **config)
+    same_logs(ours, runs.stock(lora=lora, **config))
+    assert EVERY_METRIC <= set(ours.state.log_history[0])
+    assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"} <= set(
+        next(entry for entry in ours.state.log_history if "eval_loss" in entry)
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(gradient_accumulation_steps=4, max_steps=4),
+        dict(num_train_epochs=2, max_steps=-1, gradient_accumulation_steps=4, logging_steps=2),
+        dict(loss_type="dft"),
+        dict(label_smoothing_factor=0.1),
+        dict(max_grad_norm=0.0, max_steps=4),
+        dict(max_grad_norm=0.5, lr_scheduler_type="cosine"),
+        dict(completion_only_loss=False, max_steps=4),
+        dict(gradient_checkpointing=False, adam_beta2=0.95, max_steps=4),
+        dict(dataloader_num_workers=1, max_steps=4),
+        dict(packing=True, packing_strategy="wrapped", max_steps=4),
+        dict(train_sampling_strategy="group_by_length", max_steps=6),
+    ],
+    ids=lambda config: "-".join(f"{key}={value}" for key, value in config.items()),
+)
+def test_setting(runs, same_logs, config):
+    same_logs(runs.ours(**config), runs.stock(**config))
+
+
+def test_dora(runs, same_logs):
+    same_logs(runs.ours(lora={"use_dora": True}, max_steps=5), runs.stock(lora={"use_dora": True}, max_steps=5))
+
+
+def test_assistant_only_loss(runs, same_logs, rows):
+    chats = rows(14).map(
+        lambda row: {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["completion"]},
+            ]
+        },
+        remove_columns=["prompt", "completion"],
+    )
+    both = dict(
+        assistant_only_loss=True, max_length=96, max_steps=3, kwargs={"train_dataset": chats, "eval_dataset": None}
+    )
+    same_logs(runs.ours(**both), runs.stock(**both))
+
+
+def test_streaming_with_several_evaluation_sets(runs, same_logs):
+    both = dict(
+        eval_strategy="steps",
+        eval_steps=4,
+        kwargs={
+            "train_dataset": runs.train_dataset.to_iterable_dataset(),
+            "eval_dataset": {"a": runs.eval_dataset, "b": runs.eval_dataset.select(range(5)).to_iterable_dataset()},
+        },
+    )
+    same_logs(runs.ours(**both), runs.stock(**both))
+
+
+def test_accumulation_is_invariant(runs):
+    one_by_eight = runs.ours(per_device_train_batch_size=1, gradient_accumulation_steps=8, max_steps=4)
+    eight_by_one = runs.ours(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=4)
+    for key in ("loss", "grad_norm"):
+        a, b = (
+            [entry[key] for entry in run.state.log_history if key in entry] for run in (one_by_eight, eight_by_one)
+        )
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_weights_and_stays_close(runs):
+    """TRL's default precision. The tolerance is that of bfloat16's 8 bits, on eager CPU as well."""
+    ours, stock = runs.ours(bf16=True, max_steps=6), runs.stock(bf16=True, max_steps=6)
+    assert {parameter.dtype for parameter in ours.model.parameters()} == {torch.float32}
+    moments = {state[name].dtype for state in ours.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")}
+    assert moments == {torch.float32}
+    for mine, other in zip(ours.state.log_history[:-1], stock.state.log_history[:-1], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=2**-8)
+
+
+def test_neftune_adds_noise_in_training_only(runs):
+    noisy = runs.ours(neftune_noise_alpha=5.0, max_steps=3, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
+    plain = runs.ours(max_steps=3, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
+    assert noisy.state.log_history[0]["loss"] != plain.state.log_history[0]["loss"]
+    assert noisy.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_one_nan_loss_is_reported_and_does_not_poison_later_logs(runs, caplog):
+    from hf_tpu_ext import TPUSFTTrainer
+
+    class NaNAtStepThree(TPUSFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            # The gradient is left alone: what is tested is the log.
+            return loss + (float("nan") if self.state.global_step == 2 else 0.0)
+
+    with caplog.at_level("WARNING", logger="transformers"):
+        import logging
+
+        logging.getLogger("hf_tpu_ext.trainers.mixin").addHandler(caplog.handler)
+        trainer = runs.ours(cls=NaNAtStepThree, max_steps=8, logging_steps=2, learning_rate=0.0)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 4 and all(loss == loss for loss in losses)
+    assert trainer.state.log_history[-1]["train_loss"] == trainer.state.log_history[-1]["train_loss"]
+    assert "NaN or infinite at step 3 " in caplog.text
+
+
+FAMILIES = ["llama", "gemma2", "gemma3_text", "mistral", "phi3", "gpt_neox", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_family(runs, same_logs, tmp_path, family):
+    overrides = {"output_router_logits": True, "router_aux_loss_coef": 0.05} if family == "qwen3_moe" else {}
+    model_dir = make_model(tmp_path / family, model_type=family, **overrides)
+    ours, stock = (
+        run(
+            model=AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
+            max_steps=2,
+            warmup_steps=0,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+        for run in (runs.ours, runs.stock)
+    )
+    same_logs(ours, stock)
+    assert ("aux_loss" in ours.state.log_history[0]) == (family == "qwen3_moe")
