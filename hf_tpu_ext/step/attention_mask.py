@@ -7,38 +7,34 @@ from functools import partial
 import torch
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
     eager_mask,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
 )
 
 
-def _static_mask(
-    *, mask_function, segment_ids: torch.Tensor | None, position_ids: torch.Tensor | None, **kwargs
-) -> torch.Tensor:
+def _static_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -> torch.Tensor:
     if segment_ids is not None:
-        mask_function = packed_sequence_compatibility_function(mask_function, position_ids, segment_ids)
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(segment_ids))
     # Upstream leaves the mask out where it finds nothing masked, which it reads from the device.
     return eager_mask(mask_function=mask_function, **{**kwargs, "allow_is_bidirectional_skip": False})
 
 
 @contextmanager
-def static_masks(segment_ids: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> Iterator[None]:
+def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
     Within this context, models with `attn_implementation="eager"` build their attention masks in a static shape and
     without reading the device.
 
     With `segment_ids`, tokens attend only within their own document (block-diagonal), on top of whatever pattern the
-    model asks for (causal, sliding window, chunked). The mask is made once per forward pass by transformers' own mask
-    functions; only the entry that they look up for `"eager"` is replaced meanwhile.
+    model asks for (causal, sliding window). The mask is made once per forward pass by transformers' own mask functions;
+    only the entry that they look up for `"eager"` is replaced meanwhile.
 
     Args:
         segment_ids (`torch.Tensor` of shape `(batch, length)`, *optional*):
             Number of the document that each token belongs to; 0 for padding.
-        position_ids (`torch.Tensor` of shape `(batch, length)`, *optional*):
-            Position of each token in its document. Required with `segment_ids`.
     """
-    assert (segment_ids is None) == (position_ids is None), "packed rows need both segment_ids and position_ids"
-    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_static_mask, segment_ids=segment_ids, position_ids=position_ids)
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_static_mask, segment_ids=segment_ids)
     try:
         yield
     finally:

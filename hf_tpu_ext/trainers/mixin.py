@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import find_batch_size
 from torch import nn
 from transformers import TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, has_length, unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends import select_backend
@@ -75,6 +75,7 @@ class TPUTrainerMixin:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
+        self._checkpoint_activations()
         self.backend.set_rng_state(self.args.seed)
         self.lengths = self._declare_lengths()
         self._make_batches_static()
@@ -84,6 +85,18 @@ class TPUTrainerMixin:
         self.loss_log = LossLog(self.backend)
         self.watch = ProgramWatch(self.backend, quiet=self.args.disable_tqdm)
         self.add_callback(StepBoundary(self))
+
+    def _checkpoint_activations(self) -> None:
+        config = unwrap_peft_model(self.model).config.get_text_config()
+        if self.args.gradient_checkpointing and vars(config).get("output_router_logits"):
+            # XLA's checkpoint runs the layers without a graph first, and that is when the router's logits are collected.
+            # The second is the name of the first from transformers 5.19 on.
+            for name in {"gradient_checkpointing", "activation_checkpointing"} & set(vars(self.args)):
+                setattr(self.args, name, False)
+            self.compiled.changes.append(
+                "gradient_checkpointing is off: the load-balancing loss would have no gradient through it on XLA; "
+                "router_aux_loss_coef=0 allows it"
+            )
 
     def _run_facts(self) -> RunFacts:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.is_floating_point()}
@@ -196,9 +209,7 @@ class TPUTrainerMixin:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.backend.lazy:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        segment_ids = inputs.pop("segment_ids", None)
-        position_ids = None if segment_ids is None else inputs["position_ids"]
-        with static_masks(segment_ids, position_ids):
+        with static_masks(inputs.pop("segment_ids", None)):
             return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):

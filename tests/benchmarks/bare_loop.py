@@ -17,22 +17,22 @@ class BareAdamW:
     Args:
         model ([`~torch.nn.Module`]):
             Model on the XLA device.
-        lr (`float`):
+        learning_rate (`float`):
             Learning rate after warm-up.
         warmup_steps (`int`):
             Steps over which the learning rate rises from 0.
     """
 
-    def __init__(self, model: nn.Module, lr: float, warmup_steps: int):
+    def __init__(self, model: nn.Module, learning_rate: float, warmup_steps: int):
         self.parameters = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
-        self.lr, self.warmup_steps, self.steps = lr, warmup_steps, 0
+        self.learning_rate, self.warmup_steps, self.steps = learning_rate, warmup_steps, 0
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter."""
-        lr = self.lr * min(1.0, self.steps / self.warmup_steps)
+        learning_rate = self.learning_rate * min(1.0, self.steps / self.warmup_steps)
         self.steps += 1
-        coefficients = torch.tensor([lr / (1 - 0.9**self.steps), (1 - 0.999**self.steps) ** 0.5])
+        coefficients = torch.tensor([learning_rate / (1 - 0.9**self.steps), (1 - 0.999**self.steps) ** 0.5])
         step_size, correction = xm.send_cpu_data_to_device([coefficients], torch_xla.device())[0].unbind()
         for parameter, mean, square in self.parameters:
             # `copy_` is the one in-place operator that torch_xla does not check in Python, at 20 to 90 microseconds each.
@@ -48,7 +48,7 @@ def train(
     batches: Iterator[dict[str, torch.Tensor]],
     total_steps: int,
     logging_steps: int,
-    lr: float,
+    learning_rate: float,
     warmup_steps: int,
     on_step_begin: Callable[[int], None],
 ) -> dict[int, float]:
@@ -64,7 +64,7 @@ def train(
             Number of steps.
         logging_steps (`int`):
             Steps between two reads of the loss.
-        lr (`float`):
+        learning_rate (`float`):
             Learning rate after warm-up.
         warmup_steps (`int`):
             Steps over which the learning rate rises from 0.
@@ -76,7 +76,7 @@ def train(
     """
     device = torch_xla.device()
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").to(device).train()
-    optimizer = BareAdamW(model, lr, warmup_steps)
+    optimizer = BareAdamW(model, learning_rate, warmup_steps)
     torch_xla.sync(wait=True)
     losses, unread = {}, []
     for step, batch in zip(range(total_steps), batches, strict=False):

@@ -1,18 +1,21 @@
-"""What is compared. Each contender runs in a process of its own."""
+"""What is compared. Each contender runs in a process of its own, since upstream chooses its device at import."""
 
 import itertools
 import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import bare_loop
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Plan:
             Steps that are timed together, logs included.
         repeats (`int`):
             Number of windows.
+        learning_rate (`float`, *optional*, defaults to `0.001`):
+            Learning rate, to which it rises from 0 in the first `logging_steps` steps.
     """
 
     directory: Path
@@ -44,6 +49,17 @@ class Plan:
     logging_steps: int
     window: int
     repeats: int
+    learning_rate: float = 1e-3
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory of the model and its tokenizer."""
+        return self.directory / "model"
+
+    @property
+    def rows(self) -> list[dict[str, list[int]]]:
+        """The training data, in the order in which it is trained on: `input_ids` of each row."""
+        return json.loads((self.directory / "rows.json").read_text(encoding="utf-8"))
 
     @property
     def edges(self) -> list[int]:
@@ -122,27 +138,20 @@ class _MeterCallback(TrainerCallback):
         self._meter.step_begins(state.global_step)
 
 
-LEARNING_RATE = 1e-3
-
-
-def _train_with(trainer_class, plan: Plan, meter: Meter, **config) -> dict[int, float]:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTConfig
-
-    model_dir = plan.directory / "model"
+def _train_with(trainer_class: type[Trainer], plan: Plan, meter: Meter, **config) -> dict[int, float]:
     trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(model_dir),
+        model=AutoModelForCausalLM.from_pretrained(plan.model_dir),
         args=SFTConfig(
             output_dir=plan.directory / "output",
             max_length=plan.max_length,
             per_device_train_batch_size=plan.batch_size,
             max_steps=plan.total_steps,
-            learning_rate=LEARNING_RATE,
+            learning_rate=plan.learning_rate,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=plan.logging_steps,
             logging_steps=plan.logging_steps,
             train_sampling_strategy="sequential",
+            # These three are TRL's defaults that crash on torch_xla.
             bf16=False,
             optim="adamw_torch",
             gradient_checkpointing=False,
@@ -150,8 +159,8 @@ def _train_with(trainer_class, plan: Plan, meter: Meter, **config) -> dict[int, 
             report_to="none",
             **config,
         ),
-        train_dataset=Dataset.from_list(json.loads((plan.directory / "rows.json").read_text(encoding="utf-8"))),
-        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        train_dataset=Dataset.from_list(plan.rows),
+        processing_class=AutoTokenizer.from_pretrained(plan.model_dir),
     )
     trainer.add_callback(_MeterCallback(meter))
     trainer.train()
@@ -159,49 +168,73 @@ def _train_with(trainer_class, plan: Plan, meter: Meter, **config) -> dict[int, 
 
 
 def _stock(plan: Plan, meter: Meter) -> dict[int, float]:
-    from trl import SFTTrainer
-
     return _train_with(SFTTrainer, plan, meter)
 
 
 def _stock_padded(plan: Plan, meter: Meter) -> dict[int, float]:
-    from trl import SFTTrainer
-
     return _train_with(SFTTrainer, plan, meter, pad_to_multiple_of=plan.max_length)
 
 
 def _ours(plan: Plan, meter: Meter) -> dict[int, float]:
+    # Importing it switches upstream's XLA branches off, which the stock trainer needs.
     from hf_tpu_ext import TPUSFTTrainer
 
     return _train_with(TPUSFTTrainer, plan, meter)
 
 
 def _bare(plan: Plan, meter: Meter) -> dict[int, float]:
-    from transformers import AutoTokenizer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    model_dir = plan.directory / "model"
-    collate = DataCollatorForLanguageModeling(
-        AutoTokenizer.from_pretrained(model_dir).pad_token_id, pad_to_multiple_of=plan.max_length
-    )
-    rows = itertools.cycle(json.loads((plan.directory / "rows.json").read_text(encoding="utf-8")))
-    batches = (collate(list(itertools.islice(rows, plan.batch_size))) for _ in itertools.count())
+    pad_token_id = AutoTokenizer.from_pretrained(plan.model_dir).pad_token_id
+    collate = DataCollatorForLanguageModeling(pad_token_id, pad_to_multiple_of=plan.max_length)
+    rows = itertools.cycle(plan.rows)
     return bare_loop.train(
-        model_dir,
-        batches,
+        plan.model_dir,
+        batches=(collate(list(itertools.islice(rows, plan.batch_size))) for _ in itertools.count()),
         total_steps=plan.total_steps,
         logging_steps=plan.logging_steps,
-        lr=LEARNING_RATE,
+        learning_rate=plan.learning_rate,
         warmup_steps=plan.logging_steps,
         on_step_begin=meter.step_begins,
     )
 
 
-CONTENDERS: dict[str, Callable[[Plan, Meter], dict[int, float]]] = {
-    "bare": _bare,
-    "ours": _ours,
-    "stock_padded": _stock_padded,
-    "stock": _stock,
+@dataclass(frozen=True)
+class Contender:
+    """
+    One way to train.
+
+    Args:
+        title (`str`):
+            Name for people, in Markdown.
+        train (`Callable`):
+            Trains a [`Plan`] under a [`Meter`] and returns the mean loss of each `logging_steps` steps, by the last.
+        one_window (`bool`, *optional*, defaults to `False`):
+            Whether only `logging_steps` steps are timed, once.
+    """
+
+    title: str
+    train: Callable[[Plan, Meter], dict[int, float]]
+    one_window: bool = False
+
+    def adapt(self, plan: Plan) -> Plan:
+        """
+        Shorten a plan to what this contender is timed for.
+
+        Args:
+            plan ([`Plan`]):
+                The common plan.
+
+        Returns:
+            [`Plan`]: Its own.
+        """
+        return replace(plan, window=plan.logging_steps, repeats=1) if self.one_window else plan
+
+
+CONTENDERS = {
+    "bare": Contender("bare torch_xla loop", _bare),
+    "ours": Contender("`TPUSFTTrainer`", _ours),
+    "stock_padded": Contender("`trl.SFTTrainer`, padded to a fixed length", _stock_padded),
+    # It compiles at nearly every step, for minutes in all.
+    "stock": Contender("`trl.SFTTrainer`", _stock, one_window=True),
 }
 
 
@@ -221,4 +254,4 @@ def run(name: str, plan: Plan, connection: Connection) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     meter = Meter(plan, connection)
-    meter.finish(CONTENDERS[name](plan, meter))
+    meter.finish(CONTENDERS[name].train(plan, meter))

@@ -1,68 +1,266 @@
+"""
+What a training step costs beside its arithmetic: stock TRL on torch_xla, this package, and a bare hand-written loop.
+
+    python tests/benchmarks/step_overhead.py
+
+All train the same tiny model (narrow and deep, so that the host is the bottleneck) on the same rows in the same order, in
+float32 on XLA compiled for the host. Each has a process of its own, and the processes take turns: one window of steps each,
+round after round. Ratios are taken within a round, so that a change of the machine's load falls on both sides. The command
+fails if the losses of the padded stock trainer and of this package's trainer differ by more than 1e-4.
+"""
+
 import argparse
 import json
 import multiprocessing
 import os
-import time
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-import contenders
+from contenders import CONTENDERS, Plan, run
+from transformers import AutoTokenizer
+
+from hf_tpu_ext.data import round_up_length
+from hf_tpu_ext.examples.tiny import SIZES, make_arithmetic, make_model
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("--layers", type=int, default=16)
-    p.add_argument("--batch", type=int, default=1)
-    p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--window", type=int, default=20)
-    p.add_argument("--only", nargs="+", default=["bare", "ours", "stock_padded"])
-    p.add_argument("--dir", default="/tmp/so/run")
-    a = p.parse_args()
-    os.environ.update({"HF_TPU_EXT": "0", "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"})
-    from transformers import AutoTokenizer
+LOSS_TOLERANCE = 1e-4
+README = Path(__file__).parents[2] / "README.md"
+START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
 
-    from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 
-    d = Path(a.dir)
-    d.mkdir(parents=True, exist_ok=True)
-    make_model(d / "model", num_hidden_layers=a.layers)
-    data = make_arithmetic(d / "data", 2048)
-    tok = AutoTokenizer.from_pretrained(d / "model")
-    rows = []
-    for line in (data / "train.jsonl").read_text().splitlines():
-        r = json.loads(line)
-        rows.append({"input_ids": tok(r["prompt"][0]["content"] + r["completion"][0]["content"])["input_ids"]})
-    L = max(len(r["input_ids"]) for r in rows)
-    L = -(-L // 8) * 8
-    print("max_length", L, min(len(r["input_ids"]) for r in rows))
-    (d / "rows.json").write_text(json.dumps(rows))
-    plan = contenders.Plan(d, L, a.batch, 5, a.window, a.repeats)
-    ctx = multiprocessing.get_context("spawn")
-    runs = {}
-    for name in a.only:
-        here, there = ctx.Pipe()
-        pr = ctx.Process(target=contenders.run, args=(name, plan, there))
-        t = time.time()
-        pr.start()
-        there.close()
-        print(name, here.recv(), time.time() - t, flush=True)
-        runs[name] = here
-    W = {n: [] for n in runs}
-    for r in range(a.repeats):
-        for n, c in runs.items():
-            c.send(None)
-            m = c.recv()
-            W[n].append(m)
-            print(r, n, m, flush=True)
-    for n, c in runs.items():
-        e = c.recv()
-        print(
-            n,
-            e["programs"],
-            list(e["losses"].items())[-1],
-            "ratio bare",
-            [round(x["steps_per_second"] / b["steps_per_second"], 3) for x, b in zip(W[n], W["bare"])],
-            "cpu ratio",
-            [round(b["cpu_seconds_per_step"] / x["cpu_seconds_per_step"], 3) for x, b in zip(W[n], W["bare"])],
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """
+    Parse the command line.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; by default those of the process.
+
+    Returns:
+        `argparse.Namespace`: The arguments.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
+    parser.add_argument("--batch_size", type=int, default=1, help="rows of a batch (default: 1)")
+    parser.add_argument("--window", type=int, default=10, help="steps of a timed window (default: 10)")
+    parser.add_argument("--repeats", type=int, default=9, help="windows of each contender (default: 9)")
+    parser.add_argument("--quick", action="store_true", help="2 layers and one short window: counts, not times")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
+    parser.add_argument("--write-readme", action="store_true", help="replace the table in README.md")
+    return parser.parse_args(argv)
+
+
+def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
+    """
+    Make the model and the rows that all contenders train.
+
+    Args:
+        arguments (`argparse.Namespace`):
+            See [`parse_arguments`].
+        directory (`Path`):
+            Where to write them.
+
+    Returns:
+        [`Plan`]: What to train and to measure.
+    """
+    layers, window, repeats, logging_steps = arguments.layers, arguments.window, arguments.repeats, 5
+    if arguments.quick:
+        layers, window, repeats, logging_steps = 2, 3, 1, 3
+    tokenizer = AutoTokenizer.from_pretrained(make_model(directory / "model", num_hidden_layers=layers))
+    lines = (make_arithmetic(directory / "data") / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [row["prompt"][0]["content"] + row["completion"][0]["content"] for row in map(json.loads, lines)]
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    (directory / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    longest = max(len(row["input_ids"]) for row in rows)
+    return Plan(
+        directory,
+        max_length=round_up_length(longest, longest + 8),
+        batch_size=arguments.batch_size,
+        logging_steps=logging_steps,
+        window=window,
+        repeats=repeats,
+    )
+
+
+class Runner:
+    """
+    One contender in a process of its own.
+
+    Args:
+        name (`str`):
+            One of [`CONTENDERS`].
+        plan ([`Plan`]):
+            What to train and to measure.
+    """
+
+    def __init__(self, name: str, plan: Plan):
+        self.plan = CONTENDERS[name].adapt(plan)
+        self.windows: list[dict[str, float]] = []
+        self._name = name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        context.Process(target=run, args=(name, self.plan, theirs), daemon=True).start()
+        theirs.close()
+
+    def receive(self) -> dict[str, Any]:
+        """
+        Wait for the next message.
+
+        Returns:
+            `dict[str, Any]`: What the process sent.
+
+        Raises:
+            `SystemExit`: The process ended. Its log is printed.
+        """
+        try:
+            return self._connection.recv()
+        except EOFError:
+            log = (self.plan.directory / f"{self._name}.log").read_text(encoding="utf-8", errors="replace")
+            raise SystemExit(f"{self._name} failed:\n{log}") from None
+
+    def run_window(self) -> None:
+        """Let the process run its next timed window."""
+        self._connection.send("go")
+        self.windows.append(self.receive())
+
+
+def measure(plan: Plan) -> dict[str, dict[str, Any]]:
+    """
+    Run all contenders.
+
+    Args:
+        plan ([`Plan`]):
+            What to train and to measure.
+
+    Returns:
+        `dict[str, dict[str, Any]]`: Measurements by contender.
+    """
+    runners, results = {}, {}
+    for name in CONTENDERS:
+        print(f"{name}: compiling and counting", file=sys.stderr)
+        runners[name] = Runner(name, plan)
+        results[name] = {"per_step": runners[name].receive()}
+    for repeat in range(plan.repeats):
+        for name, runner in runners.items():
+            if repeat < runner.plan.repeats:
+                print(f"{name}: window {repeat + 1} of {runner.plan.repeats}", file=sys.stderr)
+                runner.run_window()
+    for name, runner in runners.items():
+        results[name] |= {"steps": runner.plan.total_steps, "windows": runner.windows, **runner.receive()}
+    for result in results.values():
+        for measured in ("steps_per_second", "cpu_seconds_per_step"):
+            result[measured] = statistics.median(window[measured] for window in result["windows"])
+        for other in ("bare", "stock_padded"):
+            rounds = zip(result["windows"], results[other]["windows"], strict=False)
+            result[f"speed_over_{other}"] = statistics.median(
+                mine["steps_per_second"] / theirs["steps_per_second"] for mine, theirs in rounds
+            )
+    return results
+
+
+def describe_setup(plan: Plan, layers: int) -> dict[str, str]:
+    """
+    Say what was run, with what, and on what.
+
+    Args:
+        plan ([`Plan`]):
+            What was trained and measured.
+        layers (`int`):
+            Layers of the model.
+
+    Returns:
+        `dict[str, str]`: Lines by name.
+    """
+    cpu = next(
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    )
+    return {
+        "model": f"Qwen3, {layers} layers, hidden size {SIZES['hidden_size']}, float32; batch {plan.batch_size} x "
+        f"{plan.max_length} tokens",
+        "timing": f"median of {plan.repeats} windows of {plan.window} steps, a log every {plan.logging_steps} steps",
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "trl")),
+        "machine": f"XLA on CPU: {cpu}, {os.cpu_count()} cores",
+    }
+
+
+def make_table(results: dict[str, dict[str, Any]], loss_step: int) -> str:
+    """
+    Show the results.
+
+    Args:
+        results (`dict[str, dict[str, Any]]`):
+            See [`measure`].
+        loss_step (`int`):
+            The step whose loss is shown.
+
+    Returns:
+        `str`: Markdown table.
+    """
+    lines = [
+        "| | programs compiled | executions per step | reads per step | steps per second | of the bare loop | "
+        f"of padded stock | CPU seconds per step | loss at step {loss_step} |",
+        "|---|" + "---:|" * 8,
+    ]
+    for name, result in results.items():
+        lines.append(
+            f"| {CONTENDERS[name].title} | {result['programs']} in {result['steps']} steps "
+            f"| {result['per_step']['executions']:.1f} | {result['per_step']['reads']:.1f} "
+            f"| {result['steps_per_second']:.2f} | {result['speed_over_bare']:.2f} "
+            f"| {result['speed_over_stock_padded']:.2f} | {result['cpu_seconds_per_step']:.3f} "
+            f"| {result['losses'][loss_step]:.5f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_readme(block: str) -> None:
+    """
+    Replace what stands between the two markers of README.md.
+
+    Args:
+        block (`str`):
+            Markdown.
+
+    Raises:
+        `ValueError`: The markers are not there.
+    """
+    before, start, rest = README.read_text(encoding="utf-8").partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"{README.name} has no place for the table. Put these two lines into it: {START} and {END}")
+    temporary = README.with_suffix(".tmp")
+    temporary.write_text(f"{before}{START}\n{block}\n{END}{after}", encoding="utf-8")
+    os.replace(temporary, README)
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    arguments = parse_arguments()
+    # HF_TPU_EXT=1 would put this package's trainer in the place of stock TRL's.
+    os.environ |= {"PJRT_DEVICE": "CPU", "HF_TPU_EXT": "0", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as directory:
+        plan = make_plan(arguments, Path(directory))
+        results = measure(plan)
+    setup = describe_setup(plan, 2 if arguments.quick else arguments.layers)
+    loss_step = max(set.intersection(*(set(result["losses"]) for result in results.values())))
+    lines = "\n".join(f"- {name}: {line}" for name, line in setup.items())
+    block = f"{make_table(results, loss_step)}\n\n{lines}\n- command: `python tests/benchmarks/step_overhead.py`"
+    print(block)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**setup, "results": results}, indent=2), encoding="utf-8")
+    if arguments.write_readme:
+        write_readme(block)
+    ours, stock = results["ours"]["losses"], results["stock_padded"]["losses"]
+    worst = max(abs(ours[step] - stock[step]) for step in ours)
+    if not worst <= LOSS_TOLERANCE:
+        raise SystemExit(
+            f"The losses of stock TRL and of this package differ by {worst:.2e} (at most {LOSS_TOLERANCE})."
         )
 
 

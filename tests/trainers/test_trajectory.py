@@ -63,15 +63,14 @@ def test_assistant_only_loss(runs, same_logs, rows):
 
 
 def test_streaming_with_several_evaluation_sets(runs, same_logs):
-    both = dict(
-        eval_strategy="steps",
-        eval_steps=4,
-        kwargs={
-            "train_dataset": runs.train_dataset.to_iterable_dataset(),
-            "eval_dataset": {"a": runs.eval_dataset, "b": runs.eval_dataset.select(range(5)).to_iterable_dataset()},
-        },
+    """A streaming evaluation set gives the values of the same rows with a length: each row counts once."""
+    few = runs.eval_dataset.select(range(5))
+    datasets = {"train_dataset": runs.train_dataset.to_iterable_dataset()}
+    config = dict(eval_strategy="steps", eval_steps=4)
+    ours = runs.ours(
+        kwargs={**datasets, "eval_dataset": {"a": runs.eval_dataset, "b": few.to_iterable_dataset()}}, **config
     )
-    same_logs(runs.ours(**both), runs.stock(**both))
+    same_logs(ours, runs.stock(kwargs={**datasets, "eval_dataset": {"a": runs.eval_dataset, "b": few}}, **config))
 
 
 def test_accumulation_is_invariant(runs):

@@ -1,0 +1,75 @@
+"""Packed rows: static shapes, and documents that do not see each other."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl import SFTTrainer
+
+from hf_tpu_ext.examples.tiny import make_model
+
+
+def document_losses(trainer, labels, log_probs):
+    """Summed loss of each document, by its tokens."""
+    losses = {}
+    for row in range(labels["input_ids"].shape[0]):
+        for segment in range(1, int(labels["segment_ids"][row].max()) + 1):
+            of_segment = labels["segment_ids"][row] == segment
+            tokens = tuple(labels["input_ids"][row][of_segment].tolist())
+            # `log_probs[i]` is that of token i + 1, and 0 where it is not trained on.
+            losses[tokens] = -log_probs[row][of_segment[1:]].sum().item()
+    return losses
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_losses_of_documents_are_those_of_unpacked_ones(runs, tmp_path, strategy, family):
+    """gemma2 has layers with a sliding window, of 16 here."""
+    overrides = {"sliding_window": 16} if family == "gemma2" else {}
+    model_dir = make_model(tmp_path / family, model_type=family, **overrides)
+    load = lambda: AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)  # noqa: E731
+    packed = runs.ours(
+        model=load(), train=False, packing=True, packing_strategy=strategy, max_length=64, completion_only_loss=False
+    )
+    unpacked = runs.trainer(SFTTrainer, runs.config(use_cpu=True, max_length=64, completion_only_loss=False), load())
+    unpacked.model.eval()
+    packed.model.eval()
+
+    checked = 0
+    reference = {tuple(row["input_ids"]): row for row in unpacked.train_dataset}
+    for batch in packed.get_train_dataloader():
+        assert all(tensor.shape[1] == 64 for tensor in batch.values())
+        inputs = packed._prepare_inputs(batch)
+        from hf_tpu_ext.step.attention_mask import static_masks
+
+        with torch.no_grad(), static_masks(inputs.pop("segment_ids")):
+            log_probs = packed.model(**inputs, use_cache=False, fused_lm_head=True).log_probs
+        losses = document_losses(packed, batch, packed.backend.fetch(log_probs))
+        for tokens, loss in losses.items():
+            input_ids = torch.tensor([reference[tokens]["input_ids"]])
+            with torch.no_grad():
+                alone = unpacked.model(input_ids=input_ids, labels=input_ids, fused_lm_head=True).log_probs
+            assert loss == pytest.approx(-alone.sum().item(), rel=1e-5)
+            checked += 1
+    assert checked == len(reference)
+
+
+def test_packed_training_has_one_program_and_counts_every_token(runs):
+    packed = runs.ours(packing=True, max_length=64, num_train_epochs=2, max_steps=-1)
+    tokens = sum(len(row["input_ids"]) for row in packed.train_dataset)
+    logged = [entry["num_tokens"] for entry in packed.state.log_history if "num_tokens" in entry]
+    assert logged[-1] == 2 * tokens
+    assert packed.watch.programs == [("training step", (4, 64))]
+    assert packed.watch.recompiles == 0
+
+
+def test_wrapped_rows_are_one_stream(runs):
+    """As TRL defines `wrapped`: it ignores the boundaries of documents."""
+    packed = runs.ours(packing=True, packing_strategy="wrapped", max_steps=2, max_length=32)
+    assert packed.watch.programs == [("training step", (4, 32))]
+    assert "seq_lengths" not in packed.train_dataset.column_names
+
+
+def test_padding_free_is_replaced_by_rows_of_a_fixed_length(runs):
+    trainer = runs.ours(train=False, padding_free=True)
+    assert not trainer.padding_free
+    assert any("padding_free" in change for change in trainer.compiled.changes)
