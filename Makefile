@@ -21,7 +21,7 @@ $(QUICKSTART)/ready.json: | setup
 	$(BIN)/hf-tpu prepare quickstart --output_dir $(QUICKSTART)
 
 quickstart: setup $(QUICKSTART)/ready.json  ## Fine-tune SmolLM2-135M on this machine with the stock `trl` command
-	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} $(BIN)/trl sft --config recipes/quickstart.yaml
+	HF_TPU_EXT_BACKEND=xla $(BIN)/trl sft --config recipes/quickstart.yaml
 
 test: setup  ## Lint and run the tests
 	$(BIN)/ruff check .

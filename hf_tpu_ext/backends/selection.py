@@ -32,19 +32,17 @@ def select_backend(name: str | None = None) -> Backend:
         `ValueError`: The name is unknown, or the accelerator that was asked for is absent.
     """
     global _current
-    asked = name or "auto"
-    if asked not in BACKENDS:
-        raise ValueError(f"Unknown backend {asked!r}. Allowed: {', '.join(BACKENDS)}.")
+    asked, source = name or "auto", "backend"
     if asked == "auto":
-        asked = os.environ.get("HF_TPU_EXT_BACKEND", "auto")
-        if asked not in BACKENDS:
-            raise ValueError(f"Unknown HF_TPU_EXT_BACKEND={asked!r}. Allowed: {', '.join(BACKENDS)}.")
+        asked, source = os.environ.get("HF_TPU_EXT_BACKEND", "auto"), "HF_TPU_EXT_BACKEND"
+    if asked not in BACKENDS:
+        raise ValueError(f"Unknown {source}={asked!r}. Allowed: {', '.join(BACKENDS)}.")
     if asked == "auto":
         # A choice that was already made stands: torch_xla's import changes the environment that it was made from.
         if _current is None:
             _current = _choose()
     elif _current is None or _current.name != asked:
-        _current = _explicit(asked)
+        _current = _explicit(asked, f"{source}='{asked}'")
     _switch_off_upstream_xla()
     if _current.name != "cuda":
         _accept_bf16()
@@ -88,27 +86,27 @@ def _choose() -> Backend:
     return _cpu("no TPU or GPU found")
 
 
-def _explicit(name: str) -> Backend:
+def _explicit(name: str, setting: str) -> Backend:
     import torch
 
     if name == "xla":
         if not has_torch_xla():
-            raise ValueError("backend='xla' needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
+            raise ValueError(f"{setting} needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
         pjrt_device = pjrt_device_asked_for() or ("TPU" if tpu_chips() else "CPU")
         if pjrt_device == "TPU" and not tpu_chips():
             raise ValueError(
                 "PJRT_DEVICE=TPU is set but this machine has no TPU. Set PJRT_DEVICE=CPU to compile with XLA for the "
                 "host, or backend='auto' to take what is here."
             )
-        return _xla(pjrt_device, "backend='xla' was asked for")
+        return _xla(pjrt_device, f"{setting} was asked for")
     if name == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(
-                "backend='cuda' was asked for but torch.cuda.is_available() is False on this machine. Use "
-                "backend='auto' to take what is here, or 'cpu'."
+                f"{setting} was asked for, but torch.cuda.is_available() is False on this machine. Use 'auto' to take "
+                "what is here, or 'cpu'."
             )
-        return _cuda("backend='cuda' was asked for")
-    return _cpu("backend='cpu' was asked for")
+        return _cuda(f"{setting} was asked for")
+    return _cpu(f"{setting} was asked for")
 
 
 def _switch_off_upstream_xla() -> None:

@@ -63,6 +63,9 @@ class XLABackend(Backend):
 
     @cached_property
     def device(self) -> torch.device:
+        # Start the runtime here: autograd counts the devices at the first backward pass of the process, and an XLA
+        # device that appears later has no queue to run on.
+        xr.global_runtime_device_count()
         return torch_xla.device()
 
     @property
@@ -79,11 +82,18 @@ class XLABackend(Backend):
     def num_chips(self) -> int:
         return xr.global_runtime_device_count()
 
+    def _sync(self, wait: bool = False) -> None:
+        # torch_xla draws another seed at every sync. Kept as it is, random numbers depend on the random operators alone,
+        # as on an eager device, and not on how often something was logged, evaluated or saved.
+        state = xm.get_rng_state()
+        torch_xla.sync(wait=wait)
+        xm.set_rng_state(state)
+
     def end_step(self) -> None:
-        torch_xla.sync()
+        self._sync()
 
     def wait(self) -> None:
-        torch_xla.sync()
+        self._sync()
         xm.wait_device_ops()
 
     def send(self, data: Any) -> Any:
@@ -120,7 +130,7 @@ class XLABackend(Backend):
 
         collect(data)
         tensors = [tensor.detach() for tensor in unique.values()]
-        torch_xla.sync(wait=True)
+        self._sync(wait=True)
         fetched = dict(zip(unique, torch_xla._XLAC._xla_get_cpu_tensors(tensors), strict=True)) if tensors else {}
         return replace(data)
 

@@ -66,7 +66,7 @@ class ShowSamples(TrainerCallback):
             Prepared rows with `input_ids` and `labels`. The prompt is what comes before the first label.
         precision (`Callable[[], AbstractContextManager]`):
             Makes the context that the forward pass computes in.
-        max_new_tokens (`int`, *optional*, defaults to `48`):
+        max_new_tokens (`int`, *optional*, defaults to `32`):
             Greatest length of an answer.
     """
 
@@ -76,7 +76,7 @@ class ShowSamples(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         rows: list[dict[str, list[int]]],
         precision: Callable[[], AbstractContextManager],
-        max_new_tokens: int = 48,
+        max_new_tokens: int = 32,
     ):
         self._backend = backend
         self._tokenizer = tokenizer

@@ -55,3 +55,6 @@ def run(argv: list[str]) -> None:
         ) from error
     finally:
         trl.SFTTrainer = upstream
+    loader = "peft.AutoPeftModelForCausalLM" if model_args.use_peft else "transformers.AutoModelForCausalLM"
+    print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r})")
+    print("Next: hf-tpu sft --config recipes/sft_lora_qwen3.yaml (add --smoke to try it on a tiny model first)")

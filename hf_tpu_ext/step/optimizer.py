@@ -1,6 +1,7 @@
 """AdamW whose step is one program for the whole run, and state that exists before the first step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -42,6 +43,19 @@ class LazyAdamW(torch.optim.AdamW):
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Load a state dict of this class or of [`torch.optim.AdamW`].
+
+        Args:
+            state_dict (`dict[str, Any]`):
+                What `state_dict` returned.
+        """
+        # A checkpoint of the fused AdamW says so in its groups, and PyTorch then puts every step counter on the device,
+        # where counting would be one read per parameter and step.
+        groups = [{**group, "fused": None, "capturable": False} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:

@@ -85,6 +85,11 @@ class TPUTrainerMixin:
         self.loss_log = LossLog(self.backend)
         self.watch = ProgramWatch(self.backend, quiet=self.args.disable_tqdm)
         self.add_callback(StepBoundary(self))
+        if self.backend.num_chips > 1:
+            self.compiled.changes.append(
+                f"{self.backend.num_chips} chips: each one does the whole batch, as this version does not split it; "
+                "TPU_VISIBLE_CHIPS=0 uses one"
+            )
 
     def _checkpoint_activations(self) -> None:
         config = unwrap_peft_model(self.model).config.get_text_config()

@@ -1,0 +1,366 @@
+"""Which accelerator is chosen, and that choosing it starts nothing."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_tpu_ext.backends import detect, select_backend, selection, tpu_chips
+from hf_tpu_ext.examples.tiny import make_model
+
+
+def run_script(script, *argv, **env):
+    """Run a script in a process of its own, which starts with none of the variables that a choice depends on."""
+    chosen_by = ("PJRT_DEVICE", "HF_TPU_EXT_BACKEND", "USE_TORCH_XLA", "XLA_USE_BF16", "TPU_VISIBLE_CHIPS")
+    env = {name: value for name, value in os.environ.items() if name not in chosen_by} | env
+    result = subprocess.run(
+        [sys.executable, "-c", script, *map(str, argv)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A process that has chosen nothing yet, with none of the variables set."""
+    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.setattr(detect, "_pjrt_device_before_torch_xla", [None])
+    for name in ("PJRT_DEVICE", "HF_TPU_EXT_BACKEND", "USE_TORCH_XLA"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+# ---- What is here ----
+
+
+def add_pci_device(root, name, vendor, device):
+    (root / name).mkdir()
+    (root / name / "vendor").write_text(f"{vendor}\n")
+    (root / name / "device").write_text(f"{device}\n")
+
+
+def test_chips_are_counted_by_their_pci_ids(tmp_path):
+    assert tpu_chips(str(tmp_path)) == 0
+    add_pci_device(tmp_path, "0000:00:01.0", "0x1ae0", "0x0042")  # Google's network card
+    add_pci_device(tmp_path, "0000:00:02.0", "0x8086", "0x0063")  # another vendor's device of the same id
+    assert tpu_chips(str(tmp_path)) == 0
+    for slot in range(4, 8):
+        add_pci_device(tmp_path, f"0000:00:0{slot}.0", "0x1ae0", "0x0063")
+    assert tpu_chips(str(tmp_path)) == 4
+    assert tpu_chips(str(tmp_path / "absent")) == 0
+
+
+@pytest.mark.parametrize(
+    ("pjrt_device", "env", "chips", "expected"),
+    [
+        ("TPU", {}, 8, 8),
+        ("TPU", {"TPU_VISIBLE_CHIPS": "0,1"}, 8, 2),
+        ("TPU", {}, 0, 1),
+        ("CPU", {}, 8, 1),
+        ("CPU", {"CPU_NUM_DEVICES": "3"}, 0, 3),
+    ],
+)
+def test_local_chips(pjrt_device, env, chips, expected, monkeypatch):
+    for name in ("TPU_VISIBLE_CHIPS", "CPU_NUM_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(detect, "tpu_chips", lambda: chips)
+    assert detect.local_chips(pjrt_device) == expected
+
+
+@pytest.mark.parametrize(
+    ("imported", "before", "now", "expected"),
+    [
+        (False, [None], None, None),
+        (False, [None], "CPU", "CPU"),  # set after `import torch`: nobody else can have set it
+        (True, [None], "CPU", None),  # set by torch_xla's own import
+        (True, ["CPU"], "CPU", "CPU"),
+        (True, ["TPU"], "TPU", "TPU"),
+        (True, [], "CPU", "CPU"),  # torch_xla came before anything of ours: the variable is all there is
+    ],
+)
+def test_who_set_pjrt_device(imported, before, now, expected, fresh):
+    fresh.setattr(detect, "_pjrt_device_before_torch_xla", before)
+    fresh.delitem(sys.modules, "torch_xla", raising=False)
+    if imported:
+        fresh.setitem(sys.modules, "torch_xla", SimpleNamespace())
+    if now:
+        fresh.setenv("PJRT_DEVICE", now)
+    assert detect.pjrt_device_asked_for() == expected
+
+
+def test_the_first_note_of_pjrt_device_counts(fresh):
+    fresh.setattr(detect, "_pjrt_device_before_torch_xla", [])
+    fresh.delitem(sys.modules, "torch_xla", raising=False)
+    fresh.setenv("PJRT_DEVICE", "TPU")
+    detect.remember_pjrt_device()
+    fresh.setenv("PJRT_DEVICE", "CPU")
+    detect.remember_pjrt_device()
+    assert detect._pjrt_device_before_torch_xla == ["TPU"]
+
+
+def test_nothing_is_noted_once_torch_xla_has_set_the_variable(fresh):
+    fresh.setattr(detect, "_pjrt_device_before_torch_xla", [])
+    fresh.setitem(sys.modules, "torch_xla", SimpleNamespace())
+    fresh.setenv("PJRT_DEVICE", "CPU")
+    detect.remember_pjrt_device()
+    assert detect._pjrt_device_before_torch_xla == []
+
+
+# ---- What is chosen ----
+
+
+@pytest.mark.parametrize(
+    ("chips", "torch_xla", "env", "cuda", "expected", "reason"),
+    [
+        (0, True, {}, False, "cpu", "PJRT_DEVICE=CPU would compile with XLA for this CPU"),
+        (0, False, {}, False, "cpu", "no TPU or GPU found"),
+        (0, True, {}, True, "cuda", "CUDA is available"),
+        (0, True, {"PJRT_DEVICE": "CPU"}, False, "xla CPU", "PJRT_DEVICE=CPU is set"),
+        (0, True, {"PJRT_DEVICE": "CPU"}, True, "xla CPU", "PJRT_DEVICE=CPU is set"),
+        (0, True, {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "0"}, False, "cpu", "no TPU or GPU found"),
+        (0, True, {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "false"}, True, "cuda", "CUDA is available"),
+        (0, True, {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"}, False, "xla CPU", "PJRT_DEVICE=CPU is set"),
+        (0, False, {"PJRT_DEVICE": "CPU"}, False, "cpu", "no TPU or GPU found"),
+        (4, True, {}, False, "xla TPU", "4 TPU chips found"),
+        (1, True, {}, True, "xla TPU", "1 TPU chip found"),
+        (4, True, {"PJRT_DEVICE": "TPU"}, False, "xla TPU", "4 TPU chips found"),
+        (4, True, {"PJRT_DEVICE": "CPU"}, False, "xla CPU", "PJRT_DEVICE=CPU is set"),
+        (4, True, {"USE_TORCH_XLA": "0"}, False, "cpu", "unset USE_TORCH_XLA"),
+        (4, False, {}, False, "cpu", "pip install 'hf_tpu_ext[tpu]'"),
+        (4, False, {}, True, "cuda", "CUDA is available"),
+    ],
+)
+def test_auto(chips, torch_xla, env, cuda, expected, reason, fresh):
+    for name, value in env.items():
+        fresh.setenv(name, value)
+    fresh.setattr(detect, "_pjrt_device_before_torch_xla", [env.get("PJRT_DEVICE")])
+    fresh.setattr(selection, "tpu_chips", lambda: chips)
+    fresh.setattr(selection, "has_torch_xla", lambda: torch_xla)
+    fresh.setattr(torch.cuda, "is_available", lambda: cuda)
+    # A backend for a TPU cannot be made in a process whose runtime holds the host.
+    fresh.setattr(
+        selection, "_xla", lambda pjrt, reason: SimpleNamespace(name=f"xla {pjrt}", device=None, reason=reason)
+    )
+    backend = selection._choose()
+    assert backend.name == expected
+    assert reason in backend.reason
+
+
+def test_cuda_is_used_on_a_cuda_machine_with_torch_xla(fresh, xla):
+    import accelerate.utils
+    import transformers.utils
+    from transformers import training_args
+
+    def upstream_check():
+        return True
+
+    fresh.setattr(training_args, "is_torch_bf16_gpu_available", upstream_check)
+    fresh.setattr(torch.cuda, "is_available", lambda: True)
+    assert "torch_xla" in sys.modules
+    assert select_backend().name == "cuda"
+    assert not transformers.utils.is_torch_xla_available()
+    assert not accelerate.utils.is_torch_xla_available()
+    # What a GPU can compute in is upstream's to say.
+    assert training_args.is_torch_bf16_gpu_available is upstream_check
+
+
+def test_the_variable_counts_where_nothing_is_asked_for(fresh, xla):
+    fresh.setenv("HF_TPU_EXT_BACKEND", "xla")
+    assert select_backend().name == "xla"
+    assert select_backend("auto").name == "xla"
+    assert select_backend("cpu").name == "cpu"
+    fresh.setenv("HF_TPU_EXT_BACKEND", "cpu")
+    assert select_backend().name == "cpu"
+    assert select_backend("xla").name == "xla"
+
+
+def test_a_choice_stands_and_an_explicit_one_does_not_replace_it(fresh, xla):
+    """`use_cpu=True` in one config of a process says nothing about the others."""
+    fresh.setattr(detect, "_pjrt_device_before_torch_xla", ["CPU"])
+    automatic = select_backend()
+    assert automatic.name == "xla"
+    explicit = select_backend("cpu")
+    assert explicit.name == "cpu"
+    assert select_backend("cpu") is explicit
+    assert select_backend() is automatic
+
+
+@pytest.mark.parametrize(
+    ("prepare", "asked", "words"),
+    [
+        (lambda patch: None, "tpu", ["'tpu'", "auto, xla, cuda, cpu"]),
+        (
+            lambda patch: patch.setenv("HF_TPU_EXT_BACKEND", "gpu"),
+            None,
+            ["HF_TPU_EXT_BACKEND='gpu'", "auto, xla, cuda, cpu"],
+        ),
+        (
+            lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False),
+            "cuda",
+            ["backend='cuda'", "backend='auto'", "'cpu'"],
+        ),
+        (
+            lambda patch: patch.setattr(selection, "has_torch_xla", lambda: False),
+            "xla",
+            ["backend='xla'", "pip install 'hf_tpu_ext[tpu]'"],
+        ),
+        (
+            lambda patch: patch.setattr(detect, "_pjrt_device_before_torch_xla", ["TPU"]),
+            "xla",
+            ["PJRT_DEVICE=TPU", "no TPU", "PJRT_DEVICE=CPU", "backend='auto'"],
+        ),
+    ],
+    ids=["unknown name", "unknown variable", "no CUDA", "no torch_xla", "no TPU"],
+)
+def test_what_is_absent_is_an_error_that_says_what_to_type(prepare, asked, words, fresh, xla):
+    prepare(fresh)
+    with pytest.raises(ValueError) as error:
+        select_backend(asked)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("variable", ["CPU", "TPU"])
+def test_a_runtime_that_is_started_for_another_device_is_an_error(variable, fresh, xla):
+    """Whatever the variable says by now."""
+    fresh.setenv("PJRT_DEVICE", variable)
+    fresh.setattr(selection, "tpu_chips", lambda: 4)
+    for choose in (select_backend, lambda: select_backend("xla")):
+        with pytest.raises(ValueError) as error:
+            choose()
+        assert "already started with PJRT_DEVICE=CPU" in str(error.value)
+        assert "Set PJRT_DEVICE=TPU before" in str(error.value) and "restart" in str(error.value)
+    assert os.environ["PJRT_DEVICE"] == variable
+
+
+@pytest.mark.parametrize("before", [None, "1", "0"])
+def test_upstream_leaves_torch_xla_alone_and_child_processes_choose_anew(before, fresh, xla):
+    import accelerate.utils
+    import transformers.utils
+
+    if before is not None:
+        fresh.setenv("USE_TORCH_XLA", before)
+    select_backend("xla")
+    assert os.environ.get("USE_TORCH_XLA") == before
+    assert not transformers.utils.is_torch_xla_available()
+    assert not accelerate.utils.is_torch_xla_available()
+
+
+# ---- What needs a process of its own ----
+
+
+def test_choosing_on_a_plain_machine_imports_and_starts_nothing(tmp_path):
+    run_script(
+        """
+import os, sys
+from hf_tpu_ext.backends import select_backend, selection
+
+backend = select_backend()
+assert backend.name == "cpu", backend.reason
+assert "torch_xla" not in sys.modules
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from trl import SFTConfig
+config = SFTConfig(sys.argv[1])
+assert config.bf16, "TRL's default"
+assert config.device.type == "cpu"
+assert TPUSFTConfig(sys.argv[1]).device.type == "cpu"
+assert "torch_xla" not in sys.modules
+assert not {"PJRT_DEVICE", "USE_TORCH_XLA"} & set(os.environ)
+
+# A TPU of four chips, as far as its PCI entries go.
+selection.tpu_chips = sys.modules["hf_tpu_ext.backends.detect"].tpu_chips = lambda: 4
+tpu = selection._choose()
+import torch_xla, torch_xla.runtime
+assert (tpu.name, os.environ["PJRT_DEVICE"]) == ("xla", "TPU")
+assert torch_xla.runtime.is_spmd()
+assert not torch_xla._XLAC._xla_runtime_is_initialized()
+""",
+        tmp_path,
+    )
+
+
+TRAIN = """
+import os, sys, torch
+{before}
+import accelerate.utils, transformers.utils
+from datasets import Dataset
+from trl import SFTConfig
+assert transformers.utils.is_torch_xla_available()
+output_dir, model_dir = sys.argv[1:]
+config = SFTConfig(output_dir, max_steps=1, max_length=16, report_to="none", save_strategy="no")
+assert config.device.type == "xla" and config.bf16
+assert "hf_tpu_ext.trainers" not in sys.modules
+from hf_tpu_ext import TPUSFTTrainer
+trainer = TPUSFTTrainer(model_dir, config, train_dataset=Dataset.from_list([{{"text": "abcd"}}] * 8))
+trainer.train()
+assert trainer.state.log_history[-1]["train_loss"] > 0
+devices = {{parameter.device.type for parameter in trainer.model.parameters()}}
+moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
+{after}
+"""
+
+
+def test_upstream_imported_before_and_a_config_made_before(tmp_path):
+    """torch_xla's own import has set PJRT_DEVICE=CPU by then, and the config stands on the XLA device."""
+    run_script(
+        TRAIN.format(
+            before="import torch_xla\nassert os.environ['PJRT_DEVICE'] == 'CPU'",
+            after="assert trainer.backend.name == 'cpu', trainer.backend.reason\n"
+            "assert devices == {'cpu'} == {trainer.accelerator.device.type}",
+        ),
+        tmp_path / "out",
+        make_model(tmp_path / "model", hidden_size=32, num_hidden_layers=1),
+    )
+
+
+def test_bfloat16_on_a_pretended_tpu_keeps_weights_and_moments_in_float32(tmp_path):
+    """accelerate would set XLA_USE_BF16=1 there, which turns every float32 tensor of the process into bfloat16."""
+    run_script(
+        TRAIN.format(
+            before="import torch_xla.runtime\ntorch_xla.runtime.device_type = lambda: 'TPU'",
+            after="""
+assert trainer.backend.name == "xla" and trainer.backend.is_tpu
+assert devices == {"xla"} == {trainer.accelerator.device.type}
+assert "XLA_USE_BF16" not in os.environ and "XLA_DOWNCAST_BF16" not in os.environ
+assert trainer.compiled.compute_dtype == torch.bfloat16
+weights = list(trainer.model.parameters())
+assert {value.dtype for value in weights + moments} == {torch.float32}
+# What XLA holds, which with that variable is not what PyTorch says.
+text = torch_xla._XLAC._get_xla_tensors_hlo([value + 2.5 for value in weights + moments])
+assert "f32[" in text.replace("bf16[", "") and "bf16[" not in text
+# The pretence works: this is what accelerate does by itself.
+accelerate.utils.imports._torch_xla_available = True
+accelerate.utils.is_torch_xla_available.cache_clear()
+accelerate.state.AcceleratorState._reset_state(True)
+accelerate.Accelerator(mixed_precision="bf16")
+assert os.environ["XLA_USE_BF16"] == "1"
+""",
+        ),
+        tmp_path / "out",
+        make_model(tmp_path / "model", hidden_size=32, num_hidden_layers=1),
+        PJRT_DEVICE="CPU",
+    )
+
+
+def test_several_local_devices_are_one_process_with_spmd(tmp_path):
+    run_script(
+        """
+import torch
+from hf_tpu_ext.backends import select_backend
+
+backend = select_backend()
+import torch_xla, torch_xla.runtime
+assert backend.name == "xla" and torch_xla.runtime.is_spmd()
+assert not torch_xla._XLAC._xla_runtime_is_initialized()
+assert backend.num_chips == 2
+before = backend.counters()
+sent = backend.send(torch.ones(3))
+assert backend.fetch(sent + sent).tolist() == [2, 2, 2]
+assert (backend.counters() - before).executions == 1
+""",
+        PJRT_DEVICE="CPU",
+        CPU_NUM_DEVICES="2",
+    )

@@ -1,0 +1,154 @@
+"""The general trainer, and the trainers on an eager device."""
+
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
+
+
+def classified_rows(tokenizer, count=30):
+    rng = random.Random(0)
+    texts = ["".join(rng.choice("ab") for _ in range(rng.randint(3, 30))) for _ in range(count)]
+    return Dataset.from_list(
+        [{**tokenizer(text), "labels": int(text.count("a") > len(text) / 2)} for text in texts]
+    ).select_columns(["input_ids", "attention_mask", "labels"])
+
+
+def accuracy(prediction):
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean().item()}
+
+
+@pytest.fixture
+def classify(xla, tiny_model, tmp_path):
+    """Trains a bidirectional classifier, whose attention mask upstream reads on the host."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    dataset = classified_rows(tokenizer)
+
+    def train(cls, config_cls=TrainingArguments, **config):
+        torch.manual_seed(0)
+        model = BertForSequenceClassification(
+            BertConfig(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                vocab_size=len(tokenizer),
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
+        args = config_cls(
+            output_dir=str(tmp_path / cls.__name__),
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            logging_steps=1,
+            eval_strategy="epoch",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **config,
+        )
+        trainer = cls(
+            model,
+            args,
+            train_dataset=dataset,
+            eval_dataset=dataset.select(range(10)),
+            processing_class=tokenizer,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            compute_metrics=accuracy,
+        )
+        trainer.train()
+        return trainer
+
+    return train
+
+
+def test_plain_training_arguments(classify, same_logs):
+    ours = classify(TPUTrainer)
+    same_logs(ours, classify(Trainer, use_cpu=True))
+    assert ours.watch.recompiles == 0 and len(ours.watch.programs) == 2
+
+
+def test_buckets(classify, same_logs):
+    config = dict(config_cls=TPUTrainingArguments, max_length=32, length_buckets=[16, 24, 32])
+    ours = classify(TPUTrainer, **config)
+    same_logs(ours, classify(Trainer, use_cpu=True))
+    training = [shape for kind, shape in ours.watch.programs if kind == "training step"]
+    assert set(training) <= {(4, 16), (4, 24), (4, 32)} and len(training) > 1
+
+
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_an_eager_device_is_upstream_to_the_bit(runs, lora):
+    config = dict(max_steps=4, eval_strategy="steps", eval_steps=2)
+    stock = runs.stock(lora=lora, **config)
+    try:
+        ours = runs.ours(lora=lora, config_cls=TPUSFTConfig, backend="cpu", **config)
+    finally:
+        from hf_tpu_ext.backends import select_backend
+
+        select_backend("xla")
+    assert ours.backend.name == "cpu" and ours.args.device.type == "cpu"
+    for mine, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "eval_loss", "num_tokens"):
+            assert mine.get(key) == other.get(key)
+    for mine, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_metrics_reach_tensorboard(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = runs.ours(max_steps=3, report_to="tensorboard")
+    events = EventAccumulator(str(next(runs.output_dir.glob("**/events.out.*")).parent))
+    events.Reload()
+    assert {"train/loss", "train/grad_norm", "train/entropy", "train/mean_token_accuracy"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    assert trainer.state.global_step == 3
+
+
+def test_the_line_at_the_start_says_where_and_how(runs, capsys):
+    runs.ours(max_steps=2, gradient_accumulation_steps=2, bf16=True)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Training on"))
+    for words in (
+        "xla (CPU",
+        "1 chip",
+        "float32 weights, bfloat16 compute",
+        "4 x 40 x 2 accumulated",
+        "320 tokens",
+        "2 training programs",
+    ):
+        assert words in line
+
+
+def test_samples_before_and_after(runs, capsys):
+    runs.ours(config_cls=TPUSFTConfig, show_samples=2, max_steps=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [sum(f"{name:>9}: " in line for line in lines) for name in ("reference", "before", "after")] == [2, 2, 2]
+
+
+def test_greedy_answers_are_those_of_generate(runs):
+    from hf_tpu_ext.callbacks.samples import greedy_answers
+
+    trainer = runs.ours(max_steps=1)
+    trainer.model.eval()
+    prompts = [row["input_ids"][:5] for row in trainer.eval_dataset.select(range(3))] + [[7, 8, 9]]
+    ours = greedy_answers(trainer.model, trainer.backend, prompts, 6, trainer._tokenizer.pad_token_id)
+    model = trainer.model.to("cpu")
+    for prompt, answer in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        for _ in range(6):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        assert answer == ids[0, len(prompt) :].tolist()
