@@ -187,12 +187,13 @@ class ShapeGuard:
         if key in first and key in new and first[key][1:] == new[key][1:]:
             fix = "Yield the same number of rows in every batch, or set `dataloader_drop_last=True`."
         else:
+            length = f" (`max_length={self.lengths[-1]}`)" if self.lengths else ""
             fix = (
-                f"Pad `{key}` in the data collator to a fixed length (`max_length={self.lengths[-1]}`), or declare the "
-                f"lengths that occur (`length_buckets=[...]`)."
+                f"Pad `{key}` in the data collator to a fixed length{length}, or declare the lengths that occur "
+                f"(`max_length=...` and `length_buckets=[...]`)."
             )
         return (
             f"The data collator yields more shapes than were declared, and each one compiles the training step again: "
-            f"`{key}` was {before} in the first batch and is {after} now (allowed: {self.limit} distinct shapes, "
-            f"lengths {self.lengths}). {fix}"
+            f"`{key}` was {before} in the first batch and is {after} now (allowed: {self.limit} distinct "
+            f"shape{'s' if self.limit > 1 else ''}{f', lengths {self.lengths}' if self.lengths else ''}). {fix}"
         )

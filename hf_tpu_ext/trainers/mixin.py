@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate.utils import find_batch_size
 from torch import nn
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, has_length, unwrap_peft_model
 from transformers.utils import logging
 
@@ -79,7 +79,7 @@ class TPUTrainerMixin:
         self.backend.set_rng_state(self.args.seed)
         self.lengths = self._declare_lengths()
         self._make_batches_static()
-        self._shape_guards = {mode: ShapeGuard(len(self.lengths), self.lengths) for mode in ("train", "eval")}
+        self._shape_guards = {mode: ShapeGuard(max(1, len(self.lengths)), self.lengths) for mode in ("train", "eval")}
         self._batch_shape: tuple[int, ...] = ()
         self._preprocess_on_device = None
         self.loss_log = LossLog(self.backend)
@@ -92,8 +92,10 @@ class TPUTrainerMixin:
             )
 
     def _checkpoint_activations(self) -> None:
-        config = unwrap_peft_model(self.model).config.get_text_config()
-        if self.args.gradient_checkpointing and vars(config).get("output_router_logits"):
+        model = unwrap_peft_model(self.model)
+        if not isinstance(model, PreTrainedModel) or not self.args.gradient_checkpointing:
+            return
+        if vars(model.config.get_text_config()).get("output_router_logits"):
             # XLA's checkpoint runs the layers without a graph first, and that is when the router's logits are collected.
             # The second is the name of the first from transformers 5.19 on.
             for name in {"gradient_checkpointing", "activation_checkpointing"} & set(vars(self.args)):
