@@ -150,6 +150,10 @@ class Backend(ABC):
         """The activation checkpoint function that saves memory here, or `None` where PyTorch's own does."""
         return None
 
+    def compiles(self) -> int:
+        """Programs compiled so far. Cheap enough to be asked at every step."""
+        return 0
+
     def counters(self) -> Counters:
         """What the runtime has compiled, run and transferred so far."""
         return Counters()

@@ -9,7 +9,7 @@ from .detect import has_torch_xla, pjrt_device_asked_for, tpu_chips
 BACKENDS = ("auto", "xla", "cuda", "cpu")
 _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
 
-_current: Backend | None = None
+_chosen: dict[str, Backend] = {}
 
 
 def select_backend(name: str | None = None) -> Backend:
@@ -31,22 +31,18 @@ def select_backend(name: str | None = None) -> Backend:
     Raises:
         `ValueError`: The name is unknown, or the accelerator that was asked for is absent.
     """
-    global _current
     asked, source = name or "auto", "backend"
     if asked == "auto":
         asked, source = os.environ.get("HF_TPU_EXT_BACKEND", "auto"), "HF_TPU_EXT_BACKEND"
     if asked not in BACKENDS:
         raise ValueError(f"Unknown {source}={asked!r}. Allowed: {', '.join(BACKENDS)}.")
-    if asked == "auto":
-        # A choice that was already made stands: torch_xla's import changes the environment that it was made from.
-        if _current is None:
-            _current = _choose()
-    elif _current is None or _current.name != asked:
-        _current = _explicit(asked, f"{source}='{asked}'")
+    if asked not in _chosen:
+        # A choice stands once it is made, "auto" too: torch_xla's import changes the environment that it is made from.
+        _chosen[asked] = _choose() if asked == "auto" else _explicit(asked, f"{source}='{asked}'")
     _switch_off_upstream_xla()
-    if _current.name != "cuda":
+    if _chosen[asked].name != "cuda":
         _accept_bf16()
-    return _current
+    return _chosen[asked]
 
 
 def _xla(pjrt_device: str, reason: str) -> Backend:

@@ -48,8 +48,8 @@ class XLABackend(Backend):
 
     def __init__(self, reason: str, pjrt_device: str):
         super().__init__(reason)
-        started_with = os.environ.get("PJRT_DEVICE")
-        if runtime_started() and started_with != pjrt_device:
+        # Asked of the device: the variable may have been changed since.
+        if runtime_started() and (started_with := xm.xla_device_hw(self.device)) != pjrt_device:
             raise ValueError(
                 f"The XLA runtime of this process was already started with PJRT_DEVICE={started_with}, but "
                 f"{pjrt_device} is asked for. Set PJRT_DEVICE={pjrt_device} before anything uses an XLA device: in the "
@@ -157,6 +157,9 @@ class XLABackend(Backend):
         # PyTorch's own checkpoint fails on XLA (`torch.xla` does not exist), and a shim for that trains but saves
         # nothing: XLA removes the recomputation as a duplicate. torch_xla's puts an optimization barrier before it.
         return partial(checkpoint, use_reentrant=True)
+
+    def compiles(self) -> int:
+        return met.counter_value("UncachedCompile") or 0
 
     def counters(self) -> Counters:
         compiles, compile_ns = _metric("CompileTime")

@@ -50,18 +50,19 @@ class ProgramWatch:
                 Place in the run, e.g. `"step 12"`.
         """
         key = (kind, shape)
-        before = self._backend.counters()
+        start = time.monotonic()
+        compiles = self._backend.compiles()
         if key in self._seen:
             self._backend.end_step()
         else:
             with self._compiling(f"{kind} {' x '.join(map(str, shape))}"):
                 self._backend.end_step()
-        spent = self._backend.counters() - before
-        if spent.compiles and key in self._seen:
+        seconds = time.monotonic() - start
+        if key in self._seen and self._backend.compiles() > compiles:
             self.recompiles += 1
             logger.warning(
                 f"{where}: the {kind} for batches of {' x '.join(map(str, shape))} was compiled again "
-                f"({spent.compile_seconds:.1f} s). Something that the program depends on has changed."
+                f"({seconds:.1f} s). Something that the program depends on has changed."
             )
         self._seen[key] = self._seen.get(key, 0) + 1
 

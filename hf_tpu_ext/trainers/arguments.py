@@ -15,6 +15,10 @@ from ..backends.base import Backend
 
 #: AdamW in its several implementations: all become [`LazyAdamW`].
 ADAMW_NAMES = {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.ADAMW_TORCH_XLA}
+_QUANTIZED = (
+    "Quantized weights (quantization_config, load_in_4bit, load_in_8bit: bitsandbytes, QLoRA) do not train on XLA: their "
+    "kernels are for GPUs. Leave the quantization out and use LoRA on bfloat16 weights: dtype: bfloat16, use_peft: true."
+)
 _HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
 
 
@@ -113,6 +117,28 @@ def compile_arguments(args: TrainingArguments, loads_model: bool) -> CompiledArg
     # Upstream's filter reads the loss of every micro-step; the trainer has its own, which reads at logs only.
     adapted.args.logging_nan_inf_filter = False
     return adapted
+
+
+def check_weights(model, quantization_config) -> None:
+    """
+    Refuse quantized weights, before they are loaded where that is still to come.
+
+    Args:
+        model (`str` or [`~torch.nn.Module`], *optional*):
+            Name of the model, or the model.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
+            How the trainer would quantize a model that it loads by its name. Upstream ignores it for others.
+
+    Raises:
+        `ValueError`: The weights are or would be quantized.
+    """
+    if isinstance(model, str):
+        is_quantized = quantization_config is not None
+    else:
+        # transformers sets the attribute on a model that it loads quantized, which may be inside a PEFT model.
+        is_quantized = model is not None and any(vars(module).get("is_quantized") for module in model.modules())
+    if is_quantized:
+        raise ValueError(_QUANTIZED)
 
 
 def _precision(adapted: CompiledArguments) -> None:
@@ -226,9 +252,6 @@ def _model_loading(adapted: CompiledArguments) -> None:
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
         adapted.changes.append("device_map has no effect: the model is placed on the XLA device as a whole")
     if model_init_kwargs.get("quantization_config") is not None:
-        raise ValueError(
-            "quantization_config (bitsandbytes, QLoRA) does not run on XLA: its kernels are for GPUs. Leave it out and "
-            "use LoRA on bfloat16 weights: dtype: bfloat16, use_peft: true."
-        )
+        raise ValueError(_QUANTIZED)
     # The attention is set on the loaded model; "auto" placement would hand the model to accelerate's dispatcher.
     args.model_init_kwargs = {**model_init_kwargs, "attn_implementation": "eager", "device_map": None}

@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from, and whether there is room for one."""
+"""Which checkpoint to resume from, what it keeps besides upstream's files, and whether there is room for one."""
 
 import json
 import os
@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -15,6 +17,35 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 _RUN_STATE_FILE = "run_state.json"
+
+
+class EpochOrder(TrainerCallback):
+    """
+    Keeps the host's random state that an epoch began with.
+
+    A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of the epoch from
+    it. A run that is resumed inside the epoch draws the same order by beginning the epoch with the same state.
+    """
+
+    def __init__(self):
+        self.rng_state: str | None = None
+        self._resumed: str | None = None
+
+    def resume(self, rng_state: str | None) -> None:
+        """
+        Begin the next epoch with a state.
+
+        Args:
+            rng_state (`str`, *optional*):
+                `rng_state` as it was when the checkpoint was written.
+        """
+        self._resumed = rng_state
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if self._resumed is not None:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self._resumed), dtype=torch.uint8))
+            self._resumed = None
+        self.rng_state = torch.get_rng_state().numpy().tobytes().hex()
 
 
 def write_run_state(checkpoint: str, state: dict[str, Any]) -> None:
@@ -63,6 +94,17 @@ def is_complete(checkpoint: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def mark_incomplete(checkpoint: Path) -> None:
+    """
+    Take away what makes a checkpoint complete, before it is written over.
+
+    Args:
+        checkpoint (`Path`):
+            Checkpoint directory, which need not be there.
+    """
+    (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:

@@ -1,13 +1,64 @@
 """Datasets that cannot work are refused before anything is loaded or compiled."""
 
+from typing import Any
+
 import datasets
+from transformers import TrainingArguments
 from trl import SFTConfig
 
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 
 
-def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:
+def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
+    """
+    A trainer's datasets, by what to call them in a message.
+
+    Args:
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            As [`~transformers.Trainer`].
+        eval_dataset ([`~datasets.Dataset`] or `dict`, *optional*):
+            As [`~transformers.Trainer`].
+
+    Returns:
+        `dict[str, Any]`: For instance under `"train_dataset"` and `"eval_dataset['short']"`.
+    """
+    if isinstance(eval_dataset, dict):
+        named = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
+    else:
+        named = {"eval_dataset": eval_dataset}
+    return {"train_dataset": train_dataset, **named}
+
+
+def check_has_rows(dataset, name: str) -> list[str]:
+    """
+    Check that a dataset has rows.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset to check. Of a stream, the first row is read.
+        name (`str`):
+            What to call it, see [`named_datasets`].
+
+    Returns:
+        `list[str]`: Its columns; none for a dataset of another type, which is left to upstream.
+
+    Raises:
+        `ValueError`: The dataset is empty.
+    """
+    if isinstance(dataset, datasets.Dataset):
+        columns, is_empty = dataset.column_names, len(dataset) == 0
+    elif isinstance(dataset, datasets.IterableDataset):
+        first = next(iter(dataset), None)
+        columns, is_empty = list(first or ()), first is None
+    else:
+        return []
+    if is_empty:
+        raise ValueError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
+    return columns
+
+
+def check_dataset(dataset, name: str, args: TrainingArguments | None, has_formatting_func: bool) -> None:
     """
     Check that a dataset has rows and the columns that supervised fine-tuning needs.
 
@@ -15,8 +66,8 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Dataset to check. Other types are left to upstream.
         name (`str`):
-            What to call it: `"train_dataset"` or `"eval_dataset"`.
-        args ([`~trl.SFTConfig`]):
+            What to call it, see [`named_datasets`].
+        args ([`~trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
             Arguments of the run.
         has_formatting_func (`bool`):
             Whether a `formatting_func` makes the text.
@@ -24,25 +75,16 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
     Raises:
         `ValueError`: The dataset is empty or none of its columns is text to train on.
     """
-    if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+    columns = check_has_rows(dataset, name)
+    # Upstream makes an `SFTConfig` of other arguments, with the defaults that the class holds.
+    settings = args if isinstance(args, SFTConfig) else SFTConfig
+    skips_preparation = (settings.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+    if not columns or has_formatting_func or skips_preparation or {"image", "images"} & set(columns):
         return
-    if isinstance(dataset, datasets.Dataset) and len(dataset) == 0:
-        raise ValueError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
-    columns = dataset.column_names
-    if columns is None:
-        first = next(iter(dataset), None)
-        if first is None:
-            raise ValueError(
-                f"{name} is empty: its stream yields no row. Check the split and the filters that made it."
-            )
-        columns = list(first)
-    skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-    if has_formatting_func or skips_preparation or {"image", "images"} & set(columns):
-        return
-    known = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
+    known = {settings.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
     if not known and not {"prompt", "completion"} <= set(columns):
         raise ValueError(
             f"{name} has no column to train on. It has {columns}; needed is the text column "
-            f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
+            f"({settings.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
             "column, or pass a formatting_func."
         )

@@ -1,13 +1,36 @@
-"""Which lengths batches are padded to."""
+"""Which lengths batches are padded to, and with what."""
 
 import datasets
 import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
 
 from ..data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 
 
 #: A single number in `length_buckets` up to this one is a count of buckets, not a length.
 MOST_BUCKETS = 32
+
+
+def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """
+    The token that batches are padded with.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of the model.
+
+    Returns:
+        `int`: Its pad token id.
+
+    Raises:
+        `ValueError`: It has none.
+    """
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "The tokenizer has no pad token, and batches are padded to a fixed length on XLA. Set one, for example "
+            "tokenizer.pad_token = tokenizer.eos_token, and pass it as processing_class=tokenizer."
+        )
+    return tokenizer.pad_token_id
 
 
 def row_lengths(dataset) -> list[int] | None:

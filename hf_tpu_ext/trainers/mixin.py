@@ -1,13 +1,14 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, has_length, unwrap_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends import select_backend
@@ -18,9 +19,16 @@ from ..step.attention_mask import static_masks
 from ..step.kernels import use_static_kernels
 from ..step.loss_log import LossLog
 from ..step.metrics import DeviceSums
-from ..step.optimizer import LazyAdamW
+from ..step.optimizer import LazyAdamW, check_optimizer, clip_gradients
 from .arguments import ADAMW_NAMES, CompiledArguments, bind_device, compile_arguments, copy_arguments
-from .checkpoints import check_output_dir, find_checkpoint, read_run_state, write_run_state
+from .checkpoints import (
+    EpochOrder,
+    check_output_dir,
+    find_checkpoint,
+    mark_incomplete,
+    read_run_state,
+    write_run_state,
+)
 from .configs import ExtensionArguments
 from .lengths import row_lengths
 from .step_boundary import StepBoundary
@@ -69,12 +77,17 @@ class TPUTrainerMixin:
         super().__init__(model, self.compiled.args, *rest, **kwargs)
         if self.backend.lazy:
             self._prepare_compiled_path()
+        self._epoch_order = EpochOrder()
+        self.add_callback(self._epoch_order)
         self.add_callback(RunLines(self.backend, self._run_facts()))
 
     def _prepare_compiled_path(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, self.model)
+            self._save_from_host(self.optimizer)
         self._checkpoint_activations()
         self.backend.set_rng_state(self.args.seed)
         self.lengths = self._declare_lengths()
@@ -82,6 +95,7 @@ class TPUTrainerMixin:
         self._shape_guards = {mode: ShapeGuard(max(1, len(self.lengths)), self.lengths) for mode in ("train", "eval")}
         self._batch_shape: tuple[int, ...] = ()
         self._preprocess_on_device = None
+        self._flos_per_token: float | None = None
         self.loss_log = LossLog(self.backend)
         self.watch = ProgramWatch(self.backend, quiet=self.args.disable_tqdm)
         self.add_callback(StepBoundary(self))
@@ -189,9 +203,12 @@ class TPUTrainerMixin:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if self.backend.lazy and created:
-            # Checkpoints hold CPU tensors, fetched in one transfer.
-            optimizer.register_state_dict_post_hook(lambda _, state_dict: self.backend.fetch(state_dict))
+            self._save_from_host(optimizer)
         return optimizer
+
+    def _save_from_host(self, optimizer: torch.optim.Optimizer) -> None:
+        # Checkpoints hold CPU tensors, fetched in one transfer.
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: self.backend.fetch(state_dict))
 
     # ---- Batches ----
 
@@ -221,6 +238,20 @@ class TPUTrainerMixin:
 
     def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        if not self.backend.lazy or "input_ids" not in inputs:
+            return super().floating_point_ops(inputs)
+        # Upstream counts the model's parameters anew at every micro-step.
+        tokens = inputs["input_ids"].numel()
+        if self._flos_per_token is None:
+            self._flos_per_token = super().floating_point_ops(inputs) / tokens
+        return self._flos_per_token * tokens
+
+    def _clip_grad_norm(self, model):
+        if not self.backend.lazy:
+            return super()._clip_grad_norm(model)
+        return clip_gradients(model, self.args.max_grad_norm)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -358,8 +389,16 @@ class TPUTrainerMixin:
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
-            self._load_run_state(read_run_state(checkpoint))
+            state = read_run_state(checkpoint)
+            self._epoch_order.resume(state.get("epoch_rng_state"))
+            self._load_run_state(state)
         return super().train(checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        # An earlier run in the same directory may have left a complete one there: stopped half-way, this one would be
+        # taken for it.
+        mark_incomplete(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"))
+        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:
@@ -369,7 +408,7 @@ class TPUTrainerMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        state = self._run_state()
+        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._run_state()}
         if (rng_state := self.backend.rng_state()) is not None:
             state["rng_state"] = {self.backend.name: rng_state}
         write_run_state(output_dir, state)

@@ -1,10 +1,17 @@
 """The general trainer."""
 
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import unwrap_peft_model
 
 from ..data import StaticShapeCollator, round_up_length
 from .configs import ExtensionArguments, TPUTrainingArguments
-from .lengths import declare_lengths, row_lengths
+from .dataset_checks import check_has_rows, named_datasets
+from .lengths import declare_lengths, pad_token_of, row_lengths
 from .mixin import TPUTrainerMixin
 
 
@@ -25,22 +32,29 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
             As [`~transformers.Trainer`].
 
     Raises:
-        `ValueError`: A setting does not work; the message says what to do instead.
+        `ValueError`: A setting or a dataset does not work; the message says what to do instead.
     """
+
+    def __init__(
+        self,
+        model=None,
+        args: TrainingArguments | None = None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        *rest,
+        **kwargs,
+    ):
+        for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+            check_has_rows(dataset, name)
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
 
     def _default_args(self, model) -> TrainingArguments:
         return TrainingArguments(output_dir="tmp_trainer")
 
     @property
     def _pad_token_id(self) -> int:
-        if self.processing_class is None:
-            return 0
-        if self.processing_class.pad_token_id is None:
-            raise ValueError(
-                "The tokenizer has no pad token, and batches are padded to a fixed length on XLA. Set one, for example "
-                "tokenizer.pad_token = tokenizer.eos_token, and pass it as processing_class=tokenizer."
-            )
-        return self.processing_class.pad_token_id
+        return 0 if self.processing_class is None else pad_token_of(self.processing_class)
 
     def _declare_lengths(self) -> list[int]:
         lengths = row_lengths(self.train_dataset)
@@ -55,5 +69,40 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
         return declare_lengths(buckets, max_length, lengths, self._train_batch_size, self.args.train_sampling_strategy)
 
     def _make_batches_static(self) -> None:
+        if "attention_mask" in inspect.signature(unwrap_peft_model(self.model).forward).parameters:
+            self.data_collator = AttentionMaskCollator(self.data_collator)
         if self.lengths:
             self.data_collator = StaticShapeCollator(self.data_collator, self.lengths, self._pad_token_id)
+
+
+class AttentionMaskCollator:
+    """
+    Wraps a data collator and adds the attention mask that it leaves out: all ones, since it masks nothing by then.
+
+    Without a mask, transformers looks on the host at every step whether the positions restart within a row, and a
+    bidirectional model would attend to the padding that is added next. Batches that bring positions of their own are left
+    alone.
+
+    Args:
+        collator (`Callable`):
+            Data collator to wrap.
+    """
+
+    def __init__(self, collator: Callable[[list], Mapping[str, Any]]):
+        self.collator = collator
+
+    def __call__(self, examples: list) -> dict[str, Any]:
+        """
+        Collates `examples`.
+
+        Args:
+            examples (`list`):
+                Examples as `collator` takes them.
+
+        Returns:
+            `dict[str, Any]`: The batch, with an int64 `attention_mask` of shape `(batch, length)` if it has `input_ids`.
+        """
+        batch = dict(self.collator(examples))
+        if "input_ids" in batch and "position_ids" not in batch:
+            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        return batch

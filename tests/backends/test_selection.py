@@ -201,7 +201,7 @@ def test_a_choice_stands_and_an_explicit_one_does_not_replace_it(fresh, xla):
         (
             lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False),
             "cuda",
-            ["backend='cuda'", "backend='auto'", "'cpu'"],
+            ["backend='cuda'", "'auto'", "'cpu'"],
         ),
         (
             lambda patch: patch.setattr(selection, "has_torch_xla", lambda: False),
@@ -297,6 +297,7 @@ from hf_tpu_ext import TPUSFTTrainer
 trainer = TPUSFTTrainer(model_dir, config, train_dataset=Dataset.from_list([{{"text": "abcd"}}] * 8))
 trainer.train()
 assert trainer.state.log_history[-1]["train_loss"] > 0
+assert not transformers.utils.is_torch_xla_available() and not accelerate.utils.is_torch_xla_available()
 devices = {{parameter.device.type for parameter in trainer.model.parameters()}}
 moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
 {after}
@@ -326,6 +327,7 @@ assert trainer.backend.name == "xla" and trainer.backend.is_tpu
 assert devices == {"xla"} == {trainer.accelerator.device.type}
 assert "XLA_USE_BF16" not in os.environ and "XLA_DOWNCAST_BF16" not in os.environ
 assert trainer.compiled.compute_dtype == torch.bfloat16
+assert trainer.accelerator.mixed_precision == "no"
 weights = list(trainer.model.parameters())
 assert {value.dtype for value in weights + moments} == {torch.float32}
 # What XLA holds, which with that variable is not what PyTorch says.
@@ -359,7 +361,9 @@ assert backend.num_chips == 2
 before = backend.counters()
 sent = backend.send(torch.ones(3))
 assert backend.fetch(sent + sent).tolist() == [2, 2, 2]
+backend.wait()
 assert (backend.counters() - before).executions == 1
+assert select_backend("xla").num_chips == 2
 """,
         PJRT_DEVICE="CPU",
         CPU_NUM_DEVICES="2",

@@ -95,6 +95,7 @@ def test_special_values_are_data(xla, dtype):
     data = xla.send(torch.arange(6.0))
 
     def compiles(move):
+        xla.wait()
         before = xla.counters()
         results = []
         for value in (3, 0, 1, -1, 7):
@@ -130,6 +131,7 @@ def test_fetching_a_structure_is_one_read(xla):
     computed = {"loss": tensors["loss"] * 3, "sums": [value + 1 for value in tensors["sums"]], "name": "train"}
     before = xla.counters()
     fetched = xla.fetch({**computed, "tuple": (computed["loss"], 5), "none": None})
+    xla.wait()
     spent = xla.counters() - before
     assert (spent.reads, spent.executions) == (1, 1)
     assert fetched["loss"].item() == 6 and fetched["tuple"][0] is fetched["loss"]
@@ -166,7 +168,7 @@ def test_shared_memory_stays_shared(backend):
 
 def test_counters_subtract_every_field():
     assert Counters(5, 4.0, 9, 3, 1) - Counters(1, 1.5, 2, 3, 1) == Counters(4, 2.5, 7, 0, 0)
-    assert CPUBackend("for the test").counters() == Counters()
+    assert CPUBackend("for the test").counters() == Counters() and CPUBackend("for the test").compiles() == 0
 
 
 def test_counters_count(xla):
@@ -181,6 +183,7 @@ def test_counters_count(xla):
     computed = xla.counters() - start
     assert (computed.compiles, computed.executions, computed.reads, computed.fallbacks) == (1, 3, 0, 0)
     assert computed.compile_seconds > 0
+    assert xla.compiles() == xla.counters().compiles
     results[0].cpu()
     # Its length is in the data, so the host finds it.
     data.nonzero().cpu()

@@ -46,13 +46,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
-    parser.add_argument("--batch_size", type=int, default=1, help="rows of a batch (default: 1)")
-    parser.add_argument("--window", type=int, default=10, help="steps of a timed window (default: 10)")
-    parser.add_argument("--repeats", type=int, default=9, help="windows of each contender (default: 9)")
-    parser.add_argument("--quick", action="store_true", help="2 layers and one short window: counts, not times")
+    parser.add_argument("--repeats", type=int, default=9, help="timed windows of each contender (default: 9)")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 layers, one short window: for the counts, not the times"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
     parser.add_argument("--write-readme", action="store_true", help="replace the table in README.md")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.layers, arguments.repeats = 2, 1
+    return arguments
 
 
 def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
@@ -68,10 +71,7 @@ def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
     Returns:
         [`Plan`]: What to train and to measure.
     """
-    layers, window, repeats, logging_steps = arguments.layers, arguments.window, arguments.repeats, 5
-    if arguments.quick:
-        layers, window, repeats, logging_steps = 2, 3, 1, 3
-    tokenizer = AutoTokenizer.from_pretrained(make_model(directory / "model", num_hidden_layers=layers))
+    tokenizer = AutoTokenizer.from_pretrained(make_model(directory / "model", num_hidden_layers=arguments.layers))
     lines = (make_arithmetic(directory / "data") / "train.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [row["prompt"][0]["content"] + row["completion"][0]["content"] for row in map(json.loads, lines)]
     rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
@@ -80,10 +80,10 @@ def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
     return Plan(
         directory,
         max_length=round_up_length(longest, longest + 8),
-        batch_size=arguments.batch_size,
-        logging_steps=logging_steps,
-        window=window,
-        repeats=repeats,
+        batch_size=1,
+        logging_steps=3 if arguments.quick else 5,
+        window=3 if arguments.quick else 10,
+        repeats=arguments.repeats,
     )
 
 
@@ -163,15 +163,15 @@ def measure(plan: Plan) -> dict[str, dict[str, Any]]:
     return results
 
 
-def describe_setup(plan: Plan, layers: int) -> dict[str, str]:
+def describe_setup(arguments: argparse.Namespace, plan: Plan) -> dict[str, str]:
     """
     Say what was run, with what, and on what.
 
     Args:
+        arguments (`argparse.Namespace`):
+            See [`parse_arguments`].
         plan ([`Plan`]):
             What was trained and measured.
-        layers (`int`):
-            Layers of the model.
 
     Returns:
         `dict[str, str]`: Lines by name.
@@ -182,11 +182,13 @@ def describe_setup(plan: Plan, layers: int) -> dict[str, str]:
         if line.startswith("model name")
     )
     return {
-        "model": f"Qwen3, {layers} layers, hidden size {SIZES['hidden_size']}, float32; batch {plan.batch_size} x "
-        f"{plan.max_length} tokens",
-        "timing": f"median of {plan.repeats} windows of {plan.window} steps, a log every {plan.logging_steps} steps",
+        "model": f"Qwen3, {arguments.layers} layers, hidden size {SIZES['hidden_size']}, float32; batch of "
+        f"{plan.batch_size} x {plan.max_length} tokens",
+        "times": f"median over {plan.repeats} windows of {plan.window} steps, with a log every {plan.logging_steps} steps",
         "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "trl")),
         "machine": f"XLA on CPU: {cpu}, {os.cpu_count()} cores",
+        "command": "`python tests/benchmarks/step_overhead.py "
+        + ("--quick`" if arguments.quick else f"--layers {arguments.layers} --repeats {arguments.repeats}`"),
     }
 
 
@@ -247,10 +249,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         plan = make_plan(arguments, Path(directory))
         results = measure(plan)
-    setup = describe_setup(plan, 2 if arguments.quick else arguments.layers)
+    setup = describe_setup(arguments, plan)
     loss_step = max(set.intersection(*(set(result["losses"]) for result in results.values())))
-    lines = "\n".join(f"- {name}: {line}" for name, line in setup.items())
-    block = f"{make_table(results, loss_step)}\n\n{lines}\n- command: `python tests/benchmarks/step_overhead.py`"
+    block = "\n".join([make_table(results, loss_step), "", *(f"- {name}: {line}" for name, line in setup.items())])
     print(block)
     if arguments.json:
         arguments.json.write_text(json.dumps({**setup, "results": results}, indent=2), encoding="utf-8")

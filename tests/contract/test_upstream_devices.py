@@ -1,0 +1,237 @@
+"""
+What the package relies on in accelerate, torch, torch_xla and in the models of transformers: devices, optimizers, masks,
+activation checkpointing. A release that moves one of them fails here, with its name and the file that has to follow.
+"""
+
+import inspect
+
+import accelerate.utils.imports as accelerate_imports
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
+import transformers.utils.import_utils as transformers_imports
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import find_batch_size
+from torch_xla._internal import tpu
+from torch_xla.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+
+from hf_tpu_ext.backends import detect
+
+
+# ---- Switches ----
+
+
+@pytest.fixture
+def switches(monkeypatch):
+    """Sets what transformers and accelerate have read of USE_TORCH_XLA, and forgets what they have concluded."""
+
+    def set_to(available):
+        monkeypatch.setattr(transformers_imports, "USE_TORCH_XLA", "1" if available else "0")
+        monkeypatch.setattr(accelerate_imports, "_torch_xla_available", available)
+        transformers_imports.is_torch_xla_available.cache_clear()
+        accelerate_imports.is_torch_xla_available.cache_clear()
+
+    yield set_to
+    monkeypatch.undo()
+    transformers_imports.is_torch_xla_available.cache_clear()
+    accelerate_imports.is_torch_xla_available.cache_clear()
+
+
+def test_torch_xla_can_be_switched_off(switches):
+    """backends/selection.py, _switch_off_upstream_xla."""
+    for available in (True, False):
+        switches(available)
+        assert transformers_imports.is_torch_xla_available() is available, "transformers reads another switch now"
+        assert accelerate_imports.is_torch_xla_available() is available, "accelerate reads another switch now"
+
+
+# ---- accelerate ----
+
+
+@pytest.fixture
+def on_meta():
+    """accelerate's state, bound to a device as trainers/arguments.py binds it to the XLA device."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    state = PartialState(cpu=True)
+    state.device = torch.device("meta")
+    yield state
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_device_of_the_state_is_taken_over(on_meta):
+    accelerator = Accelerator()
+    assert accelerator.device.type == "meta", "trainers/arguments.py, bind_device"
+    assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
+    assert PartialState().device.type == "meta", "the state is no longer shared by its instances"
+
+
+@pytest.mark.parametrize(("placement", "device"), [(True, "meta"), (False, "cpu")])
+def test_batches_stay_on_the_host_without_device_placement(on_meta, placement, device):
+    """trainers/mixin.py sets it on the accelerator after upstream has made it."""
+    accelerator = Accelerator()
+    accelerator.device_placement = placement
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(6), batch_size=4))
+    assert [(batch.device.type, len(batch)) for batch in loader] == [(device, 4), (device, 2)]
+
+
+def test_batch_size_is_found():
+    assert find_batch_size({"input_ids": torch.zeros(3, 7)}) == 3, "trainers/mixin.py, evaluation_loop"
+
+
+# ---- torch ----
+
+
+def test_state_of_adamw():
+    """step/optimizer.py creates the same state, so that checkpoints move between the two."""
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+    assert (state["step"].device.type, state["step"].dtype, state["step"].item()) == ("cpu", torch.float32, 1)
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    defaults = {
+        name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+    }
+    assert defaults == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "amsgrad": False,
+        "maximize": False,
+    }
+
+
+def test_state_dict_can_be_replaced_by_a_hook():
+    """trainers/mixin.py makes checkpoints of CPU tensors with it."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {"replaced": state_dict})
+    assert set(optimizer.state_dict()) == {"replaced"}
+
+
+# ---- torch_xla ----
+
+
+def test_functions_of_torch_xla():
+    """backends/xla.py."""
+    for name in ("_xla_get_cpu_tensors", "_xla_runtime_is_initialized"):
+        assert callable(vars(torch_xla._XLAC)[name])
+    assert list(inspect.signature(xm.send_cpu_data_to_device).parameters)[:2] == ["datas", "device"]
+    assert "use_reentrant" in inspect.signature(checkpoint).parameters
+    assert all(callable(function) for function in (torch_xla.sync, torch_xla.device, xm.wait_device_ops))
+    assert all(callable(function) for function in (xr.use_spmd, xr.global_runtime_device_count, xr.device_type))
+    assert all(callable(function) for function in (xm.xla_device_hw, xm.xla_device_kind))
+    assert all(callable(function) for function in (xm.get_rng_state, xm.set_rng_state))
+
+
+def test_names_of_metrics(xla):
+    """backends/xla.py, counters: an unknown name counts as 0, for good."""
+    xla.fetch(xla.send(torch.arange(11.0)).cumsum(0) * 1.75)
+    xla.wait()
+    names = {"CompileTime", "ExecuteTime", "TransferFromDeviceTime"}
+    assert names <= set(met.metric_names()), f"torch_xla counts under other names than {names}"
+    assert len(met.metric_data("CompileTime")) >= 2
+    assert met.counter_value("UncachedCompile") == met.metric_data("CompileTime")[0]
+
+
+def test_pci_ids_of_tpus():
+    """backends/detect.py looks for a TPU without importing torch_xla."""
+    assert detect._GOOGLE_PCI_VENDOR == tpu._GOOGLE_PCI_VENDOR_ID
+    # 0x0056 is for testing only.
+    assert set(tpu._TPU_PCI_DEVICE_IDS) - {"0x0056"} == detect._TPU_PCI_DEVICES
+
+
+def test_a_moved_model_loses_its_ties(xla):
+    """Why backends/xla.py ties them again; without this it need not."""
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight = first.weight
+    model = torch.nn.Sequential(first, second).to(xla.device)
+    assert model[0].weight is not model[1].weight
+
+
+# ---- Models of transformers ----
+
+
+def config():
+    config = AutoConfig.for_model("llama", num_hidden_layers=1)
+    config._attn_implementation = "eager"
+    return config
+
+
+def test_mask_functions_are_looked_up_in_one_place():
+    """step/attention_mask.py replaces the entry for "eager" while the loss is computed."""
+    seen = []
+
+    def mask(**kwargs):
+        seen.append(kwargs)
+        return masking_utils.eager_mask(**kwargs)
+
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
+    try:
+        made = create_causal_mask(config(), torch.zeros(2, 5, 4), torch.ones(2, 5), None)
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
+    assert made.shape == (2, 1, 5, 5)
+    (kwargs,) = seen
+    assert {"mask_function", "attention_mask", "allow_is_causal_skip", "dtype", "device"} <= set(kwargs)
+    skip = inspect.signature(masking_utils.eager_mask).parameters
+    assert "allow_is_bidirectional_skip" in skip and "mask_function" in skip
+
+
+def test_parts_of_masks():
+    """step/attention_mask.py puts them together."""
+    segments = torch.tensor([[1, 1, 2]])
+    query, key = torch.tensor([0, 1, 2])[:, None], torch.tensor([0, 1, 2])[None]
+    packed = masking_utils.packed_sequence_mask_function(segments)
+    assert packed(0, 0, query, key).tolist() == [[True, True, False], [True, True, False], [False, False, True]]
+    both = masking_utils.and_masks(packed, masking_utils.causal_mask_function)
+    assert both(0, 0, query, key).tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+
+
+def test_a_missing_mask_makes_transformers_look_at_the_positions():
+    """trainers/trainer.py adds a mask where a collator has none; without this it need not."""
+    positions = torch.tensor([[0, 1, 0]])
+    made = create_causal_mask(config(), torch.zeros(1, 3, 4), None, None, position_ids=positions)
+    assert (made == 0)[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+
+
+def test_layers_call_the_checkpoint_function_that_they_hold(model_dir):
+    """step/activation_checkpointing.py replaces it."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.gradient_checkpointing_enable()
+    (layer,) = model.model.layers
+    assert "_gradient_checkpointing_func" in vars(layer)
+    calls = []
+
+    def function(run, *inputs):
+        calls.append(inputs)
+        return run(*inputs)
+
+    layer._gradient_checkpointing_func = function
+    model.train()(input_ids=torch.tensor([[5, 6]]))
+    ((hidden_states, *_),) = calls
+    assert hidden_states.shape == (1, 2, 32), "the hidden states are no longer the first input"
+
+
+def test_implementations_can_be_set(model_dir):
+    """step/kernels.py."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    assert list(inspect.signature(model.set_experts_implementation).parameters)[:1] == ["experts_implementation"]
+
+
+def test_quantized_models_are_marked():
+    """trainers/arguments.py, check_weights."""
+    from transformers.quantizers.base import HfQuantizer
+
+    assert 'setattr(model, "is_quantized", True)' in inspect.getsource(HfQuantizer)

@@ -1,0 +1,149 @@
+"""
+What the package relies on in the arguments of transformers and TRL, and in TRL's script: defaults that it replaces, fields
+that it sets, names that it looks up. A release that moves one of them fails here, with the file that has to follow.
+"""
+
+import ast
+import importlib.util
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from transformers import Trainer, TrainingArguments, training_args
+from transformers.training_args import OptimizerNames
+from trl import SFTConfig, SFTTrainer
+
+from hf_tpu_ext.trainers import arguments
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+# ---- Arguments ----
+
+
+def test_defaults_that_are_replaced(stock):
+    config = SFTConfig(str(stock.output_dir), use_cpu=True)
+    expected = {
+        "bf16": True,
+        "optim": OptimizerNames.ADAMW_TORCH_FUSED,
+        "gradient_checkpointing": True,
+        "activation_checkpointing": True,
+        "max_length": 1024,
+        "logging_steps": 10,
+        "packing": False,
+        "packing_strategy": "bfd",
+        "eval_packing": None,
+        "padding_free": False,
+        "pad_to_multiple_of": None,
+        "loss_type": "nll",
+        "completion_only_loss": None,
+        "activation_offloading": False,
+        "average_tokens_across_devices": True,
+        "train_sampling_strategy": "random",
+        "logging_nan_inf_filter": True,
+    }
+    actual = {name: vars(config)[name] for name in expected}
+    assert actual == expected, "TRL's defaults have changed; see trainers/arguments.py and docs/"
+    assert (SFTConfig.dataset_text_field, SFTConfig.dataset_kwargs) == ("text", None), "trainers/dataset_checks.py"
+
+
+def test_arguments_that_are_set(stock):
+    set_on_copies = assigned_names(arguments) - {"distributed_state", "_n_gpu", "device"}
+    assert {"optim", "bf16", "mixed_precision", "model_init_kwargs"} <= set_on_copies
+    there = set(vars(SFTConfig(str(stock.output_dir), use_cpu=True)))
+    assert set_on_copies <= there, f"SFTConfig has no {set_on_copies - there} any more; see trainers/arguments.py"
+
+
+def assigned_names(module):
+    """The attributes that a module's code sets on `args`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value).endswith("args")
+    }
+
+
+def test_device_is_a_cached_property(stock):
+    config = stock.config()
+    assert "_setup_devices" in vars(config), "TrainingArguments no longer takes the device when it is made"
+    vars(config)["_setup_devices"] = torch.device("meta")
+    assert config.device.type == "meta", "trainers/arguments.py, bind_device"
+    config._n_gpu = 0
+    assert (config.n_gpu, config.world_size, config.train_batch_size) == (0, 1, 2)
+    del vars(config)["_setup_devices"]
+    assert config.device.type == "cpu", "use_cpu is no longer asked when the device is taken anew"
+
+
+def test_bf16_is_checked_through_a_name_of_the_module(stock, monkeypatch):
+    """backends/selection.py answers for upstream, so that TRL's default is accepted without a GPU."""
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: False)
+    with pytest.raises(ValueError, match="bf16"):
+        stock.config(bf16=True, use_cpu=False)
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
+    assert stock.config(bf16=True, use_cpu=False).mixed_precision == "bf16"
+
+
+def test_optimizer_names():
+    names = arguments.ADAMW_NAMES | arguments._HOST_SCALAR_NAMES
+    assert all(OptimizerNames(name.value) is name for name in names)
+    config = TrainingArguments("unused", use_cpu=True, optim="adamw_torch", learning_rate=3e-4, adam_beta2=0.95)
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(config, None)
+    assert cls is torch.optim.AdamW, "trainers/mixin.py, get_optimizer_cls_and_kwargs"
+    assert kwargs == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+# ---- The command line ----
+
+
+def test_script_and_parser(stock, tmp_path, monkeypatch):
+    """cli/sft.py runs TRL's script with another trainer in the place where the script looks for it."""
+    from trl.scripts import sft as script
+
+    assert parameters(script.main) == ["script_args", "training_args", "model_args", "dataset_args"], "cli/sft.py"
+    assert parameters(script.make_parser) == ["subparsers", "prog"], "cli/sft.py"
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    given = {}
+
+    class Trainer:
+        def __init__(self, **kwargs):
+            given.update(kwargs)
+            self.accelerator = SimpleNamespace(print=print)
+
+        def train(self, resume_from_checkpoint):
+            given["resume_from_checkpoint"] = resume_from_checkpoint
+
+        def save_model(self, output_dir):
+            given["output_dir"] = output_dir
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(trl, "SFTTrainer", Trainer)
+    script.main(
+        trl.ScriptArguments(dataset_name=str(tmp_path)),
+        stock.config(),
+        trl.ModelConfig(model_name_or_path="model"),
+        trl.DatasetMixtureConfig(),
+    )
+    assert set(given) == {
+        "model",
+        "args",
+        "train_dataset",
+        "eval_dataset",
+        "quantization_config",
+        "peft_config",
+        "resume_from_checkpoint",
+        "output_dir",
+    }
+
+
+def test_modules_that_the_command_line_hooks_into():
+    for module in ("trl.cli.main", "trl.scripts.sft", "trl.trainer.sft_trainer"):
+        assert importlib.util.find_spec(module), f"{module} has moved; see cli/autoload.py"
+    assert SFTTrainer.__module__ == "trl.trainer.sft_trainer", "cli/autoload.py swaps it where it is defined"

@@ -1,0 +1,107 @@
+"""Activation checkpointing on XLA changes no number, and really recomputes."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch_xla
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.step.activation_checkpointing import use_checkpoint_function
+from hf_tpu_ext.step.attention_mask import static_masks
+from hf_tpu_ext.step.kernels import use_static_kernels
+
+
+LAYERS = 2
+# transformers marks the layers and the module that holds them.
+MARKED = LAYERS + 1
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS)
+
+
+def forward_and_backward(xla, model_dir, function, dropout=0.0, lora=False):
+    """The loss, the gradients and the program that computes them, before XLA's own passes."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attention_dropout=dropout)
+    if lora:
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    use_static_kernels(model)
+    xla.place(model).train()
+    if function is not None:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        assert use_checkpoint_function(model, function) == MARKED
+    ids = xla.send(torch.arange(24).reshape(2, 12) + 7)
+    mask = xla.send(torch.ones(2, 12, dtype=torch.int64))
+    xla.wait()
+    xla.set_rng_state(5)
+    before = xla.counters()
+    with static_masks():
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    program = torch_xla._XLAC._get_xla_tensors_hlo([loss, *gradients.values()])
+    fetched = xla.fetch({"loss": loss, "gradients": gradients})
+    xla.wait()
+    assert (xla.counters() - before).executions == 1, "the step is cut in two"
+    return fetched["loss"], fetched["gradients"], program
+
+
+def count(operation, program):
+    return program.count(f" {operation}(")
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_no_number_changes_and_each_layer_is_recomputed_behind_a_barrier(xla, model_dir, lora):
+    loss, gradients, program = forward_and_backward(xla, model_dir, None, lora=lora)
+    again_loss, again_gradients, again = forward_and_backward(xla, model_dir, xla.checkpoint_function, lora=lora)
+    assert torch.equal(loss, again_loss)
+    assert gradients.keys() == again_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, again_gradients[name]), name
+        assert gradient.abs().max() > 0, name
+    # The barrier is what keeps XLA from seeing that the recomputation is a duplicate.
+    assert count("opt-barrier", program) == 0
+    assert count("opt-barrier", again) == LAYERS
+    # Each layer: four projections, two products of attention, two of the feed-forward network (what the third one gives
+    # is not needed again); and two of LoRA.
+    assert count("dot", again) - count("dot", program) == LAYERS * (8 + 2 * lora)
+
+
+def test_dropout_is_drawn_the_same_way_twice(xla, model_dir):
+    loss, gradients, _ = forward_and_backward(xla, model_dir, None, dropout=0.3)
+    again_loss, again_gradients, _ = forward_and_backward(xla, model_dir, xla.checkpoint_function, dropout=0.3)
+    plain_loss, _, _ = forward_and_backward(xla, model_dir, None)
+    assert torch.equal(loss, again_loss) and not torch.equal(loss, plain_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, again_gradients[name]), name
+
+
+def test_pytorchs_own_function_would_not_do(xla, model_dir):
+    """Why there is one of the backend: without `torch.xla` it fails, and it has no barrier."""
+    with pytest.raises(AttributeError, match="xla"):
+        forward_and_backward(xla, model_dir, partial(torch.utils.checkpoint.checkpoint, use_reentrant=True))
+
+
+def test_eager_devices_use_pytorchs_own():
+    assert CPUBackend("for the test").checkpoint_function is None
+
+
+def test_only_layers_that_checkpoint_are_changed(xla, model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert use_checkpoint_function(model, xla.checkpoint_function) == 0
+    assert use_checkpoint_function(nn.Linear(2, 2), xla.checkpoint_function) == 0
+    model.gradient_checkpointing_enable()
+    layers = model.model.layers
+    before = [layer._gradient_checkpointing_func for layer in layers]
+    function = xla.checkpoint_function
+    assert use_checkpoint_function(model, function) == MARKED
+    assert all(layer._gradient_checkpointing_func is function for layer in layers)
+    assert function not in before

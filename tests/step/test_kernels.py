@@ -1,0 +1,60 @@
+"""The code paths of a model whose shapes do not depend on the data."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.step.kernels import use_static_kernels
+
+
+@pytest.fixture(scope="module")
+def moe_dir(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", hidden_size=32, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("wrap", ["none", "peft", "module"])
+def test_attention_and_experts(moe_dir, wrap):
+    model = AutoModelForCausalLM.from_pretrained(moe_dir)
+    assert (model.config._attn_implementation, model.config._experts_implementation) != ("eager", "batched_mm")
+    wrapped = {
+        "none": lambda: model,
+        "peft": lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"])),
+        "module": lambda: nn.ModuleDict({"student": model}),
+    }[wrap]()
+    use_static_kernels(wrapped)
+    for module in (model, model.model, model.model.layers[0].self_attn):
+        assert module.config._attn_implementation == "eager"
+        assert module.config._experts_implementation == "batched_mm"
+
+
+def test_results_are_those_of_the_default_kernels(moe_dir):
+    ids = torch.arange(24).reshape(2, 12)
+    model = AutoModelForCausalLM.from_pretrained(moe_dir).eval()
+    with torch.no_grad():
+        expected = model(ids).logits
+        use_static_kernels(model)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_compile_once_for_any_routing(moe_dir, xla):
+    model = AutoModelForCausalLM.from_pretrained(moe_dir).eval()
+    use_static_kernels(model)
+    xla.place(model)
+    mask = xla.send(torch.ones(2, 8, dtype=torch.int64))
+    batches = xla.send([torch.full((2, 8), 5), torch.arange(16).reshape(2, 8), torch.arange(16).reshape(2, 8) * 7])
+    xla.wait()
+    before = xla.counters()
+    logits = []
+    with torch.no_grad():
+        for ids in batches:
+            logits.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
+            xla.wait()
+    spent = xla.counters() - before
+    assert (spent.compiles, spent.reads, spent.fallbacks) == (1, 0, 0)
+
+
+def test_other_modules_are_left_alone():
+    use_static_kernels(nn.Sequential(nn.Linear(2, 2)))

@@ -1,0 +1,424 @@
+"""What cannot work is refused with the fix, before anything is compiled; and the caller's arguments are not touched."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Qwen3ForSequenceClassification,
+    TrainingArguments,
+)
+from trl import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+
+
+QUESTIONS = Dataset.from_list([{"question": "a?", "answer": "b"}] * 4)
+FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
+
+
+def refused(words, call):
+    """The message holds what a user has to know, and what to type."""
+    with pytest.raises(ValueError) as error:
+        call()
+    missing = [word for word in words if word not in str(error.value)]
+    assert not missing, f"{missing} not in: {error.value}"
+
+
+# ---- Settings ----
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(max_length=None), ["max_length=None", "max_length=1024"]),
+        (dict(length_buckets=[16, 64]), ["longer than `max_length`", "64 > 48", "max_length=64"]),
+        (dict(length_buckets=[-16, 40]), ["-16", "length_buckets=["]),
+        (dict(length_buckets=[4], streaming=True), ["length_buckets=4", "streaming", "length_buckets=[12, 24, 48]"]),
+        (dict(fp16=True), ["fp16=True", "bf16=True and fp16=False"]),
+        (dict(fp16_full_eval=True), ["fp16_full_eval=True", "Leave it out"]),
+        (dict(optim="adamw_bnb_8bit"), ["optim=adamw_bnb_8bit", "adamw_torch", "adafactor"]),
+        (dict(optim="lion_8bit"), ["optim=lion_8bit", "adamw_torch"]),
+        (dict(fsdp=True), ["fsdp", "Leave it out"]),
+        (dict(gradient_checkpointing_kwargs={"selective": True}), ["selective", "Leave it out"]),
+        (dict(show_samples=2, kwargs={"eval_dataset": None}), ["show_samples=2", "eval_dataset", "eval_strategy"]),
+        (dict(show_samples=-1), ["show_samples=-1", "or 0"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_setting(runs, config, words):
+    if config.pop("streaming", False):
+        config["kwargs"] = {"train_dataset": runs.train_dataset.to_iterable_dataset()}
+    refused(words, lambda: runs.ours(config_cls=TPUSFTConfig, train=False, **config))
+
+
+def test_deepspeed(runs):
+    config = runs.config()
+    # Upstream asks for the package as soon as it is given.
+    config.deepspeed = "zero3.json"
+    refused(["deepspeed", "Leave it out"], lambda: runs.trainer(TPUSFTTrainer, config))
+
+
+@pytest.mark.parametrize("variable", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_variable_that_turns_weights_into_bfloat16(runs, variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    refused([f"{variable}=1", "Unset it", "bf16=True"], lambda: runs.ours(train=False))
+
+
+@pytest.mark.parametrize("config_cls", [TPUSFTConfig, TPUTrainingArguments])
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [("cuda", ["'cuda'", "torch.cuda.is_available()", "'auto'", "'cpu'"]), ("tpu", ["'tpu'", "auto, xla, cuda, cpu"])],
+)
+def test_backend_that_is_absent(config_cls, backend, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(words, lambda: config_cls(str(tmp_path), backend=backend))
+
+
+def test_optimizer_of_weights_that_are_not_trained(runs):
+    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.25), None)
+    refused(
+        ["optimizer_cls_and_kwargs=(SGD, {'lr': 0.25})"],
+        lambda: runs.ours(model=model, train=False, kwargs={"optimizers": optimizers}),
+    )
+
+
+def test_output_directory_that_cannot_be_written_to(runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    output_dir = str(tmp_path / "file" / "run")
+    refused([f"output_dir={output_dir!r}", "Set output_dir"], lambda: runs.ours(output_dir=output_dir, train=False))
+
+
+def test_what_xla_refuses_an_eager_device_takes(runs):
+    trainer = runs.ours(
+        config_cls=TPUSFTConfig,
+        backend="cpu",
+        max_length=None,
+        optim="adamw_torch_fused",
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        max_steps=1,
+    )
+    assert trainer.backend.name == "cpu" and trainer.state.log_history[-1]["train_loss"] > 0
+
+
+# ---- Quantized weights ----
+
+
+QUANTIZED = ["quantization_config", "bitsandbytes", "QLoRA", "use_peft: true", "dtype: bfloat16"]
+
+
+def test_quantization_in_the_config(runs):
+    config = runs.config(model_init_kwargs={"quantization_config": FOUR_BIT})
+    refused(QUANTIZED, lambda: runs.trainer(TPUSFTTrainer, config, model=str(runs.model_dir)))
+
+
+def test_quantization_as_an_argument(runs):
+    refused(
+        QUANTIZED,
+        lambda: runs.trainer(
+            TPUSFTTrainer, runs.config(), model=str(runs.model_dir), quantization_config=FOUR_BIT, lora={}
+        ),
+    )
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_model_that_was_loaded_quantized(runs, lora):
+    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
+    # What transformers notes on a model that it loads with kernels that this machine has not.
+    model.is_quantized = True
+    given = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if lora else model
+    refused(QUANTIZED, lambda: runs.trainer(TPUSFTTrainer, runs.config(), model=given))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+# ---- Datasets ----
+
+
+def as_is(dataset):
+    return dataset
+
+
+def as_stream(dataset):
+    return dataset.to_iterable_dataset()
+
+
+def as_stream_without_columns(dataset):
+    return dataset.to_iterable_dataset().map(lambda row: row)
+
+
+@pytest.mark.parametrize("form", [as_is, as_stream, as_stream_without_columns])
+def test_no_column_to_train_on(runs, form):
+    words = ["train_dataset", "'question', 'answer'", "'text'", "'messages'", "dataset_text_field", "formatting_func"]
+    refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": form(QUESTIONS)}))
+
+
+@pytest.mark.parametrize(
+    ("eval_dataset", "name"), [(QUESTIONS, "eval_dataset has"), ({"short": QUESTIONS}, "eval_dataset['short'] has")]
+)
+def test_no_column_to_evaluate_on(runs, eval_dataset, name):
+    refused([name, "dataset_text_field"], lambda: runs.ours(train=False, kwargs={"eval_dataset": eval_dataset}))
+
+
+@pytest.mark.parametrize("args", [None, TrainingArguments], ids=["none", "TrainingArguments"])
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [(QUESTIONS, ["'question', 'answer'", "'text'"]), (QUESTIONS.select([]), ["train_dataset is empty"])],
+    ids=["columns", "empty"],
+)
+def test_datasets_are_checked_whatever_the_arguments(runs, tmp_path, args, dataset, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = args and args(str(tmp_path), report_to="none")
+    refused(words, lambda: TPUSFTTrainer(str(runs.model_dir), args, train_dataset=dataset))
+
+
+def test_half_of_prompt_and_completion_is_not_enough(runs):
+    dataset = QUESTIONS.rename_column("question", "prompt")
+    refused(["'prompt', 'answer'"], lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}))
+
+
+def test_other_text_columns_can_be_named(runs):
+    def prepared(dataset=QUESTIONS, kwargs=None, **config):
+        trainer = runs.ours(
+            train=False, kwargs={"train_dataset": dataset, "eval_dataset": None} | (kwargs or {}), **config
+        )
+        return trainer.train_dataset[0]["input_ids"]
+
+    assert prepared(dataset_text_field="question") == prepared(kwargs={"formatting_func": lambda row: row["question"]})
+    tokens = Dataset.from_list([{"tokens": [1, 2]}] * 4)
+    assert prepared(tokens.rename_column("tokens", "input_ids")) == [1, 2]
+
+
+def empty_stream():
+    return QUESTIONS.rename_column("answer", "text").to_iterable_dataset().filter(lambda row: False)
+
+
+@pytest.mark.parametrize("empty", [QUESTIONS.select([]), empty_stream()], ids=["dataset", "stream"])
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_empty_dataset(runs, empty, name, tmp_path):
+    for trainer, args in (
+        (TPUSFTTrainer, runs.config()),
+        (TPUTrainer, TrainingArguments(str(tmp_path), report_to="none")),
+    ):
+        refused([f"{name} is empty", "split"], lambda: runs.trainer(trainer, args, **{name: empty}))  # noqa: B023
+
+
+def test_images(runs):
+    dataset = runs.train_dataset.add_column("image", [None] * len(runs.train_dataset))
+    refused(["vision"], lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}))
+    trainer = runs.ours(train=False)
+    # As upstream says where the model takes images, which the tiny one does not.
+    trainer._is_vision_dataset = True
+    refused(["images", "backend='cuda'", "drop the image column"], trainer._prepare_compiled_path)
+
+
+# ---- Collators and tokenizers ----
+
+
+def collate(rows):
+    """Pads to the longest row, without an attention mask."""
+    length = max(len(row["input_ids"]) for row in rows)
+    return {
+        key: torch.tensor([row[key] + [pad] * (length - len(row[key])) for row in rows])
+        for key, pad in (("input_ids", 0), ("labels", -100))
+    }
+
+
+def token_rows(lengths):
+    return [{"input_ids": [*range(1, length)], "labels": [*range(1, length)]} for length in lengths]
+
+
+class Rows(torch.utils.data.Dataset):
+    """A dataset whose lengths nobody knows beforehand."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.fixture
+def general(runs):
+    """Makes a general trainer."""
+
+    def make(dataset, model=None, cls=TPUTrainingArguments, collator=collate, tokenizer=None, **config):
+        args = cls(
+            **{
+                "output_dir": str(runs.output_dir),
+                "per_device_train_batch_size": 4,
+                "train_sampling_strategy": "sequential",
+                "report_to": "none",
+                "save_strategy": "no",
+                "disable_tqdm": True,
+                **config,
+            }
+        )
+        model = model or AutoModelForCausalLM.from_pretrained(runs.model_dir)
+        return TPUTrainer(model, args, collator, dataset, processing_class=tokenizer)
+
+    return make
+
+
+def test_shapes_that_vary_are_named_at_the_first_second_one(general):
+    trainer = general(Rows(token_rows([8] * 8 + [12] * 4)))
+    refused(["`input_ids`", "(4, 7)", "(4, 11)", "max_length", "length_buckets"], trainer.train)
+    assert trainer.state.global_step == 2
+
+
+def test_shape_of_a_key_that_is_not_padded(general):
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, features, labels):
+            return {"loss": (features.mean(1) * self.weight - labels).square().mean()}
+
+    def stack(rows):
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+    rows = [{"features": torch.ones(3 if index < 4 else 5), "labels": torch.tensor(2.0)} for index in range(8)]
+    trainer = general(Rows(rows), Features(), collator=stack)
+    refused(["`features`", "(4, 3)", "(4, 5)", "Pad `features` in the data collator"], trainer.train)
+    assert trainer.state.global_step == 1
+
+
+def test_batches_of_one_shape_need_no_declaration(general):
+    trainer = general(Rows(token_rows([8] * 8)), max_steps=3)
+    trainer.train()
+    assert trainer.state.global_step == 3 and trainer.watch.recompiles == 0
+
+
+@pytest.mark.parametrize("dataset", [Dataset.from_list, Rows])
+def test_a_mask_that_the_collator_leaves_out_costs_no_reads(general, dataset):
+    """Without one, transformers looks for packed documents in the positions, on the host."""
+    trainer = general(dataset(token_rows([8] * 8)), max_steps=4, logging_steps=100)
+    start = trainer.backend.counters()
+    trainer.train()
+    spent = trainer.backend.counters() - start
+    assert spent.fallbacks == 0
+    assert spent.reads <= 2, "more than the summary at the end"
+
+
+def test_longer_than_what_was_declared(general, runs):
+    trainer = general(Dataset.from_list(token_rows([8] * 4 + [12] * 4)), max_length=10)
+    refused(["11 tokens", "10", "max_length=11"], trainer.train)
+
+    class Long(DataCollatorForLanguageModeling):
+        def __call__(self, examples):
+            return {key: nn.functional.pad(value, (0, 60)) for key, value in super().__call__(examples).items()}
+
+    trainer = runs.ours(train=False, kwargs={"data_collator": Long(pad_token_id=0)})
+    refused(["greatest declared length 48", "Truncate", "max_length="], trainer.train)
+
+
+def test_floating_point_labels_with_a_ragged_last_batch(general, runs):
+    rows = [{"input_ids": [1, 2, 3], "attention_mask": [1] * 3, "labels": [0.0, 1.0, 0.0]} for _ in range(6)]
+    config = AutoConfig.from_pretrained(runs.model_dir, num_labels=3, problem_type="multi_label_classification")
+    for drop_last in (False, True):
+        trainer = general(
+            Dataset.from_list(rows),
+            Qwen3ForSequenceClassification(config),
+            collator=None,
+            num_train_epochs=1,
+            dataloader_drop_last=drop_last,
+        )
+        if drop_last:
+            trainer.train()
+        else:
+            refused(["2 rows of 4", "floating-point labels", "dataloader_drop_last=True"], trainer.train)
+        assert trainer.state.global_step == 1
+
+
+@pytest.fixture
+def unpadded(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.pad_token = None
+    return tokenizer
+
+
+NO_PAD_TOKEN = ["no pad token", "tokenizer.pad_token = tokenizer.eos_token"]
+
+
+def test_no_pad_token(general, unpadded):
+    refused(NO_PAD_TOKEN, lambda: general(Dataset.from_list(token_rows([8] * 4)), tokenizer=unpadded))
+
+
+def test_no_pad_token_in_supervised_training(runs, unpadded):
+    """Upstream takes the end-of-sequence token for its own collator, and leaves the tokenizer alone with another."""
+    runs.tokenizer = unpadded
+    collator = DataCollatorForLanguageModeling(pad_token_id=0)
+    refused(NO_PAD_TOKEN, lambda: runs.ours(train=False, kwargs={"data_collator": collator}))
+    trainer = runs.ours(train=False)
+    assert trainer.data_collator.pad_token_id == unpadded.eos_token_id
+
+
+# ---- The caller's objects ----
+
+
+def snapshot(args):
+    # The device's state is one object for the whole process.
+    return copy.deepcopy({key: value for key, value in vars(args).items() if key != "distributed_state"})
+
+
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+@pytest.mark.parametrize("cls", [SFTConfig, TPUSFTConfig, TrainingArguments])
+def test_arguments_are_not_changed(runs, tmp_path, cls, backend):
+    settings = dict(bf16=True, optim="adamw_torch_fused", gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cls is not TrainingArguments:
+        settings |= dict(model_init_kwargs={"attn_implementation": "sdpa"}, max_length=48, gradient_checkpointing=True)
+    if cls is TPUSFTConfig:
+        settings |= dict(length_buckets=[24, 48], backend=backend)
+    args = cls(
+        str(tmp_path / "run"),
+        max_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=backend == "cpu",
+        logging_nan_inf_filter=True,
+        **settings,
+    )
+    before, state = snapshot(args), args.distributed_state
+    trainer = TPUSFTTrainer(
+        str(runs.model_dir),
+        args,
+        # Upstream changes the accelerator's settings for a stream.
+        train_dataset=runs.train_dataset.to_iterable_dataset(),
+        processing_class=runs.tokenizer,
+    )
+    trainer.train()
+    assert trainer.backend.name == backend
+    assert snapshot(args) == before
+    assert args.distributed_state is state
+    assert trainer.args is not args
+
+
+def test_plain_training_arguments_stand_on_the_device(runs, tmp_path):
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", save_strategy="no")
+    trainer = TPUSFTTrainer(
+        str(runs.model_dir), args, train_dataset=runs.train_dataset, processing_class=runs.tokenizer
+    )
+    trainer.train()
+    assert trainer.args.device.type == trainer.accelerator.device.type == "xla"
+
+
+def test_weights_that_a_move_by_hand_has_untied_are_tied_again(runs, xla, tmp_path):
+    from hf_tpu_ext.examples.tiny import make_model
+
+    tied = make_model(tmp_path / "tied", hidden_size=32, num_hidden_layers=1, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(tied).to(xla.device)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight, "torch_xla keeps ties by itself now"
+    trainer = runs.ours(model=model, train=False)
+    assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight

@@ -1,0 +1,60 @@
+"""A run that is killed again and again, with SIGKILL, ends with the weights of the run that never was."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import kill_driver
+import pytest
+import torch
+
+
+def train_and_kill(model_dir, output_dir, kill_at, delay):
+    """Train in a process of its own, and kill it at `kill_at`: in a save at once, in a step after `delay` seconds."""
+    command = [sys.executable, kill_driver.__file__, str(model_dir), str(output_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if not line.startswith("reached "):
+                continue
+            moment = line.removeprefix("reached ").strip()
+            if moment == kill_at and moment.startswith("save"):
+                process.kill()
+                break
+            process.stdin.write("\n")
+            process.stdin.flush()
+            if moment == kill_at:
+                time.sleep(delay)
+                process.kill()
+                break
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("steps", "saves"), [(1, 1), pytest.param(3, 2, marks=pytest.mark.slow)], ids=["twice", "five-times"]
+)
+def test_killed_run_ends_with_the_same_weights(xla, tiny_model, tmp_path, steps, saves):
+    """Killed at random moments of steps, and in saves: the checkpoint that was being written is left without its end."""
+    moments = []
+    kill_driver.train(tiny_model, tmp_path / "undisturbed", moments.append)
+
+    rng = random.Random(steps)
+    killed_at = rng.sample([moment for moment in moments if moment.startswith("step")], steps)
+    killed_at += rng.sample([moment for moment in moments if moment.startswith("save")], saves)
+    for moment in sorted(killed_at, key=moments.index):
+        train_and_kill(tiny_model, tmp_path / "killed", moment, delay=rng.uniform(0, 0.02))
+        if moment.startswith("save"):
+            half_written = tmp_path / "killed" / f"checkpoint-{moment.removeprefix('save ')}"
+            assert (half_written / "optimizer.pt").exists() and not (half_written / "trainer_state.json").exists()
+    moments_of_last = []
+    kill_driver.train(tiny_model, tmp_path / "killed", moments_of_last.append)
+    assert len(moments_of_last) < len(moments)
+
+    last = f"checkpoint-{kill_driver.MAX_STEPS}"
+    for name in ("model.safetensors", f"{last}/model.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+    killed, undisturbed = (
+        torch.load(tmp_path / run / last / "optimizer.pt", weights_only=True) for run in ("killed", "undisturbed")
+    )
+    torch.testing.assert_close(killed["state"], undisturbed["state"], rtol=0, atol=0)
