@@ -1,14 +1,12 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, unwrap_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends import select_backend
@@ -18,9 +16,8 @@ from ..data import ShapeGuard, TokenWaste, complete_rows
 from ..step.attention_mask import static_masks
 from ..step.kernels import use_static_kernels
 from ..step.loss_log import LossLog
-from ..step.metrics import DeviceSums
 from ..step.optimizer import LazyAdamW, check_optimizer, clip_gradients
-from .arguments import ADAMW_NAMES, CompiledArguments, bind_device, compile_arguments, copy_arguments
+from .arguments import ADAMW_NAMES, CompiledArguments, bind_device, check_weights, compile_arguments, copy_arguments
 from .checkpoints import (
     EpochOrder,
     check_output_dir,
@@ -30,6 +27,7 @@ from .checkpoints import (
     write_run_state,
 )
 from .configs import ExtensionArguments
+from .evaluation import CompiledEvaluation
 from .lengths import row_lengths
 from .step_boundary import StepBoundary
 
@@ -37,7 +35,7 @@ from .step_boundary import StepBoundary
 logger = logging.get_logger(__name__)
 
 
-class TPUTrainerMixin:
+class TPUTrainerMixin(CompiledEvaluation):
     """
     Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled programs.
 
@@ -68,6 +66,8 @@ class TPUTrainerMixin:
         asked = args.backend if isinstance(args, ExtensionArguments) else None
         self.backend = select_backend("cpu" if args.use_cpu else asked)
         check_output_dir(args.output_dir)
+        if self.backend.lazy:
+            check_weights(model, kwargs.get("quantization_config"))
         self.compiled = (
             compile_arguments(args, loads_model=isinstance(model, str))
             if self.backend.lazy
@@ -184,6 +184,9 @@ class TPUTrainerMixin:
         if self.backend.lazy:
             use_static_kernels(model)
             self.backend.place(model)
+            if isinstance(base := unwrap_peft_model(model), PreTrainedModel):
+                # A model that was moved by hand before has lost its ties already.
+                base.tie_weights()
         else:
             super()._move_model_to_device(model, device)
 
@@ -322,68 +325,6 @@ class TPUTrainerMixin:
             self._tr_loss = torch.zeros(())
         return super()._finalize_training(trial, num_train_samples, start_time)
 
-    # ---- Evaluation ----
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if not self.backend.lazy or prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        rows = find_batch_size(inputs)
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self._preprocess_on_device is not None:
-            logits = self._preprocess_on_device(logits, labels)
-        self.end_program("prediction step", f"prediction after step {self.state.global_step}")
-        # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
-        # There the rows that completed the batch are cut off.
-        return self.backend.fetch(loss), *(_first_rows(self.backend.fetch(value), rows) for value in (logits, labels))
-
-    def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
-    ) -> EvalLoopOutput:
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not self.backend.lazy:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        if not loss_only:
-            return self._predicting_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        model = self._wrap_model(self.model, training=False)
-        model.eval()
-        self.callback_handler.eval_dataloader = dataloader
-        sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=())
-        num_samples = 0
-        for inputs in dataloader:
-            rows = find_batch_size(inputs)
-            num_samples += rows
-            loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
-            # Like upstream: a batch counts by its rows, and losses that are not finite are left out. The row count is
-            # sent as data, for the last batch to be the same program.
-            weight = self.backend.send(torch.tensor(float(rows)))
-            finite = torch.isfinite(loss)
-            sums.add(
-                loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
-                rows=torch.where(finite, weight, torch.zeros_like(weight)),
-            )
-            self.end_program("evaluation step", f"evaluation after step {self.state.global_step}")
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        self.gather_function = self.accelerator.gather_for_metrics
-        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self._metric_sums("eval")})
-        self._take_metrics("eval", fetched["metrics"])
-        rows = fetched["loss"]["rows"].item()
-        metrics = {f"{metric_key_prefix}_loss": fetched["loss"]["loss"].item() / rows if rows else math.nan}
-        if has_length(dataloader.dataset):
-            num_samples = len(dataloader.dataset)
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
-
-    def _predicting_loop(self, *args) -> EvalLoopOutput:
-        # Logits are cut down on the device, in the program that makes them, and not once more on the host.
-        self._preprocess_on_device, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
-        try:
-            output = super().evaluation_loop(*args)
-        finally:
-            self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
-        self._take_metrics("eval", self.backend.fetch(self._metric_sums("eval")))
-        return output
-
     # ---- Checkpoints ----
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
@@ -418,13 +359,3 @@ class TPUTrainerMixin:
         states = {} if checkpoint is None else read_run_state(checkpoint).get("rng_state", {})
         if self.backend.name in states:
             self.backend.set_rng_state(states[self.backend.name])
-
-
-def _first_rows(value: Any, rows: int) -> Any:
-    """The first rows of (nested) tensors, in float32 where they are of a shorter floating-point type."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_first_rows(item, rows) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value[:rows] if value.ndim and value.shape[0] > rows else value
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

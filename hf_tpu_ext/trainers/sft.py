@@ -12,8 +12,8 @@ from ..callbacks.samples import ShowSamples
 from ..data import PackedCollator, StaticShapeCollator
 from ..step.metrics import DeviceSums
 from .configs import ExtensionArguments
-from .dataset_checks import check_dataset
-from .lengths import declare_lengths, row_lengths
+from .dataset_checks import check_dataset, named_datasets
+from .lengths import declare_lengths, pad_token_of, row_lengths
 from .mixin import TPUTrainerMixin
 
 
@@ -65,10 +65,11 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
         *rest,
         **kwargs,
     ):
-        if isinstance(args, SFTConfig):
-            eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-            for name, dataset in {"train_dataset": train_dataset, **eval_datasets}.items():
-                check_dataset(dataset, name, args, has_formatting_func=kwargs.get("formatting_func") is not None)
+        for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+            check_dataset(dataset, name, args, has_formatting_func=kwargs.get("formatting_func") is not None)
+        if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):
+            # Upstream would do so after the arguments were pointed to the device, and find another one.
+            args = SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
         if isinstance(args, ExtensionArguments) and args.show_samples:
             self._show_samples(args.show_samples)
@@ -100,7 +101,7 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
 
     @property
     def _pad_token_id(self) -> int:
-        return self._tokenizer.pad_token_id
+        return pad_token_of(self._tokenizer)
 
     @property
     def _packs_rows(self) -> bool:

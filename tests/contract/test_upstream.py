@@ -14,16 +14,26 @@ from transformers import Trainer
 from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from hf_tpu_ext.trainers import TPUSFTTrainer, TPUTrainer, TPUTrainerMixin, mixin, sft, trainer
+from hf_tpu_ext.trainers import TPUSFTTrainer, TPUTrainer
 
 
 def parameters(function):
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
+OURS = {
+    cls
+    for trainer in (TPUSFTTrainer, TPUTrainer)
+    for cls in trainer.__mro__
+    if cls.__module__.startswith("hf_tpu_ext.")
+}
+NAMES = {name for cls in OURS for name in vars(cls) if not name.startswith("__")}
+SOURCES = [ast.parse(inspect.getsource(cls)) for cls in OURS]
+
+
 # ---- Hooks ----
 
-# What is overridden, in `trainers/mixin.py`, with the parameters that the override takes or passes on.
+# What is overridden, with the parameters that the override takes or passes on.
 HOOKS = {
     "_move_model_to_device": ["model", "device"],
     "compute_loss_context_manager": [],
@@ -32,6 +42,7 @@ HOOKS = {
     "_prepare_inputs": ["inputs"],
     "_get_num_items_in_batch": ["batch_samples", "device"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+    "floating_point_ops": ["inputs"],
     "_clip_grad_norm": ["model"],
     "training_step": ["model", "inputs", "num_items_in_batch"],
     "_maybe_log_save_evaluate": [
@@ -53,7 +64,7 @@ HOOKS = {
     "_save_rng_state": ["output_dir"],
     "_load_rng_state": ["checkpoint"],
 }
-# What is called besides, in `trainers/mixin.py`.
+# What is called besides.
 CALLED = {
     "log": ["logs", "start_time"],
     "store_flos": [],
@@ -67,40 +78,23 @@ CALLED = {
 @pytest.mark.parametrize("name", HOOKS | CALLED)
 def test_hook_takes_the_same_parameters(name):
     expected = (HOOKS | CALLED)[name]
-    assert hasattr(Trainer, name), (
-        f"transformers.Trainer has no {name} any more: trainers/mixin.py overrides or calls it"
-    )
+    users = {cls.__module__ for cls in OURS if name in inspect.getsource(cls)}
+    assert hasattr(Trainer, name), f"transformers.Trainer has no {name} any more, which {users} overrides or calls"
     for cls in (Trainer, SFTTrainer):
         actual = parameters(getattr(cls, name))
         passes_on = actual == ["args", "kwargs"]
         assert actual == expected or passes_on, (
-            f"{cls.__name__}.{name} takes {actual}, no longer {expected}: adapt {name} in trainers/mixin.py"
+            f"{cls.__name__}.{name} takes {actual}, no longer {expected}: adapt {users}"
         )
 
 
-def own_names(*classes):
-    return {name for cls in classes for name in vars(cls) if not name.startswith("__")} - {"_abc_impl"}
-
-
 def test_every_override_is_a_hook_and_every_other_name_is_free():
-    overrides = own_names(TPUTrainerMixin) & set(HOOKS)
-    assert overrides == set(HOOKS), f"no longer overridden, drop them from HOOKS: {set(HOOKS) - overrides}"
-    for name in own_names(TPUTrainerMixin, TPUSFTTrainer, TPUTrainer) - set(HOOKS):
+    assert set(HOOKS) <= NAMES, f"no longer overridden, drop them from HOOKS: {set(HOOKS) - NAMES}"
+    for name in NAMES - set(HOOKS):
         for cls in (Trainer, SFTTrainer):
             assert not hasattr(cls, name), (
                 f"{cls.__name__} has a {name} of its own: add it to HOOKS if overriding it is meant, or rename ours"
             )
-
-
-def assigned_on_self(module):
-    """The attributes that a module's code sets on `self`."""
-    return {
-        target.attr
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        for target in getattr(node, "targets", [getattr(node, "target", None)])
-        for target in (target.elts if isinstance(target, ast.Tuple) else [target])
-        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
-    }
 
 
 # Upstream's own, set on purpose.
@@ -126,7 +120,6 @@ READ = {
     "current_gradient_accumulation_steps",
     "eval_dataset",
     "label_smoother",
-    "lr_scheduler",
     "model",
     "optimizer",
     "padding_free",
@@ -142,13 +135,14 @@ def test_attributes(stock):
     trained = stock.trainer(eval_strategy="steps", eval_steps=2)
     trained.train()
     there = set(vars(trained))
-    assert SET | READ <= there, (
-        f"gone from SFTTrainer: {(SET | READ) - there}; see trainers/mixin.py and trainers/sft.py"
-    )
-    ours = assigned_on_self(mixin) | assigned_on_self(sft) | assigned_on_self(trainer)
+    assert SET | READ <= there, f"gone from SFTTrainer: {(SET | READ) - there}; search for it in trainers/"
+    attributes = [node for source in SOURCES for node in ast.walk(source) if isinstance(node, ast.Attribute)]
+    ours = {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
     assert SET <= ours, f"no longer set, drop them from SET: {SET - ours}"
+    used = {node.attr for node in attributes}
+    assert READ <= used, f"no longer used, drop them from READ: {READ - used}"
     taken = (ours - SET) & (there | set(dir(SFTTrainer)))
-    assert taken <= {"_name", "collator"}, f"SFTTrainer has attributes of the same name as ours now: {taken}"
+    assert not taken, f"SFTTrainer has attributes of the same name as ours now: {taken}"
 
 
 def test_a_log_shows_the_mean_of_what_was_collected_and_empties_it(stock):

@@ -15,10 +15,11 @@ from transformers import (
     Qwen3ForSequenceClassification,
     TrainingArguments,
 )
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.examples.tiny import make_model
 
 
 QUESTIONS = Dataset.from_list([{"question": "a?", "answer": "b"}] * 4)
@@ -414,11 +415,26 @@ def test_plain_training_arguments_stand_on_the_device(runs, tmp_path):
     assert trainer.args.device.type == trainer.accelerator.device.type == "xla"
 
 
-def test_weights_that_a_move_by_hand_has_untied_are_tied_again(runs, xla, tmp_path):
-    from hf_tpu_ext.examples.tiny import make_model
+@pytest.fixture(scope="module")
+def tied_dir(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tied"), hidden_size=32, num_hidden_layers=1, tie_word_embeddings=True)
 
-    tied = make_model(tmp_path / "tied", hidden_size=32, num_hidden_layers=1, tie_word_embeddings=True)
-    model = AutoModelForCausalLM.from_pretrained(tied).to(xla.device)
+
+def test_weights_that_a_move_by_hand_has_untied_are_tied_again(runs, xla, tied_dir):
+    model = AutoModelForCausalLM.from_pretrained(tied_dir).to(xla.device)
     assert model.lm_head.weight is not model.model.embed_tokens.weight, "torch_xla keeps ties by itself now"
     trainer = runs.ours(model=model, train=False)
     assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]], ids="-".join)
+def test_what_an_adapter_trains_besides_stays_what_it_trains(runs, tied_dir, saved):
+    """PEFT copies these layers of the tied model, so the copies are no longer tied."""
+
+    def trained(cls, **config):
+        model = AutoModelForCausalLM.from_pretrained(tied_dir)
+        trainer = runs.trainer(cls, runs.config(**config), model, lora={"modules_to_save": saved})
+        parameters = trainer.model.named_parameters(remove_duplicate=False)
+        return {name: parameter.requires_grad for name, parameter in parameters}
+
+    assert trained(TPUSFTTrainer) == trained(SFTTrainer, use_cpu=True)

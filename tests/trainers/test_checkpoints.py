@@ -101,11 +101,15 @@ def test_an_epoch_in_an_order_of_its_own_goes_on_where_it_stopped(runs, same_log
 # ---- The form ----
 
 
+def make_tied_model(tmp_path):
+    return make_model(
+        tmp_path / "tied", hidden_size=32, intermediate_size=48, num_hidden_layers=1, tie_word_embeddings=True
+    )
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_saved_model_is_the_trained_one_with_tied_weights_once(runs, tmp_path, tied):
-    model_dir = make_model(
-        tmp_path / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1, tie_word_embeddings=tied
-    )
+    model_dir = make_tied_model(tmp_path) if tied else runs.model_dir
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     before = logits_of(model)
     trainer = runs.ours(model=model, max_steps=3, **EVERY_STEP)
@@ -125,9 +129,7 @@ def test_saved_model_is_the_trained_one_with_tied_weights_once(runs, tmp_path, t
 
 
 def test_tied_weights_stay_tied_when_resumed(runs, same_logs, tmp_path):
-    model_dir = make_model(
-        tmp_path / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1, tie_word_embeddings=True
-    )
+    model_dir = make_tied_model(tmp_path)
 
     def load():
         return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
