@@ -47,7 +47,7 @@ def test_version(capsys):
     [
         (["sft", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
         (["pretrain", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
-        (["sft", "--backend", "gpu"], "Unknown backend 'gpu'. Allowed: auto, xla, cuda, cpu."),
+        (["sft", "--backend", "gpu"], "Unknown backend='gpu'. Allowed: auto, xla, cuda, cpu."),
         (["sft", "--use_cpu"], "model_name_or_path is missing."),
         (["sft", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
         (["pretrain", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),

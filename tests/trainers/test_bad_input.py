@@ -420,11 +420,13 @@ def tied_dir(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("tied"), hidden_size=32, num_hidden_layers=1, tie_word_embeddings=True)
 
 
-def test_weights_that_a_move_by_hand_has_untied_are_tied_again(runs, xla, tied_dir):
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_weights_that_a_move_by_hand_has_untied_are_tied_again(runs, xla, tied_dir, lora):
     model = AutoModelForCausalLM.from_pretrained(tied_dir).to(xla.device)
     assert model.lm_head.weight is not model.model.embed_tokens.weight, "torch_xla keeps ties by itself now"
-    trainer = runs.ours(model=model, train=False)
-    assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
+    runs.ours(model=model, lora=lora, train=False)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.device.type == "xla"
 
 
 @pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]], ids="-".join)
