@@ -46,6 +46,8 @@ def select_backend(name: str | None = None) -> Backend:
 
 
 def _xla(pjrt_device: str, reason: str) -> Backend:
+    # torch_xla warns, when it is imported, that it chooses by itself.
+    os.environ.setdefault("PJRT_DEVICE", pjrt_device)
     from .xla import XLABackend
 
     return XLABackend(reason, pjrt_device)
