@@ -21,8 +21,6 @@ class ExtensionArguments:
             Lengths that batches are padded to where programs are compiled per shape (XLA). One number of at most 32 is
             a count: that many buckets are chosen from the lengths of the training data. Several numbers are the lengths
             themselves. By default there is one length: `max_length`. Each length compiles one more program.
-        show_samples (`int`, *optional*, defaults to `0`):
-            How many prompts of the evaluation set are answered before and after training, and printed side by side.
     """
 
     backend: str = field(
@@ -40,20 +38,12 @@ class ExtensionArguments:
             "(128 256 512); a single number up to 32 is how many to choose from the data. Default: only max_length."
         },
     )
-    show_samples: int = field(
-        default=0,
-        metadata={"help": "How many prompts of the evaluation set are answered before and after training."},
-    )
 
     def __post_init__(self):
         # Upstream takes a device while it sets up its own fields, so the choice comes first.
         select_backend(self.backend)
         if isinstance(self.length_buckets, int):
             self.length_buckets = [self.length_buckets]
-        if self.show_samples < 0:
-            raise ValueError(
-                f"show_samples={self.show_samples} is negative. Give the number of prompts to answer, or 0."
-            )
         super().__post_init__()
 
 
@@ -68,10 +58,22 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
         length_buckets (`list[int]`, *optional*):
             See [`ExtensionArguments`].
         show_samples (`int`, *optional*, defaults to `0`):
-            See [`ExtensionArguments`].
+            How many prompts of the evaluation set are answered before and after training, and printed side by side.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
     """
+
+    show_samples: int = field(
+        default=0,
+        metadata={"help": "How many prompts of the evaluation set are answered before and after training."},
+    )
+
+    def __post_init__(self):
+        if self.show_samples < 0:
+            raise ValueError(
+                f"show_samples={self.show_samples} is negative. Give the number of prompts to answer, or 0."
+            )
+        super().__post_init__()
 
 
 @dataclass

@@ -68,6 +68,9 @@ class TPUTrainerMixin(CompiledEvaluation):
         check_output_dir(args.output_dir)
         if self.backend.lazy:
             check_weights(model, kwargs.get("quantization_config"))
+            if isinstance(model, PreTrainedModel):
+                # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
+                model.tie_weights()
         self.compiled = (
             compile_arguments(args, loads_model=isinstance(model, str))
             if self.backend.lazy
@@ -184,9 +187,6 @@ class TPUTrainerMixin(CompiledEvaluation):
         if self.backend.lazy:
             use_static_kernels(model)
             self.backend.place(model)
-            if isinstance(base := unwrap_peft_model(model), PreTrainedModel):
-                # A model that was moved by hand before has lost its ties already.
-                base.tie_weights()
         else:
             super()._move_model_to_device(model, device)
 

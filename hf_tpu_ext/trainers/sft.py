@@ -11,7 +11,7 @@ from trl.trainer.utils import get_config_model_id
 from ..callbacks.samples import ShowSamples
 from ..data import PackedCollator, StaticShapeCollator
 from ..step.metrics import DeviceSums
-from .configs import ExtensionArguments
+from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
 from .lengths import declare_lengths, pad_token_of, row_lengths
 from .mixin import TPUTrainerMixin
@@ -69,9 +69,10 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
             check_dataset(dataset, name, args, has_formatting_func=kwargs.get("formatting_func") is not None)
         if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):
             # Upstream would do so after the arguments were pointed to the device, and find another one.
-            args = SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
+            config_cls = TPUSFTConfig if isinstance(args, ExtensionArguments) else SFTConfig
+            args = config_cls(**{**args.to_dict(), "hub_token": args.hub_token})
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
-        if isinstance(args, ExtensionArguments) and args.show_samples:
+        if isinstance(args, TPUSFTConfig) and args.show_samples:
             self._show_samples(args.show_samples)
 
     def _show_samples(self, count: int) -> None:
