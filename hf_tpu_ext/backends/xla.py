@@ -74,11 +74,6 @@ class XLABackend(Backend):
         return f"{kind}, compiled by XLA" if kind == "CPU" else xm.xla_device_kind(self.device)
 
     @property
-    def is_tpu(self) -> bool:
-        """Whether the devices are TPU chips rather than XLA's host backend."""
-        return xr.device_type() == "TPU"
-
-    @property
     def num_chips(self) -> int:
         return xr.global_runtime_device_count()
 

@@ -323,7 +323,7 @@ def test_bfloat16_on_a_pretended_tpu_keeps_weights_and_moments_in_float32(tmp_pa
         TRAIN.format(
             before="import torch_xla.runtime\ntorch_xla.runtime.device_type = lambda: 'TPU'",
             after="""
-assert trainer.backend.name == "xla" and trainer.backend.is_tpu
+assert trainer.backend.name == "xla" and trainer.backend.device_name != "CPU, compiled by XLA"
 assert devices == {"xla"} == {trainer.accelerator.device.type}
 assert "XLA_USE_BF16" not in os.environ and "XLA_DOWNCAST_BF16" not in os.environ
 assert trainer.compiled.compute_dtype == torch.bfloat16
