@@ -28,7 +28,8 @@ class CompiledEvaluation:
         self.end_program("prediction step", f"prediction after step {self.state.global_step}")
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
         # There the rows that completed the batch are cut off.
-        return self.backend.fetch(loss), *(_first_rows(self.backend.fetch(value), rows) for value in (logits, labels))
+        loss, logits, labels = self.backend.fetch((loss, logits, labels))
+        return loss, _first_rows(logits, rows), _first_rows(labels, rows)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"

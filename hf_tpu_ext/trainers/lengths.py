@@ -46,7 +46,7 @@ def row_lengths(dataset) -> list[int] | None:
     """
     if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names or not len(dataset):
         return None
-    column = dataset.with_format("arrow")[:]["input_ids"]
+    column = dataset.with_format("arrow", columns=["input_ids"])[:]["input_ids"]
     return pc.list_value_length(column).to_pylist()
 
 

@@ -62,7 +62,7 @@ class TPUTrainerMixin(CompiledEvaluation):
     """
 
     def __init__(self, model=None, args: TrainingArguments | None = None, *rest, **kwargs):
-        args = self._default_args(model) if args is None else copy_arguments(args)
+        args = self._default_args(model) if args is None else args
         asked = args.backend if isinstance(args, ExtensionArguments) else None
         self.backend = select_backend("cpu" if args.use_cpu else asked)
         check_output_dir(args.output_dir)
@@ -74,7 +74,7 @@ class TPUTrainerMixin(CompiledEvaluation):
         self.compiled = (
             compile_arguments(args, loads_model=isinstance(model, str))
             if self.backend.lazy
-            else CompiledArguments(args)
+            else CompiledArguments(copy_arguments(args))
         )
         bind_device(self.compiled.args, self.backend)
         super().__init__(model, self.compiled.args, *rest, **kwargs)
@@ -93,6 +93,7 @@ class TPUTrainerMixin(CompiledEvaluation):
             self._save_from_host(self.optimizer)
         self._checkpoint_activations()
         self.backend.set_rng_state(self.args.seed)
+        self._train_lengths = row_lengths(self.train_dataset)
         self.lengths = self._declare_lengths()
         self._make_batches_static()
         self._shape_guards = {mode: ShapeGuard(max(1, len(self.lengths)), self.lengths) for mode in ("train", "eval")}
@@ -131,9 +132,9 @@ class TPUTrainerMixin(CompiledEvaluation):
         facts = RunFacts(precision, self._train_batch_size, [], None, self.compiled.changes)
         if self.backend.lazy and self.lengths:
             facts.lengths = self.lengths
-            if (rows := row_lengths(self.train_dataset)) is not None:
+            if self._train_lengths is not None:
                 waste = TokenWaste(
-                    rows,
+                    self._train_lengths,
                     self.lengths,
                     self._train_batch_size,
                     self.args.train_sampling_strategy,
@@ -286,10 +287,7 @@ class TPUTrainerMixin(CompiledEvaluation):
         if self.backend.lazy and self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
             # afterwards, since this one is noted as the last.
-            logs = {"loss": 0.0}
-            if grad_norm is not None:
-                logs["grad_norm"] = grad_norm
-            logs.update(self._read_train_metrics(logs))
+            logs = self._read_train_metrics(grad_norm)
             logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
             self._globalstep_last_logged = self.state.global_step
             self.store_flos()
@@ -298,10 +296,10 @@ class TPUTrainerMixin(CompiledEvaluation):
             tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
         )
 
-    def _read_train_metrics(self, logs: dict[str, Any]) -> dict[str, float]:
+    def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
         fetched = self.backend.fetch(
-            {"grad_norm": logs.get("grad_norm"), "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")}
+            {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")}
         )
         window = self.loss_log.read(fetched["loss"])
         self._take_metrics("train", fetched["metrics"])
@@ -315,13 +313,14 @@ class TPUTrainerMixin(CompiledEvaluation):
                 f"{window.steps} steps since the last log); the logged loss is the mean of the others."
             )
         read = {"loss": window.mean}
-        if isinstance(fetched["grad_norm"], torch.Tensor):
-            read["grad_norm"] = fetched["grad_norm"].item()
+        if grad_norm is not None:
+            value = fetched["grad_norm"]
+            read["grad_norm"] = value.item() if isinstance(value, torch.Tensor) else value
         return read
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self.backend.lazy:
-            self._read_train_metrics({})
+            self._read_train_metrics()
             self._tr_loss = torch.zeros(())
         return super()._finalize_training(trial, num_train_samples, start_time)
 

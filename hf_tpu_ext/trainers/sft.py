@@ -13,7 +13,7 @@ from ..data import PackedCollator, StaticShapeCollator
 from ..step.metrics import DeviceSums
 from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
-from .lengths import declare_lengths, pad_token_of, row_lengths
+from .lengths import declare_lengths, pad_token_of
 from .mixin import TPUTrainerMixin
 
 
@@ -114,7 +114,7 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
         return declare_lengths(
             self.args.length_buckets if isinstance(self.args, ExtensionArguments) else None,
             self.args.max_length,
-            row_lengths(self.train_dataset),
+            self._train_lengths,
             self._train_batch_size,
             self.args.train_sampling_strategy,
         )

@@ -11,7 +11,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..data import StaticShapeCollator, round_up_length
 from .configs import ExtensionArguments, TPUTrainingArguments
 from .dataset_checks import check_has_rows, named_datasets
-from .lengths import declare_lengths, pad_token_of, row_lengths
+from .lengths import declare_lengths, pad_token_of
 from .mixin import TPUTrainerMixin
 
 
@@ -57,7 +57,7 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
         return 0 if self.processing_class is None else pad_token_of(self.processing_class)
 
     def _declare_lengths(self) -> list[int]:
-        lengths = row_lengths(self.train_dataset)
+        lengths = self._train_lengths
         max_length = self.args.max_length if isinstance(self.args, TPUTrainingArguments) else None
         if max_length is None and lengths is not None:
             longest = max(lengths)
