@@ -78,6 +78,96 @@ class Backend(ABC):
         """Chips that this process drives."""
         return 1
 
+    @property
+    def memory_per_chip(self) -> int | None:
+        """Bytes that one chip holds, or `None` where the runtime does not say."""
+        return None
+
+    def use_chips(self, num_chips: int | None, setting: str) -> None:  # noqa: B027
+        """
+        Say how many chips to drive, before the runtime starts.
+
+        Args:
+            num_chips (`int`, *optional*):
+                How many; all by default.
+            setting (`str`):
+                Name of the setting that says so, for messages.
+
+        Raises:
+            `ValueError`: This machine does not have them, or the runtime already drives another number.
+        """
+
+    # ---- Mesh: without effect on one device ----
+
+    def use_mesh(self, mesh: dict[str, int]) -> None:  # noqa: B027
+        """
+        Arrange the chips.
+
+        Args:
+            mesh (`dict[str, int]`):
+                Size of each axis, outermost first. Their product is `num_chips`.
+        """
+
+    def shard(self, tensor: torch.Tensor, spec: tuple) -> None:  # noqa: B027
+        """
+        Split a tensor over the mesh, in place.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Tensor on the device.
+            spec (`tuple`):
+                For each dimension the name of a mesh axis, a tuple of them, or `None`. All `None` puts the whole tensor
+                on every chip.
+        """
+
+    def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Keep an activation, and its gradient, split by its first dimension over all chips.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Activation whose first dimension is the rows of the batch.
+
+        Returns:
+            `torch.Tensor`: The same values.
+        """
+        return tensor
+
+    # ---- A part of a program that each chip runs by itself, on its own rows. Only where `num_chips` is above 1 ----
+
+    def enter_chip(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
+        """
+        Take a tensor into the part of a program that each chip runs by itself.
+
+        There nothing is exchanged between chips, unless it leaves through [`~Backend.leave_chip`]. Every tensor that the
+        part uses enters this way, without its autograd history.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Tensor on the device: whole on every chip, or with `by_rows` split by its first dimension.
+            by_rows (`bool`, *optional*, defaults to `False`):
+                Whether the chip sees its own rows only.
+
+        Returns:
+            `torch.Tensor`: What one chip holds of it.
+        """
+        raise NotImplementedError
+
+    def leave_chip(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Take a tensor out of the part of a program that each chip runs by itself.
+
+        Args:
+            tensor (`torch.Tensor` of shape `(rows, ...)`):
+                What one chip holds.
+
+        Returns:
+            `torch.Tensor` of shape `(chips * rows, ...)`: Those of all chips one after the other, each still on its chip.
+        """
+        raise NotImplementedError
+
+    # ---- Steps ----
+
     def end_step(self) -> None:  # noqa: B027
         """Close the program recorded so far and start it, without waiting for it."""
 
@@ -102,6 +192,21 @@ class Backend(ABC):
         if isinstance(data, (list, tuple)):
             return type(data)(self.send(value) for value in data)
         return data
+
+    def send_rows(self, data: Any, num_rows: int) -> Any:
+        """
+        Move a batch to the device; each chip gets its own rows only.
+
+        Args:
+            data (`Any`):
+                A CPU tensor, or a nested structure of them.
+            num_rows (`int`):
+                Rows of the batch. Tensors with another first dimension go to every chip.
+
+        Returns:
+            `Any`: The same structure on the device.
+        """
+        return self.send(data)
 
     def fetch(self, data: Any) -> Any:
         """

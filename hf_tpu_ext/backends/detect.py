@@ -9,6 +9,8 @@ from pathlib import Path
 # Google's PCI vendor id and the device ids of TPU v2/v3, v4, v5e, v6e, v5p and 7x, as in torch_xla/_internal/tpu.py.
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 _TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0062", "0x0076"}
+# Shape of that many neighbouring chips of one host.
+_TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 
 _pjrt_device_before_torch_xla: list[str | None] = []
 
@@ -46,6 +48,41 @@ def local_chips(pjrt_device: str) -> int:
         visible = os.environ.get("TPU_VISIBLE_CHIPS")
         return max(1, tpu_chips() if visible is None else len(visible.split(",")))
     return int(os.environ.get("CPU_NUM_DEVICES", "1"))
+
+
+def show_chips(pjrt_device: str, num_chips: int, all_chips: int) -> None:
+    """
+    Let the XLA runtime of this process see only the first chips. It reads this when it starts.
+
+    On a TPU these are the variables of libtpu for a process with a part of the host's chips, as in
+    `torch_xla/_internal/tpu.py` and https://cloud.google.com/tpu/docs/run-calculation-jax.
+
+    Args:
+        pjrt_device (`str`):
+            `"TPU"` or `"CPU"`.
+        num_chips (`int`):
+            How many to show.
+        all_chips (`int`):
+            How many the process would see.
+
+    Raises:
+        `ValueError`: The chips cannot be cut this way.
+    """
+    if pjrt_device != "TPU":
+        os.environ["CPU_NUM_DEVICES"] = str(num_chips)
+        return
+    if num_chips == all_chips:
+        return
+    if num_chips not in _TPU_CHIP_BOUNDS:
+        allowed = sorted({size for size in _TPU_CHIP_BOUNDS if size < all_chips} | {all_chips})
+        raise ValueError(
+            f"num_chips={num_chips}: a TPU host cannot be cut to that. Set num_chips to one of "
+            f"{', '.join(map(str, allowed))}."
+        )
+    visible = os.environ.get("TPU_VISIBLE_CHIPS", ",".join(map(str, range(all_chips)))).split(",")
+    os.environ["TPU_VISIBLE_CHIPS"] = ",".join(visible[:num_chips])
+    os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] = _TPU_CHIP_BOUNDS[num_chips]
+    os.environ["TPU_PROCESS_BOUNDS"] = "1,1,1"
 
 
 def has_torch_xla() -> bool:

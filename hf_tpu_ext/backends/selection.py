@@ -12,7 +12,7 @@ _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
 _chosen: dict[str, Backend] = {}
 
 
-def select_backend(name: str | None = None) -> Backend:
+def select_backend(name: str | None = None, num_chips: int | None = None) -> Backend:
     """
     Choose the accelerator for this process. Neither a device nor the XLA runtime is started.
 
@@ -24,12 +24,15 @@ def select_backend(name: str | None = None) -> Backend:
         name (`str`, *optional*):
             `"auto"`, `"xla"`, `"cuda"` or `"cpu"`. By default what the environment variable `HF_TPU_EXT_BACKEND` says, or
             `"auto"`.
+        num_chips (`int`, *optional*):
+            How many of the accelerator's chips to drive. By default what the environment variable `TPU_NUM_DEVICES` says,
+            or all.
 
     Returns:
         [`Backend`]: The backend; the same object for the same choice.
 
     Raises:
-        `ValueError`: The name is unknown, or the accelerator that was asked for is absent.
+        `ValueError`: The name is unknown, the accelerator that was asked for is absent, or it has fewer chips.
     """
     asked, source = name or "auto", "backend"
     if asked == "auto":
@@ -39,6 +42,13 @@ def select_backend(name: str | None = None) -> Backend:
     if asked not in _chosen:
         # A choice stands once it is made, "auto" too: torch_xla's import changes the environment that it is made from.
         _chosen[asked] = _choose() if asked == "auto" else _explicit(asked, f"{source}='{asked}'")
+    setting = "num_chips"
+    if num_chips is None and (value := os.environ.get("TPU_NUM_DEVICES")):
+        setting = "TPU_NUM_DEVICES"
+        if not value.isdecimal():
+            raise ValueError(f"TPU_NUM_DEVICES={value!r} is not a number of chips. Set it to 1, 4 or 8, or unset it.")
+        num_chips = int(value)
+    _chosen[asked].use_chips(num_chips, setting)
     _switch_off_upstream_xla()
     if _chosen[asked].name != "cuda":
         _accept_bf16()

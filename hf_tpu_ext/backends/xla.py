@@ -10,12 +10,13 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.utils.checkpoint import checkpoint
 
 from .base import Backend, Counters
-from .detect import local_chips
+from .detect import local_chips, show_chips
 
 
 def _metric(name: str) -> tuple[int, float]:
@@ -24,9 +25,50 @@ def _metric(name: str) -> tuple[int, float]:
     return (0, 0.0) if data is None else (data[0], data[1])
 
 
+def _is_split(tensor: torch.Tensor) -> bool:
+    """Whether no chip holds the whole of a device tensor."""
+    return torch_xla._XLAC._get_xla_sharding_spec(tensor) not in ("", "{replicated}")
+
+
 def runtime_started() -> bool:
     """Whether the XLA runtime of this process already holds its devices."""
     return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+class _ByRank(xs.ShardingSpec):
+    """Sharding of host tensors of any rank: rows over all chips, or everything on every chip."""
+
+    def __init__(self, mesh: xs.Mesh, by_rows: bool):
+        self.mesh = mesh
+        self.by_rows = by_rows
+        self.minibatch = False
+
+    def xla_spec(self, t: torch.Tensor):
+        return xs.ShardingSpec(self.mesh, _rows_spec(self.mesh, t.ndim, self.by_rows)).xla_spec(t)
+
+
+def _rows_spec(mesh: xs.Mesh, ndim: int, by_rows: bool = True) -> tuple:
+    """What a tensor of `ndim` dimensions is split by: its rows over all chips, or nothing."""
+    first = (mesh.axis_names,) if by_rows and ndim else (None,) * min(1, ndim)
+    return first + (None,) * (ndim - 1)
+
+
+def _annotated(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor:
+    """A copy of a tensor whose place in the program is fixed. The tensor's own place is left alone."""
+    copy = tensor.clone()
+    torch_xla._XLAC._xla_annotate_custom_sharding(copy, mesh.get_op_sharding(spec))
+    return copy
+
+
+class _ConstrainRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return _annotated(tensor, mesh, _rows_spec(mesh, tensor.ndim))
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _annotated(gradient, ctx.mesh, _rows_spec(ctx.mesh, gradient.ndim)), None
 
 
 class XLABackend(Backend):
@@ -56,13 +98,20 @@ class XLABackend(Backend):
                 "shell, under the recipe's `env:` key, or in the notebook's first cell; then restart the process."
             )
         os.environ["PJRT_DEVICE"] = pjrt_device
-        # With several local chips and no SPMD, accelerate registers all of them as replicas of one process, and the
-        # first collective waits for participants that do not exist. It must be said before the runtime starts.
-        if not runtime_started() and local_chips(pjrt_device) > 1:
-            xr.use_spmd()
+        self._pjrt_device = pjrt_device
+        self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
+        self._num_chips: int | None = None
+        self._mesh: xs.Mesh | None = None
 
     @cached_property
     def device(self) -> torch.device:
+        if not runtime_started() and self._num_chips is not None:
+            show_chips(self._pjrt_device, self._num_chips, self._host_chips)
+        # With several chips in one process and no SPMD, accelerate registers all of them as replicas, and the first
+        # collective waits for participants that do not exist. It is best said before the runtime starts.
+        visible = xr.global_runtime_device_count() if runtime_started() else local_chips(self._pjrt_device)
+        if visible > 1 and not xr.is_spmd():
+            xr.use_spmd()
         # Start the runtime here: autograd counts the devices at the first backward pass of the process, and an XLA
         # device that appears later has no queue to run on.
         xr.global_runtime_device_count()
@@ -75,7 +124,72 @@ class XLABackend(Backend):
 
     @property
     def num_chips(self) -> int:
+        assert self.device.type == "xla"  # starts the runtime, with the chips that were asked for
         return xr.global_runtime_device_count()
+
+    @property
+    def memory_per_chip(self) -> int | None:
+        # XLA for the host has no memory of its own, and its runtime does not implement the question.
+        return None if xr.device_type() == "CPU" else xm.get_memory_info(self.device)["bytes_limit"]
+
+    def use_chips(self, num_chips: int | None, setting: str) -> None:
+        if num_chips is not None and not 1 <= num_chips <= self._host_chips:
+            has = "1 chip" if self._host_chips == 1 else f"{self._host_chips} chips"
+            more = f", or CPU_NUM_DEVICES={num_chips} for as many on the host" if self._pjrt_device == "CPU" else ""
+            raise ValueError(
+                f"{setting}={num_chips}, but this machine has {has}. Set {setting} to 1...{self._host_chips}, or leave "
+                f"it out to use all{more}."
+            )
+        if runtime_started():
+            if num_chips not in (None, self.num_chips):
+                raise ValueError(
+                    f"{setting}={num_chips}, but the XLA runtime of this process already drives {self.num_chips}. Set it "
+                    "before anything uses an XLA device, and restart the process."
+                )
+        else:
+            self._num_chips = num_chips
+
+    # ---- Mesh ----
+
+    def use_mesh(self, mesh: dict[str, int]) -> None:
+        self._mesh = (
+            xs.Mesh(list(range(self.num_chips)), tuple(mesh.values()), tuple(mesh)) if self.num_chips > 1 else None
+        )
+
+    def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
+        if self._mesh is None:
+            return
+        sharding = self._mesh.get_op_sharding(spec)
+        try:
+            torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
+        except RuntimeError:
+            # It is placed otherwise, by an earlier run with another mesh.
+            torch_xla._XLAC._xla_clear_sharding(tensor)
+            torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
+
+    def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._mesh is None else _ConstrainRows.apply(tensor, self._mesh)
+
+    def enter_chip(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
+        spec = _rows_spec(self._mesh, max(1, tensor.ndim), by_rows)
+        whole = _annotated(tensor.detach().reshape(tensor.shape or (1,)), self._mesh, spec)
+        return torch_xla._XLAC._spmd_full_to_shard_shape(whole).reshape(
+            (tensor.shape[0] // self.num_chips, *tensor.shape[1:]) if by_rows else tensor.shape
+        )
+
+    def leave_chip(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The public `disable_manual_sharding` does the same and wraps the result in a tensor subclass.
+        manual = torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
+        part = tensor.detach().clone()
+        torch_xla._XLAC._mark_manual_sharding(part, manual)
+        return torch_xla._XLAC._spmd_shard_to_full_shape(
+            part,
+            self._mesh.get_op_sharding(_rows_spec(self._mesh, tensor.ndim)),
+            (tensor.shape[0] * self.num_chips, *tensor.shape[1:]),
+            tensor.dtype,
+        )
+
+    # ---- Steps ----
 
     def _sync(self, wait: bool = False) -> None:
         # torch_xla draws another seed at every sync. Kept as it is, random numbers depend on the random operators alone,
@@ -94,8 +208,25 @@ class XLABackend(Backend):
     def send(self, data: Any) -> Any:
         # `tensor.to("xla")` folds a 0-dimensional 0, 1 or -1 into the program as a constant, so a learning rate of
         # exactly 0 would be another program. Data sent this way never is, and all tensors go in one transfer.
+        return self._send(data, by_rows=False)
+
+    def send_rows(self, data: Any, num_rows: int) -> Any:
+        if self._mesh is None:
+            return self.send(data)
+        if num_rows % self.num_chips:
+            raise ValueError(
+                f"A batch of {num_rows} rows cannot be split over {self.num_chips} chips. Yield a multiple of "
+                f"{self.num_chips} rows from the data collator, or use fewer chips: num_chips=1."
+            )
+        if isinstance(data, Mapping):
+            return {key: self.send_rows(value, num_rows) for key, value in data.items()}
+        by_rows = isinstance(data, torch.Tensor) and data.ndim > 0 and data.shape[0] == num_rows
+        return self._send(data, by_rows)
+
+    def _send(self, data: Any, by_rows: bool) -> Any:
+        sharding = None if self._mesh is None else _ByRank(self._mesh, by_rows)
         is_tensor = isinstance(data, torch.Tensor)
-        sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device)
+        sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
         return sent[0] if is_tensor else sent
 
     def fetch(self, data: Any) -> Any:
@@ -126,8 +257,26 @@ class XLABackend(Backend):
         collect(data)
         tensors = [tensor.detach() for tensor in unique.values()]
         self._sync(wait=True)
-        fetched = dict(zip(unique, torch_xla._XLAC._xla_get_cpu_tensors(tensors), strict=True)) if tensors else {}
+        fetched = dict(zip(unique, self._to_host(tensors), strict=True))
         return replace(data)
+
+    def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        split = [index for index, tensor in enumerate(tensors) if _is_split(tensor)]
+        whole = [index for index in range(len(tensors)) if index not in set(split)]
+        on_host: dict[int, torch.Tensor] = {}
+        if whole:
+            on_host.update(zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in whole]), strict=True))
+        if split:
+            # Put together here. Read as one, a split tensor would first be made whole on every chip.
+            chosen = [tensors[index] for index in split]
+            shards = torch_xla._XLAC._get_local_shards(chosen)
+            places = torch_xla._XLAC._get_local_shard_replica_and_indices(chosen)
+            for index, tensor, parts, where in zip(split, chosen, shards, places, strict=True):
+                on_host[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                for (part, _), (replica, slices) in zip(parts, where, strict=True):
+                    if replica == 0:
+                        on_host[index][tuple(slices)] = part
+        return [on_host[index] for index in range(len(tensors))]
 
     def place(self, model: nn.Module) -> nn.Module:
         # `.to("xla")` gives every name a tensor of its own, so weights that were one tensor before are made one again.

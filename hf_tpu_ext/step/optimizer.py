@@ -133,8 +133,8 @@ def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=False)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
-        # Not in place, see [`LazyAdamW.step`].
-        parameter.grad = (parameter.grad * scale).to(parameter.grad.dtype)
+        # By `copy_`, see [`LazyAdamW.step`]. A gradient that persists stays the same tensor, on the same chips.
+        parameter.grad.copy_(parameter.grad * scale)
     return norm
 
 

@@ -11,6 +11,8 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig
 
 from ..backends.base import Backend
+from ..sharding import parse_mesh
+from .configs import ExtensionArguments
 
 
 #: AdamW in its several implementations: all become [`LazyAdamW`].
@@ -19,6 +21,27 @@ _QUANTIZED = (
     "Quantized weights (quantization_config, load_in_4bit, load_in_8bit: bitsandbytes, QLoRA) do not train on XLA: their "
     "kernels are for GPUs. Leave the quantization out and use LoRA on bfloat16 weights: dtype: bfloat16, use_peft: true."
 )
+# Options of `fsdp_config`, and the values that say what is done anyway.
+_FSDP_AS_IS = {
+    "version": (1, 2, "1", "2"),
+    "xla": (True, False),
+    "xla_fsdp_v2": (True, False),
+    "xla_fsdp_grad_ckpt": (False,),
+    "reshard_after_forward": (True, "true", "full_shard"),
+    "activation_checkpointing": (False, "false"),
+    "cpu_offload": (False,),
+    "cpu_ram_efficient_loading": (False, "false"),
+    "min_num_params": (0,),
+    "state_dict_type": ("FULL_STATE_DICT",),
+    "sync_module_states": (True, "true"),
+    "use_orig_params": (True, "true"),
+}
+_FSDP_INSTEAD = {
+    "activation_checkpointing": "Set gradient_checkpointing=True instead",
+    "xla_fsdp_grad_ckpt": "Set gradient_checkpointing=True instead",
+    "reshard_after_forward": "Set fsdp='full_shard', or mesh='data=2,fsdp=4' for groups of chips that each hold the weights",
+    "state_dict_type": "Leave it out: checkpoints are whole, in the plain Hugging Face form",
+}
 _HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
 
 
@@ -53,11 +76,17 @@ class CompiledArguments:
             Dtype of the forward and backward pass; `None` is that of the weights.
         changes (`list[str]`):
             One line for each setting that was replaced or has no effect, for the user.
+        mesh (`str`, *optional*):
+            How the chips share the work, as [`~sharding.parse_mesh`] takes it.
+        show_sharding (`bool`, *optional*, defaults to `False`):
+            As in [`ExtensionArguments`].
     """
 
     args: TrainingArguments
     compute_dtype: torch.dtype | None = None
     changes: list[str] = field(default_factory=list)
+    mesh: str | None = None
+    show_sharding: bool = False
 
 
 def bind_device(args: TrainingArguments, backend: Backend) -> None:
@@ -86,7 +115,7 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         assert args.device.type == backend.device.type
 
 
-def compile_arguments(args: TrainingArguments, loads_model: bool) -> CompiledArguments:
+def compile_arguments(args: TrainingArguments, loads_model: bool, num_chips: int) -> CompiledArguments:
     """
     Adapt arguments to a device whose steps are compiled programs.
 
@@ -95,6 +124,8 @@ def compile_arguments(args: TrainingArguments, loads_model: bool) -> CompiledArg
             The caller's arguments.
         loads_model (`bool`):
             Whether the trainer loads the model by its name, with `model_init_kwargs`.
+        num_chips (`int`):
+            Chips of the run.
 
     Returns:
         [`CompiledArguments`]: The adapted copy, and what was changed.
@@ -107,7 +138,7 @@ def compile_arguments(args: TrainingArguments, loads_model: bool) -> CompiledArg
     _optimizer(adapted)
     _activation_checkpointing(adapted)
     _kernels(adapted)
-    _distribution(adapted)
+    _distribution(adapted, num_chips)
     if isinstance(args, SFTConfig):
         _supervised(adapted)
         if loads_model:
@@ -216,14 +247,32 @@ def _kernels(adapted: CompiledArguments) -> None:
         adapted.changes.append("torch_empty_cache_steps has no effect on XLA")
 
 
-def _distribution(adapted: CompiledArguments) -> None:
+def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
     args = adapted.args
     if args.deepspeed:
-        raise ValueError("deepspeed does not run on XLA. Leave it out of the recipe.")
-    if args.fsdp:
+        raise ValueError("deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' splits the weights.")
+    if isinstance(args, ExtensionArguments):
+        adapted.mesh, adapted.show_sharding = args.mesh, args.show_sharding
+    if not args.fsdp:
+        return
+    for name, value in (args.fsdp_config or {}).items():
+        if value not in _FSDP_AS_IS.get(name, ()):
+            hint = _FSDP_INSTEAD.get(name, "Leave it out")
+            raise ValueError(
+                f"fsdp_config has {name}={value!r}, which has no meaning on XLA: fsdp splits weights, gradients and "
+                f"optimizer state over the chips, and the compiler gathers a layer's weights when it needs them. {hint}."
+            )
+    if adapted.mesh is not None and "fsdp" not in parse_mesh(adapted.mesh):
         raise ValueError(
-            f"fsdp={args.fsdp!r} is not available on XLA in this version: weights are replicated. Leave it out."
+            f"fsdp asks for split weights, and mesh={adapted.mesh!r} for whole ones. Leave one of them out."
         )
+    adapted.mesh = adapted.mesh or "fsdp"
+    if num_chips == 1:
+        adapted.changes.append("fsdp has no effect on one chip")
+    # Upstream would wrap the model for torch.distributed, or for torch_xla in a way that makes no optimizer.
+    args.fsdp = None
+    args.fsdp_plugin_args = None
+    args.fsdp_config = {**(args.fsdp_config or {}), "xla": False, "xla_fsdp_v2": False}
 
 
 def _supervised(adapted: CompiledArguments) -> None:

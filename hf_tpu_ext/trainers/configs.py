@@ -6,6 +6,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from ..backends import select_backend
+from ..sharding import parse_mesh
 
 
 @dataclass
@@ -21,6 +22,15 @@ class ExtensionArguments:
             Lengths that batches are padded to where programs are compiled per shape (XLA). One number of at most 32 is
             a count: that many buckets are chosen from the lengths of the training data. Several numbers are the lengths
             themselves. By default there is one length: `max_length`. Each length compiles one more program.
+        num_chips (`int`, *optional*):
+            How many of the machine's TPU chips to use. By default what the environment variable `TPU_NUM_DEVICES` says, or
+            all.
+        mesh (`str`, *optional*, defaults to `"data"`):
+            How the chips share the work: `"data"` (each has all weights and a part of the rows), `"fsdp"` (each has a
+            part of the weights, gradients and optimizer state as well), or both, e.g. `"data=2,fsdp=4"`. An axis without
+            a size takes the chips that are left.
+        show_sharding (`bool`, *optional*, defaults to `False`):
+            Whether to print at start which parameter is split over which axis of the mesh.
     """
 
     backend: str = field(
@@ -39,9 +49,28 @@ class ExtensionArguments:
         },
     )
 
+    num_chips: int | None = field(
+        default=None,
+        metadata={"help": "How many of the machine's TPU chips to use. Default: TPU_NUM_DEVICES, or all."},
+    )
+    mesh: str | None = field(
+        default=None,
+        metadata={
+            "help": "How TPU chips share the work. 'data' (default): each has all weights and a part of the rows. 'fsdp': "
+            "weights, gradients and optimizer state are split as well, for models that do not fit one chip. "
+            "'data=2,fsdp=4': both. An axis without a size takes the chips that are left."
+        },
+    )
+    show_sharding: bool = field(
+        default=False,
+        metadata={"help": "Print at start which parameter is split over which axis of the mesh."},
+    )
+
     def __post_init__(self):
         # Upstream takes a device while it sets up its own fields, so the choice comes first.
-        select_backend(self.backend)
+        select_backend(self.backend, self.num_chips)
+        if self.mesh is not None:
+            parse_mesh(self.mesh)
         if isinstance(self.length_buckets, int):
             self.length_buckets = [self.length_buckets]
         super().__post_init__()

@@ -26,6 +26,7 @@ from .checkpoints import (
     read_run_state,
     write_run_state,
 )
+from .chips import ChipsMixin, unused_chip_settings
 from .configs import ExtensionArguments
 from .evaluation import CompiledEvaluation
 from .lengths import row_lengths
@@ -35,7 +36,7 @@ from .step_boundary import StepBoundary
 logger = logging.get_logger(__name__)
 
 
-class TPUTrainerMixin(CompiledEvaluation):
+class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
     """
     Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled programs.
 
@@ -45,7 +46,8 @@ class TPUTrainerMixin(CompiledEvaluation):
     - every batch has one of a few declared shapes;
     - the forward pass, the backward pass, clipping and the update of one optimizer step are one program (with gradient
       accumulation: one program for a micro-step, one for the closing step);
-    - nothing is read from the device between two logs, and a log is one transfer.
+    - nothing is read from the device between two logs, and a log is one transfer;
+    - all chips of the machine share the work, in this one process.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `str`):
@@ -63,8 +65,9 @@ class TPUTrainerMixin(CompiledEvaluation):
 
     def __init__(self, model=None, args: TrainingArguments | None = None, *rest, **kwargs):
         args = self._default_args(model) if args is None else args
-        asked = args.backend if isinstance(args, ExtensionArguments) else None
-        self.backend = select_backend("cpu" if args.use_cpu else asked)
+        # The class holds the defaults.
+        extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
+        self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         check_output_dir(args.output_dir)
         if self.backend.lazy:
             check_weights(model, kwargs.get("quantization_config"))
@@ -72,11 +75,12 @@ class TPUTrainerMixin(CompiledEvaluation):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
                 model.tie_weights()
         self.compiled = (
-            compile_arguments(args, loads_model=isinstance(model, str))
+            compile_arguments(args, loads_model=isinstance(model, str), num_chips=self.backend.num_chips)
             if self.backend.lazy
-            else CompiledArguments(copy_arguments(args))
+            else CompiledArguments(copy_arguments(args), changes=unused_chip_settings(extension, self.backend))
         )
         bind_device(self.compiled.args, self.backend)
+        self._arrange_chips()
         super().__init__(model, self.compiled.args, *rest, **kwargs)
         if self.backend.lazy:
             self._prepare_compiled_path()
@@ -103,11 +107,6 @@ class TPUTrainerMixin(CompiledEvaluation):
         self.loss_log = LossLog(self.backend)
         self.watch = ProgramWatch(self.backend, quiet=self.args.disable_tqdm)
         self.add_callback(StepBoundary(self))
-        if self.backend.num_chips > 1:
-            self.compiled.changes.append(
-                f"{self.backend.num_chips} chips: each one does the whole batch, as this version does not split it; "
-                "TPU_VISIBLE_CHIPS=0 uses one"
-            )
 
     def _checkpoint_activations(self) -> None:
         model = unwrap_peft_model(self.model)
@@ -129,7 +128,7 @@ class TPUTrainerMixin(CompiledEvaluation):
             "bfloat16" if self.compiled.compute_dtype or self.args.bf16 else "float16" if self.args.fp16 else None
         )
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-        facts = RunFacts(precision, self._train_batch_size, [], None, self.compiled.changes)
+        facts = RunFacts(precision, self._train_batch_size, [], None, [*self._chip_lines(), *self.compiled.changes])
         if self.backend.lazy and self.lengths:
             facts.lengths = self.lengths
             if self._train_lengths is not None:
@@ -188,6 +187,7 @@ class TPUTrainerMixin(CompiledEvaluation):
         if self.backend.lazy:
             use_static_kernels(model)
             self.backend.place(model)
+            self._shard_model(model)
         else:
             super()._move_model_to_device(model, device)
 
@@ -223,7 +223,15 @@ class TPUTrainerMixin(CompiledEvaluation):
         inputs = complete_rows(inputs, rows, self._pad_token_id)
         self._shape_guards[mode].check(inputs)
         self._batch_shape = next(tuple(value.shape) for value in inputs.values() if isinstance(value, torch.Tensor))
-        return self.backend.send(dict(inputs))
+        sent = self.backend.send_rows(dict(inputs), rows)
+        if self.local_gradients is not None and self.local_gradients.inside:
+            sent = {
+                key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in sent.items()
+            }
+        return sent
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         if not self.backend.lazy:
@@ -258,7 +266,11 @@ class TPUTrainerMixin(CompiledEvaluation):
         return clip_gradients(model, self.args.max_grad_norm)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.local_gradients is None:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            with self.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
+                loss = self.over_chips(super().training_step(model, inputs, num_items_in_batch))
         if self.backend.lazy:
             self.loss_log.add(
                 loss,

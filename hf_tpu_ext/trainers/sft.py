@@ -174,17 +174,17 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
         return loss
 
     def _add_metrics(self, mode: str, inputs: dict[str, Any], outputs) -> None:
-        num_valid = outputs.label_mask.sum()
+        num_valid = self.over_chips(outputs.label_mask.sum())
         has_valid = (num_valid > 0).float()
         per_token = has_valid / num_valid.clamp(min=1)
         sums = self._sums[mode]
         sums.add(
-            entropy=outputs.entropy.detach().sum() * per_token,
-            mean_token_accuracy=outputs.is_top1.sum() * per_token,
+            entropy=self.over_chips(outputs.entropy.detach().sum()) * per_token,
+            mean_token_accuracy=self.over_chips(outputs.is_top1.sum()) * per_token,
             batches=torch.ones_like(per_token),
         )
         if mode == "train":
-            sums.add(num_tokens=inputs["attention_mask"].sum())
+            sums.add(num_tokens=self.over_chips(inputs["attention_mask"].sum()))
         if self.aux_loss_enabled:
             sums.add(aux_loss=outputs.aux_loss)
 

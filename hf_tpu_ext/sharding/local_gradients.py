@@ -1,0 +1,106 @@
+"""Gradients that wait on their chip until an accumulation is complete."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..backends.base import Backend
+
+
+class LocalGradients:
+    """
+    Accumulates gradients on each chip, and adds them up over the chips once per optimizer step.
+
+    Left to the partitioner, the gradients of replicated weights are added up over the chips at the end of every
+    micro-step's program, since a program's results are whole tensors. Here each chip runs the forward and backward pass by
+    itself (torch_xla's manual sharding, what JAX calls `shard_map`) on its own rows, and keeps its gradients in a tensor
+    of shape `(chips, ...)` that is split over the chips. The closing step sums its first dimension: one all-reduce for
+    each trainable parameter.
+
+    Only weights that are trained are entered; whatever else is whole on every chip can be used as it is.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            Model on the device, whole on every chip.
+        backend ([`Backend`]):
+            The backend in use, with a mesh.
+    """
+
+    def __init__(self, model: nn.Module, backend: Backend):
+        self._backend = backend
+        self.inside = False
+        self._places: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = []
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    self._places.append((module._parameters, name, parameter))
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        for _, _, parameter in self._places:
+            if parameter not in self._sums:
+                gradients = torch.zeros((backend.num_chips, *parameter.shape), dtype=parameter.dtype)
+                self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
+
+    @contextmanager
+    def micro_step(self, closing: bool) -> Iterator[None]:
+        """
+        Run a forward and backward pass on each chip by itself.
+
+        Args:
+            closing (`bool`):
+                Whether it is the last one of the optimizer step. The parameters then have their gradient afterwards, and
+                the sums begin anew.
+        """
+        local = {parameter: self._backend.enter_chip(parameter).requires_grad_() for parameter in self._sums}
+        self.inside = True
+        for parameters, name, parameter in self._places:
+            parameters[name] = local[parameter]
+        try:
+            yield
+        finally:
+            self.inside = False
+            for parameters, name, parameter in self._places:
+                parameters[name] = parameter
+        for parameter, total in self._sums.items():
+            gradient = local[parameter].grad
+            if gradient is not None:
+                added = total + self._backend.leave_chip(gradient[None])
+                if closing:
+                    parameter.grad = added.sum(0)
+                total.copy_(torch.zeros_like(total) if closing else added)
+
+    def over_chips(self, value: torch.Tensor) -> torch.Tensor:
+        """
+        Sum a number over the chips; outside of a micro-step it is the sum already.
+
+        Args:
+            value (`torch.Tensor` of shape `()`):
+                What one chip has. Autograd does not follow it.
+
+        Returns:
+            `torch.Tensor` of shape `()`: The sum, in the part of the program that all chips share.
+        """
+        return self._backend.leave_chip(value.reshape(1)).sum() if self.inside else value
+
+
+def draws_random_numbers(model: nn.Module) -> str | None:
+    """
+    What in a model draws random numbers in training. Chips that run by themselves would all draw the same ones.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model.
+
+    Returns:
+        `str` or `None`: A setting with its value, or `None`.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            return f"dropout of {module.p} ({name})"
+    for module in model.modules():
+        if "config" in vars(module):
+            for key, value in module.config.to_dict().items():
+                if "drop" in key and isinstance(value, float) and value:
+                    return f"{key}={value}"
+    return None

@@ -1,0 +1,92 @@
+"""The mesh: how many chips share the rows, and how many share the weights."""
+
+import math
+
+
+#: Axes of the mesh, outermost first. Rows of a batch are split over both; weights over `fsdp` only.
+AXES = ("data", "fsdp")
+_EXAMPLES = (
+    "mesh='data' (weights on every chip), mesh='fsdp' (weights split over all chips), mesh='data=2,fsdp=4' (both)"
+)
+
+
+def parse_mesh(mesh: str) -> dict[str, int | None]:
+    """
+    Read a mesh as a person writes it.
+
+    Args:
+        mesh (`str`):
+            Axes with their sizes, e.g. `"data=2,fsdp=4"`. One axis may come without a size: it takes the chips that are
+            left.
+
+    Returns:
+        `dict[str, int | None]`: Size of each named axis; `None` for the one without a size.
+
+    Raises:
+        `ValueError`: An axis is unknown or named twice, a size is not a positive number, or two axes have no size.
+    """
+    axes: dict[str, int | None] = {}
+    for part in mesh.split(","):
+        name, has_size, size = (word.strip() for word in part.partition("="))
+        if name not in AXES:
+            raise ValueError(f"mesh={mesh!r} has an unknown axis {name!r}. Axes: {', '.join(AXES)}. Set {_EXAMPLES}.")
+        if name in axes:
+            raise ValueError(f"mesh={mesh!r} names the axis {name!r} twice. Set {_EXAMPLES}.")
+        if has_size and not (size.isdecimal() and int(size)):
+            raise ValueError(
+                f"mesh={mesh!r} gives the axis {name!r} the size {size!r}, which is not a positive whole number. Set "
+                f"{_EXAMPLES}."
+            )
+        axes[name] = int(size) if has_size else None
+    if list(axes.values()).count(None) > 1:
+        raise ValueError(f"mesh={mesh!r} leaves more than one axis without a size. Set {_EXAMPLES}.")
+    return axes
+
+
+def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
+    """
+    Give every axis its size on the chips that are there.
+
+    Args:
+        mesh (`str`, *optional*):
+            As [`parse_mesh`] takes it; data parallel by default.
+        num_chips (`int`):
+            Chips of the run.
+
+    Returns:
+        `dict[str, int]`: Size of every axis of [`AXES`], in their order. Their product is `num_chips`.
+
+    Raises:
+        `ValueError`: The mesh is malformed, or its sizes do not make up the chips.
+    """
+    axes = parse_mesh(mesh or "data")
+    given = math.prod(size for size in axes.values() if size)
+    sizes = {name: size or num_chips // given for name, size in axes.items()}
+    if math.prod(sizes.values()) != num_chips:
+        chips = "1 chip" if num_chips == 1 else f"{num_chips} chips"
+        options = [
+            f"'data={num_chips // size},fsdp={size}'" for size in range(1, num_chips + 1) if not num_chips % size
+        ]
+        raise ValueError(
+            f"mesh={mesh!r} has {' x '.join(f'{name}={size}' for name, size in sizes.items())} places for {chips}. Set "
+            f"one of mesh={', '.join(options)}, or num_chips={math.prod(sizes.values())}."
+        )
+    return {name: sizes.get(name, 1) for name in AXES}
+
+
+def describe_mesh(mesh: dict[str, int]) -> str:
+    """
+    Words for a mesh.
+
+    Args:
+        mesh (`dict[str, int]`):
+            Size of each axis.
+
+    Returns:
+        `str`: E.g. `"fully sharded (mesh fsdp=8)"`.
+    """
+    if mesh["fsdp"] == 1:
+        return f"data parallel (mesh data={mesh['data']})"
+    if mesh["data"] == 1:
+        return f"fully sharded (mesh fsdp={mesh['fsdp']})"
+    return f"fully sharded in {mesh['data']} groups (mesh data={mesh['data']} x fsdp={mesh['fsdp']})"

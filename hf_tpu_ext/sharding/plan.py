@@ -1,0 +1,196 @@
+"""Which parameter is split over which axis of the mesh, and what that leaves on each chip."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+
+#: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
+PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """
+    One parameter's place on the mesh.
+
+    Args:
+        name (`str`):
+            Name in the model.
+        shape (`tuple[int, ...]`):
+            Its whole shape.
+        num_bytes (`int`):
+            Its whole size in bytes.
+        trainable (`bool`):
+            Whether it has a gradient and optimizer state.
+        spec (`PartitionSpec`):
+            What each dimension is split by.
+        shards (`int`):
+            Number of parts it is split into.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    trainable: bool
+    spec: PartitionSpec
+    shards: int
+
+
+def partition_spec(shape: tuple[int, ...], mesh: dict[str, int]) -> PartitionSpec:
+    """
+    Decide what a parameter is split by.
+
+    A matrix, or a tensor of more dimensions, is split over `fsdp` along its largest dimension that divides evenly.
+    Vectors (norms, biases) stay whole on every chip: gathering them at each step costs more than they weigh.
+
+    Args:
+        shape (`tuple[int, ...]`):
+            Shape of the parameter.
+        mesh (`dict[str, int]`):
+            Size of each axis.
+
+    Returns:
+        `PartitionSpec`: One entry per dimension.
+    """
+    spec: list[str | None] = [None] * len(shape)
+    even = [dim for dim, size in enumerate(shape) if size % mesh["fsdp"] == 0]
+    if mesh["fsdp"] > 1 and len(shape) > 1 and even:
+        spec[max(even, key=lambda dim: shape[dim])] = "fsdp"
+    return tuple(spec)
+
+
+class ShardingPlan:
+    """
+    Place of every parameter of a model on a mesh. `print(plan)` shows it as a table.
+
+    Gradients and optimizer moments are split as their parameter is.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model, on any device.
+        mesh (`dict[str, int]`):
+            Size of each axis.
+
+    Attributes:
+        parameters (`list[PlannedParameter]`): The parameters, in the model's order; tied ones once.
+    """
+
+    def __init__(self, model: nn.Module, mesh: dict[str, int]):
+        self.mesh = mesh
+        self.parameters = []
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            spec = partition_spec(shape, mesh)
+            shards = math.prod(mesh[axis] for axis in spec if axis is not None)
+            num_bytes = parameter.numel() * parameter.element_size()
+            self.parameters.append(PlannedParameter(name, shape, num_bytes, parameter.requires_grad, spec, shards))
+
+    @property
+    def weight_bytes_per_chip(self) -> int:
+        """Bytes of weights on each chip."""
+        return sum(parameter.num_bytes // parameter.shards for parameter in self.parameters)
+
+    def state_bytes_per_chip(self, moments: int = 2) -> int:
+        """
+        Bytes that stay on each chip between steps or are there at the end of one: weights, gradients, optimizer moments.
+
+        Args:
+            moments (`int`, *optional*, defaults to `2`):
+                Tensors of a parameter's size that the optimizer keeps for it. AdamW keeps 2.
+
+        Returns:
+            `int`: Bytes, without activations.
+        """
+        return sum(
+            parameter.num_bytes // parameter.shards * (2 + moments if parameter.trainable else 1)
+            for parameter in self.parameters
+        )
+
+    def __str__(self) -> str:
+        # Layers of a model are alike: one line stands for all of them.
+        rows: dict[tuple, int] = {}
+        for parameter in self.parameters:
+            pattern = re.sub(r"\.\d+\.", ".*.", parameter.name)
+            key = (
+                pattern,
+                parameter.shape,
+                parameter.num_bytes,
+                parameter.trainable,
+                parameter.spec,
+                parameter.shards,
+            )
+            rows[key] = rows.get(key, 0) + 1
+        lines = [("parameter", "count", "shape", "split over", "per chip", "trained")]
+        for (pattern, shape, num_bytes, trainable, spec, shards), count in rows.items():
+            place = ", ".join(f"dim {dim}: {axis}={shards}" for dim, axis in enumerate(spec) if axis is not None)
+            lines.append(
+                (
+                    pattern,
+                    str(count),
+                    " x ".join(map(str, shape)),
+                    place or "whole on every chip",
+                    format_bytes(num_bytes // shards * count),
+                    "yes" if trainable else "no",
+                )
+            )
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        table.insert(1, "  ".join("-" * width for width in widths))
+        total = sum(parameter.num_bytes for parameter in self.parameters)
+        table.append(
+            f"Weights: {format_bytes(total)}, {format_bytes(self.weight_bytes_per_chip)} on each chip. With gradients and "
+            f"AdamW's moments: {format_bytes(self.state_bytes_per_chip())} on each chip, without activations."
+        )
+        return "\n".join(table)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """
+    A size for people.
+
+    Args:
+        num_bytes (`int`):
+            Number of bytes.
+
+    Returns:
+        `str`: E.g. `"1.20 GB"`, with 1 GB = 10^9 bytes.
+    """
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int, moments: int = 2) -> str | None:
+    """
+    A line for a run whose weights and state alone are more than a chip holds.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model, on any device.
+        mesh (`dict[str, int]`):
+            Size of each axis.
+        memory_per_chip (`int`):
+            Bytes that a chip holds.
+        moments (`int`, *optional*, defaults to `2`):
+            As in [`ShardingPlan.state_bytes_per_chip`].
+
+    Returns:
+        `str` or `None`: What to set; `None` where it fits.
+    """
+    needed = ShardingPlan(model, mesh).state_bytes_per_chip(moments)
+    if needed <= memory_per_chip:
+        return None
+    line = (
+        f"weights, gradients and optimizer state need {format_bytes(needed)} on each chip, which holds "
+        f"{format_bytes(memory_per_chip)}: "
+    )
+    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip(moments)
+    if split < needed and split <= memory_per_chip:
+        return f"{line}mesh=fsdp splits them over all chips, {format_bytes(split)} on each"
+    return f"{line}train with LoRA (use_peft: true), or on more chips"

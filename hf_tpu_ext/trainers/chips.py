@@ -1,0 +1,185 @@
+"""Training on several chips: what of the run goes where."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ..backends.base import Backend
+from ..sharding import ShardingPlan, advise_sharding, describe_mesh, resolve_mesh
+from ..sharding.local_gradients import LocalGradients, draws_random_numbers
+from .configs import ExtensionArguments
+
+
+logger = logging.get_logger(__name__)
+
+
+def unused_chip_settings(settings: ExtensionArguments | type[ExtensionArguments], backend: Backend) -> list[str]:
+    """
+    Name the settings about chips that have no effect on a backend without them.
+
+    Args:
+        settings ([`ExtensionArguments`]):
+            The caller's arguments, or the class for the defaults.
+        backend ([`Backend`]):
+            The backend in use, not XLA.
+
+    Returns:
+        `list[str]`: One line for each.
+    """
+    named = {"num_chips": settings.num_chips, "mesh": settings.mesh, "show_sharding": settings.show_sharding or None}
+    return [
+        f"{name}={value} has no effect on {backend.name}: it is about TPU chips"
+        for name, value in named.items()
+        if value is not None
+    ]
+
+
+class ChipsMixin:
+    """
+    The part of [`TPUTrainerMixin`] that spreads a run over chips. On one chip, and on CUDA and CPU, it does nothing.
+
+    `per_device_train_batch_size` is what each chip gets. To upstream, which sees one device, the rows of all chips are the
+    batch of that device: sampling, `max_steps` and epochs, token counts and evaluation follow from that.
+    """
+
+    def _arrange_chips(self) -> None:
+        """Decide the mesh, and make the batch that of all chips. Before upstream's `__init__`, which places the model."""
+        args, chips = self.compiled.args, self.backend.num_chips
+        self.mesh = resolve_mesh(self.compiled.mesh, chips)
+        self.backend.use_mesh(self.mesh)
+        self.sharding_plan: ShardingPlan | None = None
+        self.local_gradients: LocalGradients | None = None
+        self._row_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        args.per_device_train_batch_size *= chips
+        args.per_device_eval_batch_size *= chips
+
+    def _shard_model(self, model: nn.Module) -> None:
+        """Put a model's parameters and buffers on their chips."""
+        self.sharding_plan = ShardingPlan(model, self.mesh)
+        specs = {parameter.name: parameter.spec for parameter in self.sharding_plan.parameters}
+        for name, parameter in model.named_parameters():
+            self.backend.shard(parameter, specs[name])
+        for buffer in model.buffers():
+            self.backend.shard(buffer, (None,) * buffer.ndim)
+
+    def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """
+        Put what a run trains with on its chips, so that the first step is like every later one.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                Model on the device, with gradients if they persist between steps.
+            optimizer ([`~torch.optim.Optimizer`]):
+                Its optimizer, whose state may come from a checkpoint.
+        """
+        if self.backend.num_chips == 1:
+            return
+        self._shard_model(model)
+        specs = {parameter.name: parameter.spec for parameter in self.sharding_plan.parameters}
+        for name, parameter in model.named_parameters():
+            state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
+            for tensor in (*state, *([] if parameter.grad is None else [parameter.grad])):
+                if tensor.shape == parameter.shape and tensor.device.type == parameter.device.type:
+                    self.backend.shard(tensor, specs[name])
+
+    # ---- Fully sharded: keep the partitioner to the scheme ----
+
+    def split_activations(self, model: nn.Module) -> None:
+        """
+        Keep the activations between layers split by rows, as FSDP has them.
+
+        Without it the partitioner may exchange activations instead of weights (torch_xla's own FSDPv2,
+        `torch_xla/experimental/spmd_fully_sharded_data_parallel.py`, marks the outputs of layers for the same reason).
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                The model.
+        """
+        if self.mesh["fsdp"] == 1:
+            return
+        for module in model.modules():
+            if isinstance(module, (GradientCheckpointingLayer, nn.Embedding)):
+                self._row_hooks.append(module.register_forward_hook(self._split_output))
+
+    def _split_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return self.backend.constrain_rows(output)
+        return (self.backend.constrain_rows(output[0]), *output[1:])
+
+    def release_activations(self) -> None:
+        """Undo [`~ChipsMixin.split_activations`]."""
+        while self._row_hooks:
+            self._row_hooks.pop().remove()
+
+    # ---- Data parallel: one reduction per optimizer step ----
+
+    def keep_gradients_local(self, model: nn.Module) -> bool:
+        """
+        Accumulate gradients on each chip by itself, where that gives the same step.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                Model on the device.
+
+        Returns:
+            `bool`: Whether gradients are accumulated this way.
+        """
+        self.local_gradients = None
+        if self.backend.num_chips == 1 or self.mesh["fsdp"] > 1 or self.args.gradient_accumulation_steps == 1:
+            return False
+        reason = self._why_not_local(model)
+        if reason is not None:
+            logger.warning_once(
+                f"Gradients are added up over the chips at every micro-step, not once per optimizer step: {reason}."
+            )
+            return False
+        self.local_gradients = LocalGradients(model, self.backend)
+        return True
+
+    def _why_not_local(self, model: nn.Module) -> str | None:
+        if not self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+            return "the loss is not a sum over tokens that every chip can take for itself"
+        if vars(unwrap_peft_model(model).config.get_text_config()).get("output_router_logits"):
+            return "the load-balancing loss of the experts looks at the rows of all chips"
+        if self.args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha draws random numbers, which chips by themselves would all draw alike"
+        if (random := draws_random_numbers(model)) is not None:
+            return f"a {random} draws random numbers, which chips by themselves would all draw alike"
+        return None
+
+    def over_chips(self, value: torch.Tensor) -> torch.Tensor:
+        """
+        Sum what one chip has over all of them, where chips run by themselves; elsewhere it is the sum already.
+
+        Args:
+            value (`torch.Tensor` of shape `()`):
+                A number.
+
+        Returns:
+            `torch.Tensor` of shape `()`: The sum.
+        """
+        return value if self.local_gradients is None else self.local_gradients.over_chips(value)
+
+    # ---- Words ----
+
+    def _chip_lines(self) -> list[str]:
+        """What a person is told about chips at start."""
+        chips, args = self.backend.num_chips, self.args
+        lines = []
+        if chips > 1:
+            rows = args.per_device_train_batch_size
+            lines.append(
+                f"{chips} chips, {describe_mesh(self.mesh)}: {rows // chips} rows on each, effective batch "
+                f"{rows // chips} x {args.gradient_accumulation_steps} accumulated x {chips} chips = "
+                f"{rows * args.gradient_accumulation_steps} rows"
+            )
+        memory = self.backend.memory_per_chip
+        if memory is not None and (advice := advise_sharding(self.model, self.mesh, memory)) is not None:
+            lines.append(advice)
+        if self.sharding_plan is not None and self.compiled.show_sharding:
+            lines.extend(str(self.sharding_plan).splitlines())
+        return lines

@@ -1,0 +1,87 @@
+"""Trains the tiny model in a process of its own, which sees as many devices as CPU_NUM_DEVICES says."""
+
+import json
+import sys
+
+import torch
+import torch_xla
+import torch_xla.runtime
+from conftest import LORA, Runs, logged, make_rows
+from test_counts import CountPerStep
+
+from hf_tpu_ext import TPUSFTConfig
+
+
+def shards_of(tensor):
+    """Shape of what each chip holds."""
+    if not torch_xla.runtime.is_spmd():
+        return [list(tensor.shape)]
+    return [list(part.shape) for part, _ in torch_xla._XLAC._get_local_shards([tensor])[0]]
+
+
+def describe(trainer, steps):
+    parameters = dict(trainer.model.named_parameters())
+    moments = {
+        name: trainer.optimizer.state[parameter]["exp_avg"]
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+    return {
+        "log": logged(trainer),
+        "steps": [[step.executions, step.reads, step.compiles, step.fallbacks] for step in steps],
+        "recompiles": trainer.watch.recompiles,
+        "mesh": trainer.mesh,
+        "local_gradients": trainer.was_local,
+        "weight_shards": {name: shards_of(parameter)[0] for name, parameter in parameters.items()},
+        "moment_shards": {name: shards_of(moment)[0] for name, moment in moments.items()},
+        "shapes": {name: list(parameter.shape) for name, parameter in parameters.items()},
+        "batch_shards": trainer.batch_shards,
+        "per_device_train_batch_size": trainer.args.per_device_train_batch_size,
+    }
+
+
+def run(model_dir, output_dir, lora=None, rows=120, resume=None, **config):
+    from transformers import TrainerCallback
+
+    from hf_tpu_ext import TPUSFTTrainer
+
+    runs = Runs(model_dir, output_dir)
+    runs.train_dataset = make_rows(rows)
+
+    class Watched(TPUSFTTrainer):
+        batch_shards: list = []
+        was_local = False
+
+        def _prepare_inputs(self, inputs):
+            sent = super()._prepare_inputs(inputs)
+            if self.local_gradients is None:
+                self.batch_shards = [shards_of(sent["input_ids"])[0]]
+            else:
+                self.was_local, self.batch_shards = True, [list(sent["input_ids"].shape)]
+            return sent
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if stop_after is not None and state.global_step >= stop_after:
+                control.should_training_stop = True
+
+    stop_after = config.pop("stop_after", None)
+    trainer = runs.ours(cls=Watched, config_cls=TPUSFTConfig, lora=lora, train=False, **config)
+    counter = CountPerStep(trainer.backend)
+    trainer.add_callback(counter)
+    trainer.add_callback(Stop())
+    trainer.train(resume_from_checkpoint=resume)
+    return describe(trainer, counter.steps)
+
+
+if __name__ == "__main__":
+    model_dir, spec_file, output_file = sys.argv[1:]
+    with open(spec_file) as file:
+        spec = json.load(file)
+    results = {}
+    for name, config in spec.items():
+        torch.manual_seed(0)
+        config.setdefault("output_dir", f"{output_file}.{name}")
+        results[name] = run(model_dir, config.pop("output_dir"), **config)
+    with open(output_file, "w") as file:
+        json.dump(results, file)
