@@ -115,6 +115,11 @@ class XLABackend(Backend):
         # Start the runtime here: autograd counts the devices at the first backward pass of the process, and an XLA
         # device that appears later has no queue to run on.
         xr.global_runtime_device_count()
+        if xr.process_count() > 1:
+            raise ValueError(
+                f"{xr.process_count()} processes drive this TPU slice, and this version trains in one process, on the "
+                "chips of one host. docs/multi_host.md says what a slice of several hosts would need."
+            )
         return torch_xla.device()
 
     @property

@@ -1,6 +1,7 @@
 """What a run says at its start and at its end."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tqdm.auto import tqdm
@@ -44,13 +45,13 @@ class RunLines(TrainerCallback):
     Args:
         backend ([`Backend`]):
             The backend in use.
-        facts ([`RunFacts`]):
-            What is known about the run.
+        find_facts (`Callable[[], RunFacts]`):
+            Tells what is known about the run when it starts.
     """
 
-    def __init__(self, backend: Backend, facts: RunFacts):
+    def __init__(self, backend: Backend, find_facts: Callable[[], RunFacts]):
         self._backend = backend
-        self._facts = facts
+        self._find_facts = find_facts
         self._at_start = backend.counters()
         self._first_step = 0
 
@@ -59,7 +60,7 @@ class RunLines(TrainerCallback):
         self._first_step = state.global_step
         if not state.is_world_process_zero:
             return
-        facts, chips = self._facts, self._backend.num_chips
+        facts, chips = self._find_facts(), self._backend.num_chips
         shape = f"{facts.batch_size} rows"
         if facts.lengths:
             shape = " or ".join(f"{facts.batch_size} x {length}" for length in facts.lengths)

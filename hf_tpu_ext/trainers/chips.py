@@ -1,5 +1,7 @@
 """Training on several chips: what of the run goes where."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +56,7 @@ class ChipsMixin:
         self.sharding_plan: ShardingPlan | None = None
         self.local_gradients: LocalGradients | None = None
         self._row_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
         args.per_device_train_batch_size *= chips
         args.per_device_eval_batch_size *= chips
 
@@ -164,6 +167,74 @@ class ChipsMixin:
         """
         return value if self.local_gradients is None else self.local_gradients.over_chips(value)
 
+    # ---- Rows of an optimizer step ----
+
+    @contextmanager
+    def _rows_of_one_chip(self) -> Iterator[None]:
+        """The arguments as their author means them, for what is written down."""
+        args, chips = self.args, self.backend.num_chips
+        args.per_device_train_batch_size //= chips
+        args.per_device_eval_batch_size //= chips
+        try:
+            yield
+        finally:
+            args.per_device_train_batch_size *= chips
+            args.per_device_eval_batch_size *= chips
+
+    @property
+    def _num_workers(self) -> int:
+        return self.backend.num_chips * self.args.world_size
+
+    @property
+    def _rows_per_step(self) -> int:
+        args = self.args
+        return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+
+    def _batch_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps about its rows, for a run on another number of chips."""
+        return {
+            "num_workers": self._num_workers,
+            "rows_per_step": self._rows_per_step,
+            "recipe_rows": self._recipe_rows,
+        }
+
+    def _keep_rows_per_step(self, state: dict[str, Any]) -> None:
+        """
+        Continue a checkpoint with as many rows per optimizer step as it was written with.
+
+        On another number of chips the same recipe means another batch, and so another trajectory. If that is all that has
+        changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it gets them.
+
+        Args:
+            state (`dict[str, Any]`):
+                What the checkpoint keeps.
+        """
+        args, workers = self.args, self._num_workers
+        rows = state.get("rows_per_step")
+        if rows is None or rows == self._rows_per_step:
+            return
+        before = f"The checkpoint was written with {rows} rows per optimizer step"
+        if state["recipe_rows"] != self._recipe_rows or state["num_workers"] == workers:
+            logger.warning(f"{before}; this run takes {self._rows_per_step}, as the recipe asks.")
+            return
+        rows_at_once = args.per_device_train_batch_size * args.world_size
+        if rows % rows_at_once == 0:
+            args.gradient_accumulation_steps = rows // rows_at_once
+        elif rows % (workers * args.gradient_accumulation_steps) == 0:
+            args.per_device_train_batch_size = rows // (args.world_size * args.gradient_accumulation_steps)
+            self._train_batch_size = args.per_device_train_batch_size
+        else:
+            raise ValueError(
+                f"{before} on {state['num_workers']} chips, which {workers} chips cannot share evenly with this recipe. "
+                f"Use a number of chips that divides {rows} (num_chips), or choose the rows yourself: "
+                "per_device_train_batch_size, gradient_accumulation_steps."
+            )
+        logger.warning(
+            f"{before} on {state['num_workers']} chips. To continue alike on {workers}, it is "
+            f"{args.per_device_train_batch_size // self.backend.num_chips} rows per chip x "
+            f"{args.gradient_accumulation_steps} accumulated."
+        )
+
     # ---- Words ----
 
     def _chip_lines(self) -> list[str]:
@@ -173,8 +244,8 @@ class ChipsMixin:
         if chips > 1:
             rows = args.per_device_train_batch_size
             lines.append(
-                f"{chips} chips, {describe_mesh(self.mesh)}: {rows // chips} rows on each, effective batch "
-                f"{rows // chips} x {args.gradient_accumulation_steps} accumulated x {chips} chips = "
+                f"{describe_mesh(self.mesh)}; effective batch {rows // chips} per chip x "
+                f"{args.gradient_accumulation_steps} accumulated x {chips} chips = "
                 f"{rows * args.gradient_accumulation_steps} rows"
             )
         memory = self.backend.memory_per_chip

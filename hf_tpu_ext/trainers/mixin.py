@@ -86,7 +86,7 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
             self._prepare_compiled_path()
         self._epoch_order = EpochOrder()
         self.add_callback(self._epoch_order)
-        self.add_callback(RunLines(self.backend, self._run_facts()))
+        self.add_callback(RunLines(self.backend, self._run_facts))
 
     def _prepare_compiled_path(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
@@ -343,6 +343,7 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         if checkpoint is not None:
             state = read_run_state(checkpoint)
             self._epoch_order.resume(state.get("epoch_rng_state"))
+            self._keep_rows_per_step(state)
             self._load_run_state(state)
         return super().train(checkpoint, *args, **kwargs)
 
@@ -356,11 +357,12 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         if self.backend.lazy and state_dict is None:
             # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
             state_dict = self.backend.fetch(dict(self.model.state_dict(keep_vars=True)))
-        super()._save(output_dir, state_dict)
+        with self._rows_of_one_chip():
+            super()._save(output_dir, state_dict)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._run_state()}
+        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._batch_state(), **self._run_state()}
         if (rng_state := self.backend.rng_state()) is not None:
             state["rng_state"] = {self.backend.name: rng_state}
         write_run_state(output_dir, state)

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch_xla
 import torch_xla.runtime
-from conftest import LORA, Runs, logged, make_rows
+from conftest import Runs, logged, make_rows
 from test_counts import CountPerStep
 
 from hf_tpu_ext import TPUSFTConfig
@@ -35,12 +35,11 @@ def describe(trainer, steps):
         "weight_shards": {name: shards_of(parameter)[0] for name, parameter in parameters.items()},
         "moment_shards": {name: shards_of(moment)[0] for name, moment in moments.items()},
         "shapes": {name: list(parameter.shape) for name, parameter in parameters.items()},
-        "batch_shards": trainer.batch_shards,
-        "per_device_train_batch_size": trainer.args.per_device_train_batch_size,
+        "batch_shard": trainer.batch_shard,
     }
 
 
-def run(model_dir, output_dir, lora=None, rows=120, resume=None, **config):
+def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, **config):
     from transformers import TrainerCallback
 
     from hf_tpu_ext import TPUSFTTrainer
@@ -49,15 +48,14 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, **config):
     runs.train_dataset = make_rows(rows)
 
     class Watched(TPUSFTTrainer):
-        batch_shards: list = []
+        batch_shard: list = []
         was_local = False
 
         def _prepare_inputs(self, inputs):
             sent = super()._prepare_inputs(inputs)
-            if self.local_gradients is None:
-                self.batch_shards = [shards_of(sent["input_ids"])[0]]
-            else:
-                self.was_local, self.batch_shards = True, [list(sent["input_ids"].shape)]
+            if not self.batch_shard:
+                self.was_local = self.local_gradients is not None
+                self.batch_shard = list(sent["input_ids"].shape) if self.was_local else shards_of(sent["input_ids"])[0]
             return sent
 
     class Stop(TrainerCallback):
@@ -65,7 +63,6 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, **config):
             if stop_after is not None and state.global_step >= stop_after:
                 control.should_training_stop = True
 
-    stop_after = config.pop("stop_after", None)
     trainer = runs.ours(cls=Watched, config_cls=TPUSFTConfig, lora=lora, train=False, **config)
     counter = CountPerStep(trainer.backend)
     trainer.add_callback(counter)
