@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICKSTART := .cache/quickstart
 
-.PHONY: setup quickstart test test-slow quality style benchmark docs clean help
+.PHONY: setup quickstart test test-slow tpu-compiler quality style benchmark docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,6 +31,13 @@ test: setup  ## Lint and run the tests
 test-slow: setup  ## Run the slow tests too
 	$(BIN)/python -m pytest -q -m 'slow or not slow' tests
 
+tpu-compiler: .venv-tpu-compiler/.installed  ## Create .venv-tpu-compiler, with which the slow tests compile for TPU
+
+.venv-tpu-compiler/.installed: tests/tpu_compiler/requirements.txt
+	$(PYTHON) -m venv .venv-tpu-compiler
+	.venv-tpu-compiler/bin/python -m pip install --quiet -r $<
+	@touch $@
+
 quality: setup  ## Check style and lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,4 +54,4 @@ docs: setup  ## Build the documentation
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove the environment and all caches
-	rm -rf $(VENV) .cache build dist *.egg-info
+	rm -rf $(VENV) .venv-tpu-compiler .cache build dist *.egg-info

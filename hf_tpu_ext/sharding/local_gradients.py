@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,8 @@ class LocalGradients:
     of shape `(chips, ...)` that is split over the chips. The closing step sums its first dimension: one all-reduce for
     each trainable parameter.
 
-    Only weights that are trained are entered; whatever else is whole on every chip can be used as it is.
+    Only weights that are trained are entered; whatever else is whole on every chip can be used as it is. Dropout modules
+    draw for the rows of all chips, of which each takes its own: by themselves the chips would all draw the same numbers.
 
     Args:
         model ([`~torch.nn.Module`]):
@@ -36,6 +38,7 @@ class LocalGradients:
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
                     self._places.append((module._parameters, name, parameter))
+        self._dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         for _, _, parameter in self._places:
             if parameter not in self._sums:
@@ -56,12 +59,16 @@ class LocalGradients:
         self.inside = True
         for parameters, name, parameter in self._places:
             parameters[name] = local[parameter]
+        for module in self._dropouts:
+            module.forward = partial(self._drop, module)
         try:
             yield
         finally:
             self.inside = False
             for parameters, name, parameter in self._places:
                 parameters[name] = parameter
+            for module in self._dropouts:
+                del module.forward
         for parameter, total in self._sums.items():
             gradient = local[parameter].grad
             if gradient is not None:
@@ -69,6 +76,13 @@ class LocalGradients:
                 if closing:
                     parameter.grad = added.sum(0)
                 total.copy_(torch.zeros_like(total) if closing else added)
+
+    def _drop(self, module: nn.Dropout, tensor: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return tensor
+        drawn = torch.rand((tensor.shape[0] * self._backend.num_chips, *tensor.shape[1:]), device=tensor.device)
+        kept = self._backend.enter_chip(drawn >= module.p, by_rows=True)
+        return tensor * kept / (1 - module.p)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """
@@ -86,21 +100,19 @@ class LocalGradients:
 
 def draws_random_numbers(model: nn.Module) -> str | None:
     """
-    What in a model draws random numbers in training. Chips that run by themselves would all draw the same ones.
+    What in a model may draw random numbers in training other than through a dropout module.
 
     Args:
         model ([`~torch.nn.Module`]):
             The model.
 
     Returns:
-        `str` or `None`: A setting with its value, or `None`.
+        `str` or `None`: A setting of its config with its value, or `None`.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-            return f"dropout of {module.p} ({name})"
     for module in model.modules():
         if "config" in vars(module):
             for key, value in module.config.to_dict().items():
-                if "drop" in key and isinstance(value, float) and value:
+                # Heads for classification are not part of a language model.
+                if "drop" in key and not key.startswith("classifier") and isinstance(value, float) and value:
                     return f"{key}={value}"
     return None

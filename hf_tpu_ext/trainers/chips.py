@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
@@ -144,14 +145,16 @@ class ChipsMixin:
         return True
 
     def _why_not_local(self, model: nn.Module) -> str | None:
-        if not self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+        unwrapped = unwrap_peft_model(model)
+        by_tokens = self.model_accepts_loss_kwargs and self.compute_loss_func is None
+        if not by_tokens or not isinstance(unwrapped, PreTrainedModel):
             return "the loss is not a sum over tokens that every chip can take for itself"
-        if vars(unwrap_peft_model(model).config.get_text_config()).get("output_router_logits"):
+        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
             return "the load-balancing loss of the experts looks at the rows of all chips"
         if self.args.neftune_noise_alpha is not None:
             return "neftune_noise_alpha draws random numbers, which chips by themselves would all draw alike"
         if (random := draws_random_numbers(model)) is not None:
-            return f"a {random} draws random numbers, which chips by themselves would all draw alike"
+            return f"{random} draws random numbers, which chips by themselves would all draw alike"
         return None
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:

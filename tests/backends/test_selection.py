@@ -14,7 +14,15 @@ from hf_tpu_ext.examples.tiny import make_model
 
 def run_script(script, *argv, **env):
     """Run a script in a process of its own, which starts with none of the variables that a choice depends on."""
-    chosen_by = ("PJRT_DEVICE", "HF_TPU_EXT_BACKEND", "USE_TORCH_XLA", "XLA_USE_BF16", "TPU_VISIBLE_CHIPS")
+    chosen_by = (
+        "PJRT_DEVICE",
+        "HF_TPU_EXT_BACKEND",
+        "USE_TORCH_XLA",
+        "XLA_USE_BF16",
+        "TPU_VISIBLE_CHIPS",
+        "TPU_NUM_DEVICES",
+        "CPU_NUM_DEVICES",
+    )
     env = {name: value for name, value in os.environ.items() if name not in chosen_by} | env
     result = subprocess.run(
         [sys.executable, "-c", script, *map(str, argv)], env=env, capture_output=True, text=True, timeout=300
@@ -69,6 +77,59 @@ def test_local_chips(pjrt_device, env, chips, expected, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(detect, "tpu_chips", lambda: chips)
     assert detect.local_chips(pjrt_device) == expected
+
+
+@pytest.fixture
+def chip_variables(monkeypatch):
+    """None of the variables that say which chips a process sees is set; afterwards all are as before."""
+    names = ("TPU_VISIBLE_CHIPS", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS", "CPU_NUM_DEVICES")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return lambda: {name: os.environ[name] for name in names if name in os.environ}
+
+
+@pytest.mark.parametrize(
+    ("num_chips", "visible", "bounds"), [(1, "0", "1,1,1"), (2, "0,1", "1,2,1"), (4, "0,1,2,3", "2,2,1")]
+)
+def test_a_part_of_a_tpu_host(num_chips, visible, bounds, chip_variables):
+    detect.show_chips("TPU", num_chips, all_chips=8)
+    assert chip_variables() == {
+        "TPU_VISIBLE_CHIPS": visible,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": bounds,
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
+    assert detect.local_chips("TPU") == num_chips
+
+
+@pytest.mark.parametrize("all_chips", [1, 4, 8])
+def test_a_whole_tpu_host_is_left_as_it_is(all_chips, chip_variables):
+    detect.show_chips("TPU", all_chips, all_chips)
+    assert chip_variables() == {}
+
+
+@pytest.mark.parametrize(("num_chips", "shown"), [(1, "4"), (2, "4,5"), (4, "4,5,6,7")])
+def test_chips_that_are_visible_already_are_cut(num_chips, shown, chip_variables, monkeypatch):
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "4,5,6,7")
+    detect.show_chips("TPU", num_chips, all_chips=4)
+    assert chip_variables()["TPU_VISIBLE_CHIPS"] == shown
+
+
+@pytest.mark.parametrize(
+    ("num_chips", "all_chips", "allowed"), [(3, 8, "1, 2, 4, 8"), (6, 8, "1, 2, 4, 8"), (3, 4, "1, 2, 4")]
+)
+def test_chips_that_are_no_rectangle(num_chips, all_chips, allowed, chip_variables):
+    with pytest.raises(ValueError) as error:
+        detect.show_chips("TPU", num_chips, all_chips)
+    assert f"num_chips={num_chips}:" in str(error.value) and f"one of {allowed}." in str(error.value)
+    assert chip_variables() == {}
+
+
+@pytest.mark.parametrize("num_chips", [1, 3, 8])
+def test_a_part_of_the_devices_of_the_host(num_chips, chip_variables):
+    detect.show_chips("CPU", num_chips, all_chips=8)
+    assert chip_variables() == {"CPU_NUM_DEVICES": str(num_chips)}
+    assert detect.local_chips("CPU") == num_chips
 
 
 @pytest.mark.parametrize(
@@ -273,9 +334,8 @@ assert not {"PJRT_DEVICE", "USE_TORCH_XLA"} & set(os.environ)
 # A TPU of four chips, as far as its PCI entries go.
 selection.tpu_chips = sys.modules["hf_tpu_ext.backends.detect"].tpu_chips = lambda: 4
 tpu = selection._choose()
-import torch_xla, torch_xla.runtime
+import torch_xla
 assert (tpu.name, os.environ["PJRT_DEVICE"]) == ("xla", "TPU")
-assert torch_xla.runtime.is_spmd()
 assert not torch_xla._XLAC._xla_runtime_is_initialized()
 """,
         tmp_path,
@@ -355,9 +415,10 @@ from hf_tpu_ext.backends import select_backend
 
 backend = select_backend()
 import torch_xla, torch_xla.runtime
-assert backend.name == "xla" and torch_xla.runtime.is_spmd()
-assert not torch_xla._XLAC._xla_runtime_is_initialized()
+assert backend.name == "xla"
+assert not torch_xla._XLAC._xla_runtime_is_initialized() and not torch_xla.runtime.is_spmd()
 assert backend.num_chips == 2
+assert torch_xla.runtime.is_spmd()
 before = backend.counters()
 sent = backend.send(torch.ones(3))
 assert backend.fetch(sent + sent).tolist() == [2, 2, 2]
@@ -367,4 +428,57 @@ assert select_backend("xla").num_chips == 2
 """,
         PJRT_DEVICE="CPU",
         CPU_NUM_DEVICES="2",
+    )
+
+
+def test_fewer_devices_than_there_are(tmp_path):
+    """By the variable, and by the setting, which counts more."""
+    script = """
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.backends import select_backend
+
+config = TPUSFTConfig("{output_dir}", num_chips={num_chips})
+backend = select_backend(num_chips=config.num_chips)
+import torch_xla, torch_xla.runtime
+assert not torch_xla._XLAC._xla_runtime_is_initialized()
+assert backend.num_chips == {expected} == torch_xla.runtime.global_runtime_device_count()
+assert torch_xla.runtime.is_spmd() == ({expected} > 1)
+"""
+    env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "TPU_NUM_DEVICES": "4"}
+    for num_chips, expected in ((None, 4), (2, 2), (1, 1)):
+        run_script(script.format(output_dir=tmp_path, num_chips=num_chips, expected=expected), **env)
+
+
+def test_several_chips_of_a_pretended_tpu_have_a_name(tmp_path):
+    """Where one device stands for all chips, torch_xla refuses to say what it is and what it holds."""
+    run_script(
+        """
+import torch_xla.runtime
+torch_xla.runtime.device_type = lambda: "TPU"
+from hf_tpu_ext.backends import select_backend
+
+backend = select_backend()
+assert backend.num_chips == 2 and torch_xla.runtime.is_spmd()
+assert backend.device_name.startswith("TPU"), backend.device_name
+assert backend.memory_per_chip is None
+""",
+        PJRT_DEVICE="CPU",
+        CPU_NUM_DEVICES="2",
+    )
+
+
+def test_a_slice_of_several_hosts_is_refused():
+    run_script(
+        """
+import torch_xla.runtime
+torch_xla.runtime.process_count = lambda: 4
+from hf_tpu_ext.backends import select_backend
+
+try:
+    select_backend().num_chips
+except ValueError as error:
+    message = str(error)
+assert "4 processes" in message and "one host" in message and "docs/multi_host.md" in message, message
+""",
+        PJRT_DEVICE="CPU",
     )

@@ -63,7 +63,7 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
             if stop_after is not None and state.global_step >= stop_after:
                 control.should_training_stop = True
 
-    trainer = runs.ours(cls=Watched, config_cls=TPUSFTConfig, lora=lora, train=False, **config)
+    trainer = runs.trainer(Watched, runs.config(TPUSFTConfig, **config), lora=lora)
     counter = CountPerStep(trainer.backend)
     trainer.add_callback(counter)
     trainer.add_callback(Stop())

@@ -1,5 +1,6 @@
 """A tiny model and tiny data, and one call each to train them with upstream's trainer and with this package's."""
 
+import os
 import random
 
 import pytest
@@ -12,6 +13,10 @@ from trl import SFTConfig, SFTTrainer
 from hf_tpu_ext.examples.tiny import make_model
 
 
+#: With CPU_NUM_DEVICES, `ours` shares the rows of each batch between as many chips, and is still what `stock` is on one.
+CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+#: And with this variable the weights as well.
+FULLY_SHARDED = "TEST_FULLY_SHARDED" in os.environ
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 
@@ -75,6 +80,12 @@ class Runs:
     def ours(self, model=None, lora=None, kwargs=None, config_cls=SFTConfig, train=True, cls=None, **config):
         from hf_tpu_ext import TPUSFTTrainer
 
+        for name, rows in {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}.items():
+            config[name], left = divmod(config.get(name, rows), CHIPS)
+            if left:
+                pytest.skip(f"{config[name] * CHIPS + left} rows cannot be split over {CHIPS} chips")
+        if FULLY_SHARDED:
+            config["fsdp"] = "full_shard"
         trainer = self.trainer(cls or TPUSFTTrainer, self.config(config_cls, **config), model, lora, **(kwargs or {}))
         if train:
             trainer.train()

@@ -32,6 +32,9 @@ SILENT = {
     "silent-dropout": dict(
         TWENTY, max_steps=6, logging_steps=100, gradient_accumulation_steps=2, lora={"lora_dropout": 0.1}
     ),
+    "silent-neftune": dict(
+        TWENTY, max_steps=6, logging_steps=100, gradient_accumulation_steps=2, neftune_noise_alpha=5.0
+    ),
     "silent-fsdp": dict(TWENTY, max_steps=6, logging_steps=100, mesh="fsdp"),
 }
 
@@ -109,8 +112,8 @@ def test_weights_and_moments_are_split_as_the_mesh_says(eight):
 def test_gradients_wait_on_their_chip_where_that_is_the_same_step(eight):
     results, output = eight
     local = {name for name, result in results.items() if result["local_gradients"]}
-    assert local == {"data-accumulated", "data-lora-accumulated", "silent-data"}
-    assert "dropout of 0.1" in output and "not once per optimizer step" in output
+    assert local == {"data-accumulated", "data-lora-accumulated", "silent-data", "silent-dropout"}
+    assert "neftune_noise_alpha draws random numbers" in output and "not once per optimizer step" in output
 
 
 def test_the_start_says_how_chips_share_the_work(eight):

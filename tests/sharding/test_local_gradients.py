@@ -1,0 +1,108 @@
+"""Gradients that wait on their chip, on eight devices in a process of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+PREPARE = """
+import torch
+from torch import nn
+from torch_xla.utils.checkpoint import checkpoint
+
+from hf_tpu_ext.backends import select_backend
+from hf_tpu_ext.sharding import resolve_mesh
+from hf_tpu_ext.sharding.local_gradients import LocalGradients
+
+backend = select_backend("xla")
+backend.use_mesh(resolve_mesh("data", backend.num_chips))
+torch.manual_seed(0)
+
+
+def place(model):
+    backend.place(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        backend.shard(tensor, (None,) * tensor.ndim)
+    return model
+"""
+
+
+def run_on_eight(script):
+    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
+    result = subprocess.run(
+        [sys.executable, "-c", PREPARE + script], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_sums_are_those_of_the_whole_batch():
+    """Tied, frozen and unused parameters, two optimizer steps of three micro-steps."""
+    run_on_eight("""
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.second.bias.requires_grad_(False)
+
+    def forward(self, rows):
+        return self.second(self.first(rows).tanh()).square().sum()
+
+model = Model()
+reference = Model().double()
+reference.load_state_dict(model.state_dict())
+local = LocalGradients(place(model), backend)
+backend.wait()
+for step in range(2):
+    reference.zero_grad()
+    losses = 0
+    for micro_step in range(3):
+        rows = torch.randn(16, 6)
+        reference(rows.double()).backward()
+        sent = backend.send_rows(rows, 16)
+        before = backend.counters()
+        with local.micro_step(closing=micro_step == 2):
+            assert local.inside
+            loss = model(backend.enter_chip(sent, by_rows=True))
+            loss.backward()
+            total = local.over_chips(loss.detach())
+        assert not local.inside
+        backend.wait()
+        assert (backend.counters() - before).executions == 1
+        torch.testing.assert_close(backend.fetch(total).double(), reference(rows.double()).detach())
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if expected.grad is None:
+            assert parameter.grad is None or not backend.fetch(parameter.grad).any(), name
+        else:
+            torch.testing.assert_close(backend.fetch(parameter.grad).double(), expected.grad, rtol=1e-5, atol=1e-5)
+        parameter.grad = None
+assert model.second.weight is model.first.weight
+""")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_every_chip_draws_its_own_dropout(recomputed):
+    run_on_eight(f"""
+recomputed = {recomputed}
+model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4096, 1, bias=False))
+local = LocalGradients(place(model), backend)
+rows = backend.send_rows(torch.ones(8, 4096), 8)
+with local.micro_step(closing=False):
+    row = backend.enter_chip(rows, by_rows=True).requires_grad_()
+    loss = (checkpoint(model, row, use_reentrant=True) if recomputed else model(row)).sum()
+    loss.backward()
+    losses = backend.leave_chip(loss.reshape(1))
+assert "forward" not in vars(model[0])
+(gradients,) = backend.fetch(list(local._sums.values()))  # (chips, 1, 4096): the inputs that were kept
+gradients = gradients[:, 0]
+assert set(gradients.unique().tolist()) == {{0.0, torch.tensor(1.0).div(0.75).item()}}
+kept = (gradients > 0).float()
+assert ((kept.mean(1) - 0.75).abs() < 0.05).all()
+for one in range(8):
+    for other in range(one):
+        assert 0.25 < (kept[one] != kept[other]).float().mean() < 0.5
+# The backward pass saw the numbers of the forward pass, recomputed or not.
+torch.testing.assert_close(backend.fetch(losses), gradients @ model[1].weight.detach().cpu()[0])
+""")
