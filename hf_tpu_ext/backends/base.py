@@ -126,7 +126,8 @@ class Backend(ABC):
 
         Args:
             tensor (`torch.Tensor`):
-                Activation whose first dimension is the rows of the batch.
+                Activation whose first dimension is the rows of the batch. It is left alone if they do not divide by the
+                chips.
 
         Returns:
             `torch.Tensor`: The same values.

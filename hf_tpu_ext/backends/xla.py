@@ -173,7 +173,9 @@ class XLABackend(Backend):
             torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
 
     def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._mesh is None else _ConstrainRows.apply(tensor, self._mesh)
+        if self._mesh is None or tensor.shape[0] % self.num_chips:
+            return tensor
+        return _ConstrainRows.apply(tensor, self._mesh)
 
     def enter_chip(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
         spec = _rows_spec(self._mesh, max(1, tensor.ndim), by_rows)

@@ -1,4 +1,4 @@
-"""Gradients that wait on their chip until an accumulation is complete."""
+"""Gradients that stay on their chip until an optimizer step needs their sum."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ class LocalGradients:
     """
     Accumulates gradients on each chip, and adds them up over the chips once per optimizer step.
 
-    Left to the partitioner, the gradients of replicated weights are added up over the chips at the end of every
-    micro-step's program, since a program's results are whole tensors. Here each chip runs the forward and backward pass by
-    itself (torch_xla's manual sharding, what JAX calls `shard_map`) on its own rows, and keeps its gradients in a tensor
-    of shape `(chips, ...)` that is split over the chips. The closing step sums its first dimension: one all-reduce for
-    each trainable parameter.
+    Each chip runs the forward and backward pass by itself (torch_xla's manual sharding, what JAX calls `shard_map`) on its
+    own rows, so nothing crosses between chips but what is meant to. With accumulation it keeps its gradients in a tensor
+    of shape `(chips, ...)` that is split over the chips. The closing step sums the first dimension: one all-reduce for
+    each trainable parameter. Left to the partitioner, gradients would be added up over the chips at the end of every
+    micro-step's program, since a program's results are whole tensors.
 
     Only weights that are trained are entered; whatever else is whole on every chip can be used as it is. Dropout modules
     draw for the rows of all chips, of which each takes its own: by themselves the chips would all draw the same numbers.
@@ -28,9 +28,11 @@ class LocalGradients:
             Model on the device, whole on every chip.
         backend ([`Backend`]):
             The backend in use, with a mesh.
+        accumulates (`bool`):
+            Whether optimizer steps have more than one micro-step.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend):
+    def __init__(self, model: nn.Module, backend: Backend, accumulates: bool):
         self._backend = backend
         self.inside = False
         self._places: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = []
@@ -39,9 +41,11 @@ class LocalGradients:
                 if parameter is not None and parameter.requires_grad:
                     self._places.append((module._parameters, name, parameter))
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
         for _, _, parameter in self._places:
-            if parameter not in self._sums:
+            self._sums[parameter] = None
+        if accumulates:
+            for parameter in self._sums:
                 gradients = torch.zeros((backend.num_chips, *parameter.shape), dtype=parameter.dtype)
                 self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
 
@@ -72,10 +76,12 @@ class LocalGradients:
         for parameter, total in self._sums.items():
             gradient = local[parameter].grad
             if gradient is not None:
-                added = total + self._backend.leave_chip(gradient[None])
+                added = self._backend.leave_chip(gradient[None])
+                if total is not None:
+                    added = total + added
+                    total.copy_(torch.zeros_like(total) if closing else added)
                 if closing:
                     parameter.grad = added.sum(0)
-                total.copy_(torch.zeros_like(total) if closing else added)
 
     def _drop(self, module: nn.Dropout, tensor: torch.Tensor) -> torch.Tensor:
         if not module.training:

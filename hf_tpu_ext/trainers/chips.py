@@ -1,7 +1,7 @@
 """Training on several chips: what of the run goes where."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..sharding import ShardingPlan, advise_sharding, describe_mesh, resolve_mesh
 from ..sharding.local_gradients import LocalGradients, draws_random_numbers
+from ..sharding.per_chip import score_tokens_per_chip
 from .configs import ExtensionArguments
 
 
@@ -56,7 +57,7 @@ class ChipsMixin:
         self.backend.use_mesh(self.mesh)
         self.sharding_plan: ShardingPlan | None = None
         self.local_gradients: LocalGradients | None = None
-        self._row_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._splits_activations = False
         self._recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
         args.per_device_train_batch_size *= chips
         args.per_device_eval_batch_size *= chips
@@ -92,63 +93,74 @@ class ChipsMixin:
 
     # ---- Fully sharded: keep the partitioner to the scheme ----
 
-    def split_activations(self, model: nn.Module) -> None:
+    @contextmanager
+    def split_activations(self) -> Iterator[None]:
         """
-        Keep the activations between layers split by rows, as FSDP has them.
+        Within this context, keep the activations between layers split by rows, as FSDP has them.
 
         Without it the partitioner may exchange activations instead of weights (torch_xla's own FSDPv2,
         `torch_xla/experimental/spmd_fully_sharded_data_parallel.py`, marks the outputs of layers for the same reason).
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                The model.
         """
-        if self.mesh["fsdp"] == 1:
+        if self.mesh["fsdp"] == 1 or self._splits_activations:
+            yield
             return
-        for module in model.modules():
-            if isinstance(module, (GradientCheckpointingLayer, nn.Embedding)):
-                self._row_hooks.append(module.register_forward_hook(self._split_output))
+        self._splits_activations = True
+        hooks = [
+            module.register_forward_hook(self._split_output)
+            for module in self.model.modules()
+            if isinstance(module, (GradientCheckpointingLayer, nn.Embedding))
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._splits_activations = False
 
     def _split_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return self.backend.constrain_rows(output)
         return (self.backend.constrain_rows(output[0]), *output[1:])
 
-    def release_activations(self) -> None:
-        """Undo [`~ChipsMixin.split_activations`]."""
-        while self._row_hooks:
-            self._row_hooks.pop().remove()
-
-    # ---- Data parallel: one reduction per optimizer step ----
+    # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
 
     def keep_gradients_local(self, model: nn.Module) -> bool:
         """
-        Accumulate gradients on each chip by itself, where that gives the same step.
+        Compute gradients on each chip by itself, where that gives the same step.
 
         Args:
             model ([`~torch.nn.Module`]):
                 Model on the device.
 
         Returns:
-            `bool`: Whether gradients are accumulated this way.
+            `bool`: Whether gradients are computed this way.
         """
-        self.local_gradients = None
-        if self.backend.num_chips == 1 or self.mesh["fsdp"] > 1 or self.args.gradient_accumulation_steps == 1:
+        if self.backend.num_chips == 1 or self.mesh["fsdp"] > 1:
             return False
+        accumulates = self.args.gradient_accumulation_steps > 1
         reason = self._why_not_local(model)
-        if reason is not None:
+        if reason is None:
+            self.local_gradients = LocalGradients(model, self.backend, accumulates)
+        elif accumulates:
             logger.warning_once(
                 f"Gradients are added up over the chips at every micro-step, not once per optimizer step: {reason}."
             )
-            return False
-        self.local_gradients = LocalGradients(model, self.backend)
-        return True
+        return reason is None
+
+    def _loss_sums_tokens(self, model: nn.Module) -> bool:
+        """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""
+        return (
+            self.model_accepts_loss_kwargs
+            and self.compute_loss_func is None
+            and self.label_smoother is None
+            and isinstance(model, PreTrainedModel)
+            and model.loss_type == "ForCausalLM"
+        )
 
     def _why_not_local(self, model: nn.Module) -> str | None:
         unwrapped = unwrap_peft_model(model)
-        by_tokens = self.model_accepts_loss_kwargs and self.compute_loss_func is None
-        if not by_tokens or not isinstance(unwrapped, PreTrainedModel):
-            return "the loss is not a sum over tokens that every chip can take for itself"
+        if not self._loss_sums_tokens(unwrapped):
+            return "the loss is not a sum over tokens, of which every chip could take its own"
         if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
             return "the load-balancing loss of the experts looks at the rows of all chips"
         if self.args.neftune_noise_alpha is not None:
@@ -156,6 +168,11 @@ class ChipsMixin:
         if (random := draws_random_numbers(model)) is not None:
             return f"{random} draws random numbers, which chips by themselves would all draw alike"
         return None
+
+    def tokens_stay_on_chips(self) -> AbstractContextManager:
+        """Context in which TRL's fused language model head scores each token on the chip that has it."""
+        by_themselves = self.local_gradients is not None and self.local_gradients.inside
+        return nullcontext() if by_themselves else score_tokens_per_chip(self.backend)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """

@@ -31,7 +31,11 @@ class CompiledEvaluation:
         loss, logits, labels = self.backend.fetch((loss, logits, labels))
         return loss, _first_rows(logits, rows), _first_rows(labels, rows)
 
-    def evaluation_loop(
+    def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
+        with self.split_activations():
+            return self._evaluation_loop(*args, **kwargs)
+
+    def _evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only

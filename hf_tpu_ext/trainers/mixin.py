@@ -345,7 +345,8 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
             self._epoch_order.resume(state.get("epoch_rng_state"))
             self._keep_rows_per_step(state)
             self._load_run_state(state)
-        return super().train(checkpoint, *args, **kwargs)
+        with self.split_activations():
+            return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
         # An earlier run in the same directory may have left a complete one there: stopped half-way, this one would be

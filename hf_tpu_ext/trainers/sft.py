@@ -128,6 +128,9 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
 
     # ---- Loss and metrics ----
 
+    def _loss_sums_tokens(self, model) -> bool:
+        return self.model_accepts_loss_kwargs and self.compute_loss_func is None
+
     def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):
         # The loss of `SFTTrainer.compute_loss` and its metrics, which upstream reads from the device one by one.
         mode = "train" if self.model.training else "eval"
@@ -145,10 +148,11 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
                 full_logits, inputs["labels"], shift_labels=True, num_items_in_batch=num_items_in_batch
             )
         if full_logits is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self.tokens_stay_on_chips():
                 outputs = model(**inputs, fused_lm_head=True)
         else:
-            outputs = model(**inputs, fused_lm_head=True)
+            with self.tokens_stay_on_chips():
+                outputs = model(**inputs, fused_lm_head=True)
             loss = self._token_loss(outputs, num_items_in_batch)
         self._add_metrics(mode, inputs, outputs)
         if not return_outputs:

@@ -29,14 +29,13 @@ class StepBoundary(TrainerCallback):
             use_checkpoint_function(model, trainer.backend.checkpoint_function)
         if isinstance(optimizer.optimizer, LazyAdamW):
             optimizer.optimizer.create_state()
-        if args.gradient_accumulation_steps > 1 and not trainer.keep_gradients_local(model):
+        if not trainer.keep_gradients_local(model) and args.gradient_accumulation_steps > 1:
             # Micro-steps add to gradients that are there from the start and are zeroed in place, so that the first
             # micro-step is the same program as the others. Without accumulation gradients live inside the one program
             # and need no memory between steps.
             create_gradients(model)
             model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
         trainer.shard_training_state(model, optimizer.optimizer)
-        trainer.split_activations(model)
         trainer._tr_loss = trainer.backend.send(torch.zeros(()))
         trainer.backend.wait()
 
@@ -48,5 +47,4 @@ class StepBoundary(TrainerCallback):
 
     def on_train_end(self, args, state, control, model, **kwargs):
         vars(model).pop("zero_grad", None)
-        self._trainer.release_activations()
         self._trainer.local_gradients = None

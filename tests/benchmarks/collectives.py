@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from datasets import load_dataset
-from hlo import Collective, argument_bytes, parse_collectives
+from hlo import Collective, Program
 from peft import LoraConfig
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
@@ -121,57 +121,6 @@ class Traffic:
 
     def __str__(self) -> str:
         return f"{self.count} ({format_bytes(self.num_bytes)})" if self.count else "0"
-
-
-@dataclass(frozen=True)
-class Program:
-    """
-    A compiled program of one device.
-
-    Args:
-        text (`str`):
-            Its optimized HLO.
-    """
-
-    text: str
-
-    @property
-    def argument_bytes(self) -> int:
-        """Bytes that a device holds when the program starts."""
-        return argument_bytes(self.text)
-
-    @property
-    def numbers(self) -> list[Collective]:
-        """Collectives of single numbers: sums for metrics and for the gradient norm."""
-        return [item for item in parse_collectives(self.text) if not any(tensor.dims for tensor in item.tensors)]
-
-    @property
-    def gathers(self) -> list[Collective]:
-        """All-gathers of floating-point tensors, which weights are."""
-        return self._of_floats("all-gather")
-
-    @property
-    def scatters(self) -> list[Collective]:
-        """Reduce-scatters of floating-point tensors, which gradients are."""
-        return self._of_floats("reduce-scatter")
-
-    @property
-    def reductions(self) -> list[Collective]:
-        """All-reduces of floating-point tensors, which gradients are."""
-        return self._of_floats("all-reduce")
-
-    @property
-    def others(self) -> list[Collective]:
-        """All other collectives."""
-        known = [*self.numbers, *self.gathers, *self.scatters, *self.reductions]
-        return [item for item in parse_collectives(self.text) if item not in known]
-
-    def _of_floats(self, kind: str) -> list[Collective]:
-        return [
-            item
-            for item in parse_collectives(self.text)
-            if item.kind == kind and any(tensor.dims and "f" in tensor.dtype for tensor in item.tensors)
-        ]
 
 
 @dataclass(frozen=True)

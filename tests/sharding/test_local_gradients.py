@@ -53,7 +53,7 @@ class Model(nn.Module):
 model = Model()
 reference = Model().double()
 reference.load_state_dict(model.state_dict())
-local = LocalGradients(place(model), backend)
+local = LocalGradients(place(model), backend, accumulates=True)
 backend.wait()
 for step in range(2):
     reference.zero_grad()
@@ -87,7 +87,7 @@ def test_every_chip_draws_its_own_dropout(recomputed):
     run_on_eight(f"""
 recomputed = {recomputed}
 model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4096, 1, bias=False))
-local = LocalGradients(place(model), backend)
+local = LocalGradients(place(model), backend, accumulates=True)
 rows = backend.send_rows(torch.ones(8, 4096), 8)
 with local.micro_step(closing=False):
     row = backend.enter_chip(rows, by_rows=True).requires_grad_()

@@ -12,7 +12,8 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
-from collectives import SIZES, Program, Run, make_inputs, run_scheme  # noqa: E402
+from collectives import SIZES, Run, make_inputs, run_scheme  # noqa: E402
+from hlo import Program  # noqa: E402
 
 
 ENVIRONMENT = HERE.parents[1] / ".venv-tpu-compiler"
