@@ -6,9 +6,18 @@ import sys
 from pathlib import Path
 
 
-# Google's PCI vendor id and the device ids of TPU v2/v3, v4, v5e, v6e, v5p and 7x, as in torch_xla/_internal/tpu.py.
+# Google's PCI vendor id and the device ids of torch_xla/_internal/tpu.py.
 _GOOGLE_PCI_VENDOR = "0x1ae0"
-_TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0062", "0x0076"}
+_TPU_PCI_DEVICES = {
+    "0x0027": "TPU v2 or v3",
+    "0x005e": "TPU v4",
+    "0x0063": "TPU v5e",
+    "0x006f": "TPU v6e",
+    "0x0062": "TPU v5p",
+    "0x0076": "TPU 7x",
+}
+# Bytes that the TPU compiler lets a program of one chip use.
+_TPU_MEMORY = {"TPU v5e": int(15.75 * 2**30), "TPU v6e": int(31.25 * 2**30)}
 # Shape of that many neighbouring chips of one host.
 _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 
@@ -26,11 +35,33 @@ def tpu_chips(pci_root: str = "/sys/bus/pci/devices") -> int:
     Returns:
         `int`: Number of chips; `0` where there is none.
     """
-    chips = 0
-    for vendor in Path(pci_root).glob("*/vendor"):
-        if vendor.read_text().strip() == _GOOGLE_PCI_VENDOR:
-            chips += (vendor.parent / "device").read_text().strip() in _TPU_PCI_DEVICES
-    return chips
+    return len(_tpu_kinds(pci_root))
+
+
+def tpu_kind(pci_root: str = "/sys/bus/pci/devices") -> tuple[str, int | None]:
+    """
+    Name the kind of TPU chip that is attached to this machine.
+
+    torch_xla does not say where one device stands for all chips (SPMD): `xla_device_kind` and `get_memory_info` fail.
+
+    Args:
+        pci_root (`str`, *optional*, defaults to `"/sys/bus/pci/devices"`):
+            Directory that lists the PCI devices.
+
+    Returns:
+        `tuple[str, int | None]`: Its name, and the bytes that a program can use on it where they are known.
+    """
+    name = next(iter(_tpu_kinds(pci_root)), "TPU")
+    return name, _TPU_MEMORY.get(name)
+
+
+def _tpu_kinds(pci_root: str) -> list[str]:
+    devices = [
+        (vendor.parent / "device").read_text().strip()
+        for vendor in Path(pci_root).glob("*/vendor")
+        if vendor.read_text().strip() == _GOOGLE_PCI_VENDOR
+    ]
+    return [_TPU_PCI_DEVICES[device] for device in devices if device in _TPU_PCI_DEVICES]
 
 
 def local_chips(pjrt_device: str) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from torch_xla.utils.checkpoint import checkpoint
 
 from .base import Backend, Counters
-from .detect import local_chips, show_chips
+from .detect import local_chips, show_chips, tpu_kind
 
 
 def _metric(name: str) -> tuple[int, float]:
@@ -125,7 +125,7 @@ class XLABackend(Backend):
     @property
     def device_name(self) -> str:
         kind = xr.device_type()
-        return f"{kind}, compiled by XLA" if kind == "CPU" else xm.xla_device_kind(self.device)
+        return f"{kind}, compiled by XLA" if kind == "CPU" else tpu_kind()[0]
 
     @property
     def num_chips(self) -> int:
@@ -134,15 +134,16 @@ class XLABackend(Backend):
 
     @property
     def memory_per_chip(self) -> int | None:
-        # XLA for the host has no memory of its own, and its runtime does not implement the question.
-        return None if xr.device_type() == "CPU" else xm.get_memory_info(self.device)["bytes_limit"]
+        return None if xr.device_type() == "CPU" else tpu_kind()[1]
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:
         if num_chips is not None and not 1 <= num_chips <= self._host_chips:
             has = "1 chip" if self._host_chips == 1 else f"{self._host_chips} chips"
-            more = f", or CPU_NUM_DEVICES={num_chips} for as many on the host" if self._pjrt_device == "CPU" else ""
+            allowed = "1" if self._host_chips == 1 else f"1...{self._host_chips}"
+            on_host = self._pjrt_device == "CPU" and num_chips > self._host_chips
+            more = f", or CPU_NUM_DEVICES={num_chips} for as many on the host" if on_host else ""
             raise ValueError(
-                f"{setting}={num_chips}, but this machine has {has}. Set {setting} to 1...{self._host_chips}, or leave "
+                f"{setting}={num_chips}, but this machine has {has}. Set {setting} to {allowed}, or leave "
                 f"it out to use all{more}."
             )
         if runtime_started():

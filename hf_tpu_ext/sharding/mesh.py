@@ -26,7 +26,8 @@ def parse_mesh(mesh: str) -> dict[str, int | None]:
         `ValueError`: An axis is unknown or named twice, a size is not a positive number, or two axes have no size.
     """
     axes: dict[str, int | None] = {}
-    for part in mesh.split(","):
+    # A recipe may hold a number or a mapping.
+    for part in str(mesh).split(","):
         name, has_size, size = (word.strip() for word in part.partition("="))
         if name not in AXES:
             raise ValueError(f"mesh={mesh!r} has an unknown axis {name!r}. Axes: {', '.join(AXES)}. Set {_EXAMPLES}.")
@@ -61,15 +62,17 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
     """
     axes = parse_mesh(mesh or "data")
     given = math.prod(size for size in axes.values() if size)
-    sizes = {name: size or num_chips // given for name, size in axes.items()}
-    if math.prod(sizes.values()) != num_chips:
+    sizes = {name: size or max(1, num_chips // given) for name, size in axes.items()}
+    places = math.prod(sizes.values())
+    if places != num_chips:
         chips = "1 chip" if num_chips == 1 else f"{num_chips} chips"
         options = [
             f"'data={num_chips // size},fsdp={size}'" for size in range(1, num_chips + 1) if not num_chips % size
         ]
+        otherwise = f"num_chips={places}" if places < num_chips else f"run on {places} chips"
         raise ValueError(
             f"mesh={mesh!r} has {' x '.join(f'{name}={size}' for name, size in sizes.items())} places for {chips}. Set "
-            f"one of mesh={', '.join(options)}, or num_chips={math.prod(sizes.values())}."
+            f"one of mesh={', '.join(options)}, or {otherwise}."
         )
     return {name: sizes.get(name, 1) for name in AXES}
 

@@ -193,4 +193,4 @@ def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int
     split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip(moments)
     if split < needed and split <= memory_per_chip:
         return f"{line}mesh=fsdp splits them over all chips, {format_bytes(split)} on each"
-    return f"{line}train with LoRA (use_peft: true), or on more chips"
+    return f"{line}train fewer weights (LoRA: use_peft: true) or a smaller model, or take more chips"

@@ -21,20 +21,20 @@ _QUANTIZED = (
     "Quantized weights (quantization_config, load_in_4bit, load_in_8bit: bitsandbytes, QLoRA) do not train on XLA: their "
     "kernels are for GPUs. Leave the quantization out and use LoRA on bfloat16 weights: dtype: bfloat16, use_peft: true."
 )
-# Options of `fsdp_config`, and the values that say what is done anyway.
+# Options of `fsdp_config`, and the values, in lower case, that say what is done anyway.
 _FSDP_AS_IS = {
-    "version": (1, 2, "1", "2"),
-    "xla": (True, False),
-    "xla_fsdp_v2": (True, False),
-    "xla_fsdp_grad_ckpt": (False,),
-    "reshard_after_forward": (True, "true", "full_shard"),
-    "activation_checkpointing": (False, "false"),
-    "cpu_offload": (False,),
-    "cpu_ram_efficient_loading": (False, "false"),
-    "min_num_params": (0,),
-    "state_dict_type": ("FULL_STATE_DICT",),
-    "sync_module_states": (True, "true"),
-    "use_orig_params": (True, "true"),
+    "version": ("1", "2"),
+    "xla": ("true", "false"),
+    "xla_fsdp_v2": ("true", "false"),
+    "xla_fsdp_grad_ckpt": ("false",),
+    "reshard_after_forward": ("true", "full_shard"),
+    "activation_checkpointing": ("false",),
+    "cpu_offload": ("false",),
+    "cpu_ram_efficient_loading": ("false",),
+    "min_num_params": ("0",),
+    "state_dict_type": ("full_state_dict",),
+    "sync_module_states": ("true",),
+    "use_orig_params": ("true",),
 }
 _FSDP_INSTEAD = {
     "activation_checkpointing": "Set gradient_checkpointing=True instead",
@@ -256,13 +256,13 @@ def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
     if not args.fsdp:
         return
     for name, value in (args.fsdp_config or {}).items():
-        if value not in _FSDP_AS_IS.get(name, ()):
+        if str(value).lower() not in _FSDP_AS_IS.get(name, ()):
             hint = _FSDP_INSTEAD.get(name, "Leave it out")
             raise ValueError(
                 f"fsdp_config has {name}={value!r}, which has no meaning on XLA: fsdp splits weights, gradients and "
                 f"optimizer state over the chips, and the compiler gathers a layer's weights when it needs them. {hint}."
             )
-    if adapted.mesh is not None and "fsdp" not in parse_mesh(adapted.mesh):
+    if adapted.mesh is not None and parse_mesh(adapted.mesh).get("fsdp", 1) == 1:
         raise ValueError(
             f"fsdp asks for split weights, and mesh={adapted.mesh!r} for whole ones. Leave one of them out."
         )

@@ -15,6 +15,7 @@ from ..backends.base import Backend
 from ..sharding import ShardingPlan, advise_sharding, describe_mesh, resolve_mesh
 from ..sharding.local_gradients import LocalGradients, draws_random_numbers
 from ..sharding.per_chip import score_tokens_per_chip
+from ..sharding.plan import PartitionSpec
 from .configs import ExtensionArguments
 
 
@@ -56,6 +57,7 @@ class ChipsMixin:
         self.mesh = resolve_mesh(self.compiled.mesh, chips)
         self.backend.use_mesh(self.mesh)
         self.sharding_plan: ShardingPlan | None = None
+        self._specs: dict[str, PartitionSpec] = {}
         self.local_gradients: LocalGradients | None = None
         self._splits_activations = False
         self._recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
@@ -65,9 +67,9 @@ class ChipsMixin:
     def _shard_model(self, model: nn.Module) -> None:
         """Put a model's parameters and buffers on their chips."""
         self.sharding_plan = ShardingPlan(model, self.mesh)
-        specs = {parameter.name: parameter.spec for parameter in self.sharding_plan.parameters}
+        self._specs = {parameter.name: parameter.spec for parameter in self.sharding_plan.parameters}
         for name, parameter in model.named_parameters():
-            self.backend.shard(parameter, specs[name])
+            self.backend.shard(parameter, self._specs[name])
         for buffer in model.buffers():
             self.backend.shard(buffer, (None,) * buffer.ndim)
 
@@ -84,12 +86,25 @@ class ChipsMixin:
         if self.backend.num_chips == 1:
             return
         self._shard_model(model)
-        specs = {parameter.name: parameter.spec for parameter in self.sharding_plan.parameters}
+        self.shard_gradients(model)
         for name, parameter in model.named_parameters():
-            state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-            for tensor in (*state, *([] if parameter.grad is None else [parameter.grad])):
-                if tensor.shape == parameter.shape and tensor.device.type == parameter.device.type:
-                    self.backend.shard(tensor, specs[name])
+            for value in optimizer.state.get(parameter, {}).values():
+                # Counters stay on the host.
+                if isinstance(value, torch.Tensor) and value.device == parameter.device:
+                    if value.shape == parameter.shape:
+                        self.backend.shard(value, self._specs[name])
+
+    def shard_gradients(self, model: nn.Module) -> None:
+        """
+        Put gradients where their parameters are.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                Model on the device.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.backend.shard(parameter.grad, self._specs[name])
 
     # ---- Fully sharded: keep the partitioner to the scheme ----
 

@@ -68,7 +68,7 @@ class ExtensionArguments:
 
     def __post_init__(self):
         # Upstream takes a device while it sets up its own fields, so the choice comes first.
-        select_backend(self.backend, self.num_chips)
+        select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
         if self.mesh is not None:
             parse_mesh(self.mesh)
         if isinstance(self.length_buckets, int):

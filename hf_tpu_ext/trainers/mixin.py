@@ -223,6 +223,8 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         inputs = complete_rows(inputs, rows, self._pad_token_id)
         self._shape_guards[mode].check(inputs)
         self._batch_shape = next(tuple(value.shape) for value in inputs.values() if isinstance(value, torch.Tensor))
+        # A collator of the caller's may yield more rows than it was given.
+        rows = next(value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim)
         sent = self.backend.send_rows(dict(inputs), rows)
         if self.local_gradients is not None and self.local_gradients.inside:
             sent = {
@@ -271,6 +273,9 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         else:
             with self.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
                 loss = self.over_chips(super().training_step(model, inputs, num_items_in_batch))
+        if self.mesh["fsdp"] > 1 and self.accelerator.sync_gradients:
+            # Said before clipping: a norm of whole gradients would have them summed up whole on every chip.
+            self.shard_gradients(model)
         if self.backend.lazy:
             self.loss_log.add(
                 loss,

@@ -49,7 +49,6 @@ def refused(words, call):
         (dict(fp16_full_eval=True), ["fp16_full_eval=True", "Leave it out"]),
         (dict(optim="adamw_bnb_8bit"), ["optim=adamw_bnb_8bit", "adamw_torch", "adafactor"]),
         (dict(optim="lion_8bit"), ["optim=lion_8bit", "adamw_torch"]),
-        (dict(fsdp=True), ["fsdp", "Leave it out"]),
         (dict(gradient_checkpointing_kwargs={"selective": True}), ["selective", "Leave it out"]),
         (dict(show_samples=2, kwargs={"eval_dataset": None}), ["show_samples=2", "eval_dataset", "eval_strategy"]),
         (dict(show_samples=-1), ["show_samples=-1", "or 0"]),
