@@ -102,6 +102,7 @@ SET = {
     "_globalstep_last_logged",
     "_total_loss_scalar",
     "_total_train_tokens",
+    "_train_batch_size",
     "_tr_loss",
     "control",
     "data_collator",
@@ -111,7 +112,6 @@ SET = {
 READ = {
     "_metrics",
     "_tokenizer",
-    "_train_batch_size",
     "accelerator",
     "args",
     "aux_loss_enabled",
@@ -121,6 +121,7 @@ READ = {
     "eval_dataset",
     "label_smoother",
     "model",
+    "model_accepts_loss_kwargs",
     "optimizer",
     "padding_free",
     "processing_class",

@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHIPS
 from test_bad_input import refused
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainingArguments
 
 
-pytestmark = pytest.mark.skipif(CHIPS > 1, reason="a process with one chip, and one with eight that it starts")
+pytestmark = pytest.mark.skipif(
+    "CPU_NUM_DEVICES" in os.environ, reason="a process with one chip, and one with eight that it starts"
+)
 
 EXAMPLES = ["mesh='data'", "mesh='fsdp'", "mesh='data=2,fsdp=4'"]
 

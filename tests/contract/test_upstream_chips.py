@@ -1,0 +1,90 @@
+"""What running on several chips relies on in transformers, TRL and torch_xla."""
+
+import inspect
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import trl.trainer.utils
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl import SFTConfig
+from trl.trainer.sft_trainer import add_fused_lm_head
+
+from hf_tpu_ext.examples.tiny import make_model
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return AutoModelForCausalLM.from_pretrained(make_model(tmp_path, hidden_size=16, num_hidden_layers=2))
+
+
+def test_the_fused_head_is_looked_up_when_it_is_used(tiny, monkeypatch):
+    """sharding/per_chip.py puts another in its place for the time of a forward pass."""
+    calls = []
+    original = trl.trainer.utils._ChunkedLogProbFunction
+
+    class Recorded:
+        @staticmethod
+        def apply(*args):
+            calls.append(args)
+            return original.apply(*args)
+
+    add_fused_lm_head(tiny)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Recorded)
+    ids = torch.arange(12).reshape(2, 6)
+    outputs = tiny(input_ids=ids, labels=ids, fused_lm_head=True)
+    (arguments,) = calls
+    hidden, weight, bias, targets, *settings = arguments
+    assert hidden.shape == (10, 16) and weight is tiny.lm_head.weight and bias is None and targets.shape == (10,)
+    assert not any(isinstance(setting, torch.Tensor) for setting in settings)
+    assert outputs.log_probs.shape == (2, 5)
+
+
+def test_layers_and_losses_are_recognised(tiny):
+    """trainers/chips.py splits the activations between layers, and keeps gradients local for losses over tokens."""
+    assert sum(isinstance(module, GradientCheckpointingLayer) for module in tiny.modules()) == 2
+    assert tiny.loss_type == "ForCausalLM"
+
+
+@pytest.mark.parametrize("value", [True, "full_shard", "full_shard auto_wrap"])
+def test_fsdp_is_normalised_by_the_arguments(value, tmp_path):
+    """trainers/arguments.py reads `fsdp_config` only."""
+    args = SFTConfig(str(tmp_path), fsdp=value, use_cpu=True)
+    assert args.fsdp is True and args.fsdp_config["xla"] is False
+    assert args.fsdp_config.get("reshard_after_forward", True) is True
+    assert args.fsdp_plugin_args is not None
+    offloaded = SFTConfig(str(tmp_path), fsdp="full_shard offload", use_cpu=True)
+    assert offloaded.fsdp_config["cpu_offload"] is True
+    assert TrainingArguments(str(tmp_path), use_cpu=True).fsdp is None
+
+
+def test_the_batch_of_an_argument_is_that_of_the_loader(stock):
+    """trainers/chips.py multiplies the rows per device of its copy, since to upstream all chips are one device."""
+    trainer = stock.trainer(per_device_train_batch_size=4, per_device_eval_batch_size=6)
+    assert trainer._train_batch_size == trainer.args.per_device_train_batch_size == 4
+    assert trainer.get_train_dataloader().batch_size == 4
+    assert trainer.get_eval_dataloader().batch_size == trainer.args.eval_batch_size == 6
+    trainer.args.per_device_train_batch_size = trainer._train_batch_size = 2
+    assert trainer.get_train_dataloader().batch_size == 2
+    assert trainer.get_total_train_batch_size(trainer.args) == 2 * trainer.args.gradient_accumulation_steps
+
+
+def test_calls_of_torch_xla_that_are_not_public(xla):
+    """backends/xla.py: the public forms return a tensor subclass, or read a split tensor by making it whole first."""
+    for name in (
+        "_get_local_shard_replica_and_indices",
+        "_get_local_shards",
+        "_get_xla_sharding_spec",
+        "_mark_manual_sharding",
+        "_spmd_full_to_shard_shape",
+        "_spmd_shard_to_full_shape",
+        "_xla_annotate_custom_sharding",
+        "_xla_clear_sharding",
+        "_xla_mark_sharding",
+    ):
+        assert name in dir(torch_xla._XLAC), name
+    assert list(inspect.signature(xm.send_cpu_data_to_device).parameters)[2] == "input_sharding"
+    assert {"xla_spec", "minibatch"} <= set(dir(xs.ShardingSpec))
