@@ -61,14 +61,18 @@ def test_fsdp_is_normalised_by_the_arguments(value, tmp_path):
     assert TrainingArguments(str(tmp_path), use_cpu=True).fsdp is None
 
 
+def rows_of(loader):
+    return len(next(iter(loader))["input_ids"])
+
+
 def test_the_batch_of_an_argument_is_that_of_the_loader(stock):
     """trainers/chips.py multiplies the rows per device of its copy, since to upstream all chips are one device."""
-    trainer = stock.trainer(per_device_train_batch_size=4, per_device_eval_batch_size=6)
+    trainer = stock.trainer(per_device_train_batch_size=4, per_device_eval_batch_size=3)
     assert trainer._train_batch_size == trainer.args.per_device_train_batch_size == 4
-    assert trainer.get_train_dataloader().batch_size == 4
-    assert trainer.get_eval_dataloader().batch_size == trainer.args.eval_batch_size == 6
+    assert rows_of(trainer.get_train_dataloader()) == 4
+    assert rows_of(trainer.get_eval_dataloader()) == trainer.args.eval_batch_size == 3
     trainer.args.per_device_train_batch_size = trainer._train_batch_size = 2
-    assert trainer.get_train_dataloader().batch_size == 2
+    assert rows_of(trainer.get_train_dataloader()) == 2
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * trainer.args.gradient_accumulation_steps
 
 
