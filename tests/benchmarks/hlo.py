@@ -141,9 +141,12 @@ class Program:
     Args:
         text (`str`):
             Its optimized HLO.
+        weights (`frozenset[tuple[int, ...]]`):
+            Shapes of the weights, whole and in parts, each with its sizes in ascending order: compilers transpose.
     """
 
     text: str
+    weights: frozenset[tuple[int, ...]]
 
     @property
     def argument_bytes(self) -> int:
@@ -157,18 +160,18 @@ class Program:
 
     @property
     def gathers(self) -> list[Collective]:
-        """All-gathers of floating-point tensors, which weights are."""
-        return self._of_floats("all-gather")
+        """All-gathers of weights."""
+        return self._of_weights("all-gather")
 
     @property
     def scatters(self) -> list[Collective]:
-        """Reduce-scatters of floating-point tensors, which gradients are."""
-        return self._of_floats("reduce-scatter")
+        """Reduce-scatters of gradients."""
+        return self._of_weights("reduce-scatter")
 
     @property
     def reductions(self) -> list[Collective]:
-        """All-reduces of floating-point tensors, which gradients are."""
-        return self._of_floats("all-reduce")
+        """All-reduces of gradients."""
+        return self._of_weights("all-reduce")
 
     @property
     def others(self) -> list[Collective]:
@@ -176,9 +179,9 @@ class Program:
         known = [*self.numbers, *self.gathers, *self.scatters, *self.reductions]
         return [item for item in parse_collectives(self.text) if item not in known]
 
-    def _of_floats(self, kind: str) -> list[Collective]:
+    def _of_weights(self, kind: str) -> list[Collective]:
         return [
             item
             for item in parse_collectives(self.text)
-            if item.kind == kind and any(tensor.dims and "f" in tensor.dtype for tensor in item.tensors)
+            if item.kind == kind and any(tuple(sorted(tensor.dims)) in self.weights for tensor in item.tensors)
         ]

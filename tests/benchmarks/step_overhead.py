@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, Plan, run
+from tables import write_block
 from transformers import AutoTokenizer
 
 from hf_tpu_ext.data import round_up_length
@@ -32,7 +33,6 @@ LOSS_TOLERANCE = 1e-4
 # Over hundreds of steps, differences of rounding grow in any two programs.
 LOSS_STEPS = 100
 README = Path(__file__).parents[2] / "README.md"
-START, END = "<!-- benchmark:start -->", "<!-- benchmark:end -->"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -223,26 +223,6 @@ def make_table(results: dict[str, dict[str, Any]], loss_step: int) -> str:
     return "\n".join(lines)
 
 
-def write_readme(block: str) -> None:
-    """
-    Replace what stands between the two markers of README.md.
-
-    Args:
-        block (`str`):
-            Markdown.
-
-    Raises:
-        `ValueError`: The markers are not there.
-    """
-    before, start, rest = README.read_text(encoding="utf-8").partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"{README.name} has no place for the table. Put these two lines into it: {START} and {END}")
-    temporary = README.with_suffix(".tmp")
-    temporary.write_text(f"{before}{START}\n{block}\n{END}{after}", encoding="utf-8")
-    os.replace(temporary, README)
-
-
 def main() -> None:
     """Run the benchmark and print its table."""
     arguments = parse_arguments()
@@ -258,7 +238,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps({**setup, "results": results}, indent=2), encoding="utf-8")
     if arguments.write_readme:
-        write_readme(block)
+        write_block(README, "benchmark", block)
     ours, stock = results["ours"]["losses"], results["stock_padded"]["losses"]
     worst = max(abs(ours[step] - stock[step]) for step in ours if step <= LOSS_STEPS)
     if not worst <= LOSS_TOLERANCE:

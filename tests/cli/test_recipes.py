@@ -48,19 +48,40 @@ def test_recipe(recipe, tiny, tmp_path, monkeypatch):
     assert trl.SFTTrainer is upstream
 
 
-def test_recipe_through_the_stock_command(tiny, tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TPU_EXT", raising=False)
-    trl_command = shutil.which("trl", path=os.path.dirname(sys.executable))
-    recipe = next(path for path in RECIPES if path.stem == "sft_full_qwen3")
+def run_command(name, recipe, tiny, output_dir, **env):
+    """Run a recipe by a command of its own process."""
+    command = [shutil.which(name, path=os.path.dirname(sys.executable))]
+    command += ["pretrain" if recipe.stem.startswith("pretrain") else "sft", "--config", recipe]
     result = subprocess.run(
-        [trl_command, "sft", "--config", recipe, "--smoke", tiny, "--output_dir", tmp_path, *SHORT],
+        [*command, "--smoke", tiny, "--output_dir", output_dir, *SHORT],
+        env={key: value for key, value in os.environ.items() if key != "HF_TPU_EXT"} | env,
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert result.returncode == 0, result.stderr
+    check_run(output_dir)
+    return result
+
+
+FULL = next(path for path in RECIPES if path.stem == "sft_full_qwen3")
+
+
+def test_recipe_through_the_stock_command(tiny, tmp_path):
+    result = run_command("trl", FULL, tiny, tmp_path)
     assert "`trl sft` is run by hf_tpu_ext, because the recipe's env says HF_TPU_EXT: 1" in result.stderr
-    check_run(tmp_path)
+
+
+def test_recipe_on_eight_devices_through_the_stock_command(tiny, tmp_path):
+    result = run_command("trl", FULL, tiny, tmp_path, CPU_NUM_DEVICES="8")
+    assert "effective batch 2 per chip x 2 accumulated x 8 chips = 32 rows" in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_on_eight_devices(recipe, tiny, tmp_path):
+    result = run_command("hf-tpu", recipe, tiny, tmp_path, CPU_NUM_DEVICES="8")
+    assert "8 chips" in result.stdout + result.stderr
 
 
 def test_absent_split_is_named(tiny, tmp_path, capsys):
