@@ -169,6 +169,31 @@ class Backend(ABC):
 
     # ---- Steps ----
 
+    def scan(self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple, tuple]:
+        """
+        Run a function over the first dimension of tensors, one entry after the other.
+
+        Autograd does not follow it; inside a turn gradients can be computed.
+
+        Args:
+            turn (`Callable`):
+                Called as `turn(carry, entries)` with tuples of tensors. Returns what is carried on, of the same shapes and
+                dtypes, and the turn's results.
+            carry (`tuple[torch.Tensor, ...]`):
+                What the first turn gets.
+            tensors (`tuple[torch.Tensor, ...]` of shapes `(turns, ...)`):
+                What to go through.
+
+        Returns:
+            `tuple`: What the last turn carried on, and the results of all turns, stacked.
+        """
+        results = []
+        with torch.no_grad():
+            for entries in zip(*tensors, strict=True):
+                carry, result = turn(carry, entries)
+                results.append(result)
+            return carry, tuple(torch.stack(result) for result in zip(*results, strict=True))
+
     def end_step(self) -> None:  # noqa: B027
         """Close the program recorded so far and start it, without waiting for it."""
 

@@ -13,6 +13,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
+from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
 from .base import Backend, Counters
@@ -205,6 +206,14 @@ class XLABackend(Backend):
         state = xm.get_rng_state()
         torch_xla.sync(wait=wait)
         xm.set_rng_state(state)
+
+    def scan(self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple, tuple]:
+        # The public `scan` traces `turn` with tensors that autograd cannot be run on. This is what it calls then: a loop of
+        # XLA, whose body is recorded once.
+        with torch.no_grad():
+            if tensors[0].shape[0] == 1:
+                return super().scan(turn, carry, tensors)
+            return _scan_impl_pytree(turn, carry, tensors)
 
     def end_step(self) -> None:
         self._sync()

@@ -6,7 +6,11 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from ..backends import select_backend
+from ..distillation.losses import KD_LOSSES
 from ..sharding import parse_mesh
+
+
+_NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
 
 
 @dataclass
@@ -88,6 +92,24 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
             See [`ExtensionArguments`].
         show_samples (`int`, *optional*, defaults to `0`):
             How many prompts of the evaluation set are answered before and after training, and printed side by side.
+        kd_teacher (`str`, *optional*):
+            Teacher to learn from: name or path of a model that runs beside the student, or `"base"` for the student's own
+            base with the adapters switched off.
+        kd_cache (`str`, *optional*):
+            Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`, instead of a model.
+        kd_alpha (`float`, *optional*, defaults to `0.5`):
+            Weight of the teacher in the loss `(1 - kd_alpha) * CE + kd_alpha * kd_temperature**2 * KD`.
+        kd_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature of teacher and student in the distillation term.
+        kd_top_k (`int`, *optional*):
+            How many of the teacher's most likely tokens to learn from, with one bucket for the mass of all others. By
+            default the whole vocabulary of a model, or all that a cache holds.
+        kd_loss (`str`, *optional*, defaults to `"forward_kl"`):
+            Divergence: `"forward_kl"`, `"reverse_kl"` or `"jsd"` (generalized Jensen-Shannon).
+        kd_beta (`float`, *optional*, defaults to `0.5`):
+            Weight of the teacher in the mixture of `"jsd"`.
+        kd_preload (`bool`, *optional*, defaults to `False`):
+            Whether to read the whole cache into memory at start.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
     """
@@ -97,12 +119,79 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
         metadata={"help": "How many prompts of the evaluation set are answered before and after training."},
     )
 
+    kd_teacher: str | None = field(
+        default=None,
+        metadata={
+            "help": "Teacher to learn from: name or path of a model that runs beside the student, or 'base' for the "
+            "student's own base with the adapters switched off (LoRA)."
+        },
+    )
+    kd_cache: str | None = field(
+        default=None,
+        metadata={"help": "Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`."},
+    )
+    kd_alpha: float = field(
+        default=0.5,
+        metadata={"help": "Weight of the teacher: loss = (1 - kd_alpha) * CE + kd_alpha * kd_temperature**2 * KD."},
+    )
+    kd_temperature: float = field(
+        default=1.0, metadata={"help": "Temperature of teacher and student in the distillation term."}
+    )
+    kd_top_k: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many of the teacher's most likely tokens to learn from, with one bucket for all others. "
+            "Default: the whole vocabulary of a model, or all that a cache holds."
+        },
+    )
+    kd_loss: str = field(
+        default="forward_kl",
+        metadata={"help": "Divergence between teacher and student.", "choices": list(KD_LOSSES)},
+    )
+    kd_beta: float = field(default=0.5, metadata={"help": "Weight of the teacher in the mixture of kd_loss='jsd'."})
+    kd_preload: bool = field(default=False, metadata={"help": "Read the whole teacher cache into memory at start."})
+
     def __post_init__(self):
+        self._check_distillation()
         if self.show_samples < 0:
             raise ValueError(
                 f"show_samples={self.show_samples} is negative. Give the number of prompts to answer, or 0."
             )
         super().__post_init__()
+
+    def _check_distillation(self) -> None:
+        if self.kd_teacher is not None and self.kd_cache is not None:
+            raise ValueError(
+                f"kd_teacher={self.kd_teacher!r} and kd_cache={self.kd_cache!r} are two teachers. Leave one of them out: "
+                "a cache already holds what its teacher said."
+            )
+        if not 0 <= self.kd_alpha <= 1:
+            raise ValueError(f"kd_alpha={self.kd_alpha} is not between 0 (labels only) and 1 (teacher only).")
+        if self.kd_temperature <= 0:
+            raise ValueError(f"kd_temperature={self.kd_temperature} is not above 0. 1.0 to 2.0 are usual.")
+        if self.kd_top_k is not None and self.kd_top_k < 1:
+            raise ValueError(f"kd_top_k={self.kd_top_k} is not at least 1. 128 is usual; leave it out for all tokens.")
+        if self.kd_loss not in KD_LOSSES:
+            raise ValueError(f"Unknown kd_loss={self.kd_loss!r}. Allowed: {', '.join(KD_LOSSES)}.")
+        if not 0 < self.kd_beta < 1:
+            raise ValueError(
+                f"kd_beta={self.kd_beta} is not above 0 and below 1. At the ends jsd is another loss: set "
+                "kd_loss='forward_kl' or 'reverse_kl'."
+            )
+        if self.kd_teacher is None and self.kd_cache is None:
+            defaults = {name: type(self).__dataclass_fields__[name].default for name in _NEED_A_TEACHER}
+            changed = [name for name, default in defaults.items() if vars(self)[name] != default]
+            if changed:
+                raise ValueError(
+                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without a teacher. Set kd_teacher or kd_cache, "
+                    "or leave it out."
+                )
+            return
+        if self.loss_type != "nll" or self.label_smoothing_factor:
+            raise ValueError(
+                "Distillation mixes the teacher's loss with plain cross-entropy. Leave loss_type and "
+                "label_smoothing_factor out."
+            )
 
 
 @dataclass

@@ -13,11 +13,12 @@ from ..data import PackedCollator, StaticShapeCollator
 from ..step.metrics import DeviceSums
 from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
+from .distillation import KD_METRICS, DistillationMixin, distills
 from .lengths import declare_lengths, pad_token_of
 from .mixin import TPUTrainerMixin
 
 
-class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
+class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     """
     [`~trl.SFTTrainer`] that trains on TPU, GPU and CPU with the same arguments.
 
@@ -72,6 +73,8 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
             config_cls = TPUSFTConfig if isinstance(args, ExtensionArguments) else SFTConfig
             args = config_cls(**{**args.to_dict(), "hub_token": args.hub_token})
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
+        if distills(self.args):
+            self._prepare_teacher()
         if isinstance(args, TPUSFTConfig) and args.show_samples:
             self._show_samples(args.show_samples)
 
@@ -94,7 +97,7 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
                 "Datasets with images do not train on XLA: the number of image tokens changes the program with every "
                 "batch. Train on CUDA (backend='cuda'), or drop the image column."
             )
-        floats = ("entropy", "mean_token_accuracy", "aux_loss", "batches")
+        floats = ("entropy", "mean_token_accuracy", "aux_loss", "batches", *KD_METRICS)
         self._sums = {mode: DeviceSums(self.backend, floats, ("num_tokens",)) for mode in ("train", "eval")}
         super()._prepare_compiled_path()
 
@@ -205,6 +208,7 @@ class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer):
             return
         self._sums[mode].reset()
         names = ["entropy", "mean_token_accuracy"] + ["aux_loss"] * self.aux_loss_enabled
+        names += KD_METRICS if self.teacher is not None else ()
         # Upstream's `log` shows the mean of these lists.
         self._metrics[mode].update({name: [values[name] / batches] for name in names})
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]

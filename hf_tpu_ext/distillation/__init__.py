@@ -1,0 +1,1 @@
+"""Knowledge distillation: the loss, the teachers, the teacher's cache."""

@@ -1,0 +1,285 @@
+"""The student's language model head, fused with cross-entropy and distillation: no logits of a whole batch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Backend
+from .losses import TopK, full_divergence, top_k_divergence
+
+
+# Elements of a chunk's logits. A chunk of fewer tokens for a larger vocabulary keeps the memory the same.
+_CHUNK_ELEMENTS = 2**24
+_MOST_TOKENS = 1024
+
+
+class Head(NamedTuple):
+    """
+    What a language model computes its logits from.
+
+    Args:
+        hidden (`torch.Tensor` of shape `(tokens, hidden_size)`):
+            Last hidden states.
+        weight (`torch.Tensor` of shape `(vocabulary, hidden_size)`):
+            Weight of the head.
+        bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*):
+            Its bias.
+        softcap (`float`, *optional*):
+            `final_logit_softcapping` of the model.
+        scale (`float`):
+            What the logits are multiplied by.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, dtype: torch.dtype) -> Tensor:
+        """
+        Compute the logits.
+
+        Args:
+            dtype (`torch.dtype`):
+                Dtype of the matrix product.
+
+        Returns:
+            `torch.Tensor` of shape `(tokens, vocabulary)`: float32, or float64 for such weights.
+        """
+        logits = self.hidden.to(dtype) @ self.weight.to(dtype).T
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.bias is not None:
+            logits = logits + self.bias
+        logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+class TokenTerms(NamedTuple):
+    """
+    What distillation knows about each token. The first two have gradients.
+
+    Args:
+        log_probs (`torch.Tensor` of shape `(tokens,)`):
+            Log-probability of the target, at temperature 1.
+        kd (`torch.Tensor` of shape `(tokens,)`):
+            Divergence from the teacher, without the factor `temperature**2`.
+        entropy (`torch.Tensor` of shape `(tokens,)`):
+            Entropy of the student, at temperature 1.
+        is_top1 (`torch.Tensor` of shape `(tokens,)`):
+            1 where the target is the student's most likely token.
+        coverage (`torch.Tensor` of shape `(tokens,)`):
+            The teacher's mass in its top K; 1 for the whole vocabulary.
+        agreement (`torch.Tensor` of shape `(tokens,)`):
+            1 where the student's most likely token is the teacher's.
+    """
+
+    log_probs: Tensor
+    kd: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    coverage: Tensor
+    agreement: Tensor
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """
+    How a student learns from a teacher.
+
+    Args:
+        temperature (`float`):
+            Temperature of both distributions.
+        kd_loss (`str`):
+            `"forward_kl"`, `"reverse_kl"` or `"jsd"`.
+        beta (`float`):
+            Weight of the teacher in the mixture of `"jsd"`.
+        top_k (`int`, *optional*):
+            Tokens of a teacher's logits to learn from, with one bucket for the others; all by default.
+    """
+
+    temperature: float = 1.0
+    kd_loss: str = "forward_kl"
+    beta: float = 0.5
+    top_k: int | None = None
+
+    def terms(self, student: Head, targets: Tensor, teacher: Head | TopK, dtype: torch.dtype) -> TokenTerms:
+        """
+        Compare a student with its teacher on a few tokens, with all of their logits.
+
+        Args:
+            student ([`Head`]):
+                The student.
+            targets (`torch.Tensor` of shape `(tokens,)`):
+                Next tokens.
+            teacher ([`Head`] or [`TopK`]):
+                The teacher on the same tokens.
+            dtype (`torch.dtype`):
+                Dtype of the matrix products.
+
+        Returns:
+            [`TokenTerms`]: One entry per token.
+        """
+        logits = student.logits(dtype)
+        log_probs = logits.log_softmax(-1)
+        if isinstance(teacher, Head):
+            with torch.no_grad():
+                teacher_logits = teacher.logits(dtype)
+                best = teacher_logits.argmax(-1)
+                shared = min(teacher_logits.shape[-1], logits.shape[-1])
+                if self.top_k is not None and self.top_k < shared:
+                    teacher = TopK.of(teacher_logits[..., :shared], self.top_k, self.temperature)
+        else:
+            best = teacher.ids[..., 0]
+        if isinstance(teacher, Head):
+            kd = full_divergence(teacher_logits, logits, self.temperature, self.kd_loss, self.beta)
+            coverage = torch.ones_like(kd)
+        else:
+            kd = top_k_divergence(teacher, logits, self.temperature, self.kd_loss, self.beta)
+            coverage = teacher.log_probs.to(kd.dtype).exp().sum(-1).clamp(max=1)
+        chosen = logits.argmax(-1)
+        return TokenTerms(
+            log_probs.gather(-1, targets[..., None])[..., 0],
+            kd,
+            -(log_probs.exp() * log_probs).sum(-1),
+            (chosen == targets).to(kd.dtype),
+            coverage,
+            (chosen == best).to(kd.dtype),
+        )
+
+
+class FusedDistillation(torch.autograd.Function):
+    """
+    [`Distillation.terms`] for a whole batch, a chunk of tokens at a time, with gradients for the student's head.
+
+    The backward pass computes the logits of each chunk anew, so at no time there are more than one chunk's. On XLA the
+    chunks are the turns of one loop, and the size of the program does not depend on their number.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, teacher, student, settings, backend, dtype):
+        ctx.set_materialize_grads(False)
+        ctx.student, ctx.teacher, ctx.targets = student, teacher, targets
+        ctx.settings, ctx.backend, ctx.dtype = settings, backend, dtype
+        ctx.save_for_backward(hidden, weight, bias)
+        chunks = _Chunks(hidden, weight, targets, teacher)
+
+        def compare(carry, chunk):
+            head, chunk_targets, chunk_teacher = chunks.take(chunk, student._replace(weight=weight, bias=bias))
+            return carry, tuple(settings.terms(head, chunk_targets, chunk_teacher, dtype))
+
+        _, terms = backend.scan(compare, (), chunks.tensors)
+        terms = TokenTerms(*(chunks.join(term) for term in terms))
+        ctx.mark_non_differentiable(*terms[2:])
+        return tuple(terms)
+
+    @staticmethod
+    def backward(ctx, log_probs_grad, kd_grad, *_):
+        hidden, weight, bias = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        tokens = hidden.shape[0]
+        sums = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        upstream = [
+            torch.zeros(tokens, dtype=sums, device=hidden.device) if gradient is None else gradient.to(sums)
+            for gradient in (log_probs_grad, kd_grad)
+        ]
+        chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, *upstream)
+        wanted = {"weight": weight if needs_weight else None, "bias": bias if needs_bias else None}
+        wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
+
+        def differentiate(carry, chunk):
+            with torch.enable_grad():
+                leaves = {name: tensor.detach().requires_grad_() for name, tensor in wanted.items()}
+                head, targets, teacher = chunks.take(
+                    chunk, ctx.student._replace(**{"weight": weight, "bias": bias, **leaves})
+                )
+                rows = head.hidden.detach().requires_grad_(needs_hidden)
+                terms = ctx.settings.terms(head._replace(hidden=rows), targets, teacher, ctx.dtype)
+                by_log_prob, by_kd = chunk[-2:]
+                total = (terms.log_probs * by_log_prob + terms.kd * by_kd).sum()
+                inputs = [*([rows] if needs_hidden else []), *leaves.values()]
+                gradients = list(torch.autograd.grad(total, inputs))
+            hidden_grad = gradients.pop(0) if needs_hidden else by_kd
+            return tuple(so_far + new for so_far, new in zip(carry, gradients, strict=True)), (hidden_grad,)
+
+        start = tuple(torch.zeros(tensor.shape, dtype=sums, device=hidden.device) for tensor in wanted.values())
+        totals, (rows_grad,) = ctx.backend.scan(differentiate, start, chunks.tensors)
+        by_name = {name: total.to(wanted[name].dtype) for name, total in zip(wanted, totals, strict=True)}
+        hidden_grad = chunks.join(rows_grad).to(hidden.dtype) if needs_hidden else None
+        return hidden_grad, by_name.get("weight"), by_name.get("bias"), *[None] * 6
+
+
+class _Chunks:
+    """Tokens of a batch in chunks of equal size: `(chunks, tokens, ...)`, the last one completed with zeros."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, *more: Tensor):
+        self._tokens = hidden.shape[0]
+        size = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
+        self._count = -(-self._tokens // size)
+        # Even chunks rather than a short last one.
+        self._size = -(-self._tokens // self._count)
+        self._teacher = teacher
+        by_token = (teacher.hidden,) if isinstance(teacher, Head) else tuple(teacher)
+        self.tensors = tuple(self._split(tensor) for tensor in (hidden, targets, *by_token, *more))
+
+    def _split(self, tensor: Tensor) -> Tensor:
+        missing = self._count * self._size - self._tokens
+        if missing:
+            tensor = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+        return tensor.reshape(self._count, self._size, *tensor.shape[1:])
+
+    def take(self, chunk: tuple[Tensor, ...], student: Head) -> tuple[Head, Tensor, Head | TopK]:
+        hidden, targets, *rest = chunk
+        if isinstance(self._teacher, Head):
+            teacher = self._teacher._replace(hidden=rest[0])
+        else:
+            teacher = TopK(*rest[:3])
+        return student._replace(hidden=hidden), targets, teacher
+
+    def join(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1, *tensor.shape[2:])[: self._tokens]
+
+
+def distill(
+    student: Head,
+    targets: Tensor,
+    teacher: Head | TopK,
+    settings: Distillation,
+    backend: Backend,
+    dtype: torch.dtype | None = None,
+) -> TokenTerms:
+    """
+    Compare a student with its teacher on every token of a batch.
+
+    Args:
+        student ([`Head`]):
+            The student. Gradients reach its hidden states, weight and bias.
+        targets (`torch.Tensor` of shape `(tokens,)`):
+            Next tokens, each within the vocabulary.
+        teacher ([`Head`] or [`TopK`]):
+            The teacher on the same tokens.
+        settings ([`Distillation`]):
+            How.
+        backend ([`Backend`]):
+            The backend in use.
+        dtype (`torch.dtype`, *optional*):
+            Dtype of the matrix products; that of the hidden states by default.
+
+    Returns:
+        [`TokenTerms`]: One entry per token, `log_probs` and `kd` with gradients.
+    """
+    return TokenTerms(
+        *FusedDistillation.apply(
+            student.hidden,
+            student.weight,
+            student.bias,
+            targets,
+            teacher,
+            student,
+            settings,
+            backend,
+            student.hidden.dtype if dtype is None else dtype,
+        )
+    )

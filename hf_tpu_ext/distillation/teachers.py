@@ -1,0 +1,142 @@
+"""Teachers behind one interface: what the student learns from, for each token of a batch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl.trainer.utils
+from peft import PeftModel
+from torch import nn
+from trl.trainer.utils import add_fused_lm_head
+
+from ..backends.base import Backend
+from ..sharding import ShardingPlan
+from ..step.kernels import use_static_kernels
+from .fused_head import Head
+from .losses import TopK
+
+
+#: What a batch holds of a cached teacher, each of shape `(batch, length, ...)`.
+CACHED_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
+
+
+@contextmanager
+def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
+    """
+    Within this context, TRL's fused language model head is computed by another function.
+
+    Args:
+        apply (`Callable`):
+            Called as `trl.kernels.ChunkedLogProbFunction.apply`.
+    """
+    function = trl.trainer.utils._ChunkedLogProbFunction
+    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=apply)
+    try:
+        yield
+    finally:
+        trl.trainer.utils._ChunkedLogProbFunction = function
+
+
+@torch.no_grad()
+def run_to_head(model: nn.Module, inputs: dict[str, Any]) -> Head:
+    """
+    Run a model up to its head, through TRL's fused forward pass.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model with [`~trl.trainer.utils.add_fused_lm_head`].
+        inputs (`dict[str, torch.Tensor]`):
+            A batch with `labels` of shape `(batch, length)`.
+
+    Returns:
+        [`Head`]: What its logits are computed from, for the `batch * (length - 1)` positions that predict a label.
+    """
+    captured = []
+
+    def capture(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
+        captured.append(Head(hidden, weight, bias, softcap, scale))
+        return (torch.zeros_like(targets, dtype=torch.float32), None, None, None, None)
+
+    with head_computed_by(capture):
+        model(**inputs, fused_lm_head=True)
+    (head,) = captured
+    return head
+
+
+class Teacher(ABC):
+    """What a student learns from."""
+
+    @abstractmethod
+    def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head | TopK:
+        """
+        Look at a batch.
+
+        Args:
+            student ([`~torch.nn.Module`]):
+                The student, as it is trained.
+            inputs (`dict[str, torch.Tensor]`):
+                The batch on the device. What only the teacher needs is taken out.
+
+        Returns:
+            [`Head`] or [`TopK`]: Its answer for the `batch * (length - 1)` positions that predict a label.
+        """
+
+
+class OnlineTeacher(Teacher):
+    """
+    A frozen model that runs beside the student, in the same program.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The teacher. It is placed on the device, and split over the chips as the student's weights are.
+        backend ([`Backend`]):
+            The backend in use.
+        mesh (`dict[str, int]`):
+            Size of each axis of the mesh.
+    """
+
+    def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int]):
+        self._model = model.eval().requires_grad_(False)
+        add_fused_lm_head(model)
+        if backend.lazy:
+            use_static_kernels(model)
+        backend.place(model)
+        specs = {parameter.name: parameter.spec for parameter in ShardingPlan(model, mesh).parameters}
+        for name, parameter in model.named_parameters():
+            backend.shard(parameter, specs[name])
+        for buffer in model.buffers():
+            backend.shard(buffer, (None,) * buffer.ndim)
+
+    def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
+        return run_to_head(self._model, inputs)
+
+
+class AnchorTeacher(Teacher):
+    """
+    The student's own base, with the adapters switched off: no second model in memory.
+
+    Args:
+        student ([`~peft.PeftModel`]):
+            The student.
+    """
+
+    def __init__(self, student: PeftModel):
+        self._student = student
+
+    def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
+        training = student.training
+        student.eval()
+        with self._student.disable_adapter():
+            head = run_to_head(student, inputs)
+        student.train(training)
+        return head
+
+
+class CachedTeacher(Teacher):
+    """The most likely tokens of a teacher that ran before, which the data collator put into the batch."""
+
+    def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> TopK:
+        return TopK(*(inputs.pop(key)[:, :-1].flatten(0, 1) for key in CACHED_KEYS))

@@ -1,0 +1,170 @@
+"""Fine-tuning that also learns from a teacher."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
+from ..distillation.losses import TopK
+from ..distillation.teachers import AnchorTeacher, CachedTeacher, OnlineTeacher, Teacher, head_computed_by
+from ..sharding.per_chip import LeaveChip
+from ..step.attention_mask import static_masks
+from .configs import TPUSFTConfig
+
+
+#: Names of what is logged on top, each the mean over the tokens of a batch.
+KD_METRICS = ("ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement")
+
+
+def distills(args: Any) -> bool:
+    """
+    Whether arguments ask for a teacher.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The arguments.
+    """
+    return isinstance(args, TPUSFTConfig) and (args.kd_teacher is not None or args.kd_cache is not None)
+
+
+class DistillationMixin:
+    """
+    The part of [`TPUSFTTrainer`] that learns from a teacher: `(1 - kd_alpha) * CE + kd_alpha * T**2 * KD`
+    (https://huggingface.co/papers/1503.02531), both over the tokens with a label and normalised alike.
+
+    It goes where TRL computes the log-probabilities of a batch, so that both terms and the metrics come from one pass
+    over the logits, on XLA, CUDA and CPU alike.
+    """
+
+    teacher: Teacher | None = None
+
+    def _prepare_teacher(self) -> None:
+        args = self.args
+        if self.args.world_size > 1:
+            raise ValueError(
+                "Distillation runs in one process. Start the script without torchrun or accelerate launch."
+            )
+        self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
+        if args.kd_cache is not None:
+            self.teacher = self._open_cache()
+        elif args.kd_teacher == "base":
+            if not isinstance(self.model, PeftModel):
+                raise ValueError(
+                    "kd_teacher='base' is the student with its adapters switched off, but this student has none. Train "
+                    "with LoRA (use_peft: true, or peft_config=...), or make a cache of the base first: hf-tpu "
+                    "cache-teacher --kd_teacher MODEL, then kd_cache=DIRECTORY."
+                )
+            self.teacher = AnchorTeacher(self.model)
+        else:
+            self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher), self.backend, self.mesh)
+
+    def _load_teacher(self, name: str) -> torch.nn.Module:
+        student = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        if name == student.name_or_path and not isinstance(self.model, PeftModel):
+            raise ValueError(
+                f"kd_teacher={name!r} is the student itself, which it would be held to. Give another model; with LoRA, "
+                "kd_teacher='base' holds the student to its base."
+            )
+        mine, theirs = self._tokenizer, AutoTokenizer.from_pretrained(name)
+        own, other = mine.get_vocab(), theirs.get_vocab()
+        differing = [token for token, index in own.items() if other.get(token, index) != index]
+        if differing or len(own.keys() & other.keys()) < min(len(own), len(other)):
+            raise ValueError(
+                f"kd_teacher={name!r} has another tokenizer than the student ({len(other)} and {len(own)} tokens"
+                + (f"; {differing[0]!r} has another id" if differing else "")
+                + "), so their next tokens cannot be compared. Give a teacher of the same family."
+            )
+        sizes = AutoConfig.from_pretrained(name).get_text_config().vocab_size, student.get_output_embeddings().weight
+        assert min(sizes[0], sizes[1].shape[0]) >= len(own.keys() & other.keys())
+        return AutoModelForCausalLM.from_pretrained(name, dtype=sizes[1].dtype)
+
+    def _open_cache(self) -> CachedTeacher:
+        return CachedTeacher()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.teacher is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        mode = "train" if self.model.training else "eval"
+        scored = inputs["labels"][:, 1:].flatten() != -100
+        masks = static_masks(inputs.get("segment_ids")) if self.backend.lazy else nullcontext()
+        with masks, torch.no_grad():
+            visible = {key: value for key, value in inputs.items() if key != "segment_ids"}
+            teacher = self.teacher(self.model, visible)
+            for key in inputs.keys() - visible.keys() - {"segment_ids"}:
+                del inputs[key]
+        seen: list[TokenTerms] = []
+
+        def score(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
+            terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, seen)
+            by_name = {"entropy": terms.entropy, "is_top1": terms.is_top1}
+            return terms.log_probs, by_name["entropy"], None, None, by_name["is_top1"]
+
+        with head_computed_by(score):
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = result if return_outputs else (result, None)
+        loss = self._mix(loss, seen[0], scored, num_items_in_batch, mode)
+        return (loss, outputs) if return_outputs else loss
+
+    def _compare(
+        self, student: Head, targets: Tensor, teacher: Head | TopK, scored: Tensor, seen: list[TokenTerms]
+    ) -> TokenTerms:
+        device_type = student.hidden.device.type
+        dtype = (
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else student.hidden.dtype
+        )
+        tokens = teacher[0].shape[0]
+        chips = self.backend.num_chips
+        by_chip = chips > 1 and tokens == student.hidden.shape[0] * chips
+        if by_chip:
+            teacher = _on_chip(teacher, self.backend)
+        elif tokens != student.hidden.shape[0]:
+            # On GPUs TRL scores the tokens with a label only.
+            teacher = TopK(*(value[scored] for value in teacher))
+        terms = distill(student, targets, teacher, self._distillation, self.backend, dtype)
+        seen.append(TokenTerms(*(LeaveChip.apply(term, self.backend) for term in terms)) if by_chip else terms)
+        return terms
+
+    def _mix(
+        self, loss: Tensor, terms: TokenTerms, scored: Tensor, num_items_in_batch: Tensor | int | None, mode: str
+    ) -> Tensor:
+        alpha, temperature = self.args.kd_alpha, self.args.kd_temperature
+        mask = scored if terms.kd.shape == scored.shape else torch.ones_like(terms.kd, dtype=torch.bool)
+
+        def total(term: Tensor) -> Tensor:
+            return torch.where(mask, term, torch.zeros_like(term)).sum()
+
+        ce, kd = -total(terms.log_probs), total(terms.kd)
+        num_tokens = scored.sum() if num_items_in_batch is None else num_items_in_batch
+        if isinstance(num_tokens, Tensor):
+            num_tokens = num_tokens.clamp(min=1)
+        # Upstream's loss holds the cross-entropy in full.
+        mixed = loss + alpha * (temperature**2 * kd - ce) / num_tokens
+        tokens = self.over_chips(scored.sum()).clamp(min=1)
+        sums = (ce, kd, total(terms.coverage), total(terms.agreement))
+        self._add_kd_metrics(
+            mode,
+            {name: self.over_chips(value.detach()) / tokens for name, value in zip(KD_METRICS, sums, strict=True)},
+        )
+        return mixed
+
+    def _add_kd_metrics(self, mode: str, values: dict[str, Tensor]) -> None:
+        if self.backend.lazy:
+            self._sums[mode].add(**values)
+            return
+        for name, value in values.items():
+            self._metrics[mode][name].append(value.item())
+
+
+def _on_chip(teacher: Head | TopK, backend) -> Head | TopK:
+    """A teacher's answer for the rows that each chip has."""
+    if isinstance(teacher, TopK):
+        return TopK(*(backend.enter_chip(value, by_rows=True) for value in teacher))
+    return teacher._replace(
+        hidden=backend.enter_chip(teacher.hidden, by_rows=True),
+        weight=backend.enter_chip(teacher.weight),
+        bias=None if teacher.bias is None else backend.enter_chip(teacher.bias),
+    )
