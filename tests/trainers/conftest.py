@@ -112,7 +112,9 @@ def assert_same_logs(trainer, reference, rel=1e-5):
     assert [sorted(entry) for entry in ours] == [sorted(entry) for entry in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         for key, value in other.items():
-            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-12), f"{key} at step {other['step']}"
+            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-7 if key.endswith("kd_loss") else 1e-12), (
+                f"{key} at step {other['step']}"
+            )
 
 
 @pytest.fixture

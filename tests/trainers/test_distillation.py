@@ -1,0 +1,231 @@
+"""Fine-tuning with a teacher: the values, the counts, the settings."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.examples.tiny import make_model
+
+
+KD_METRICS = {"ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement"}
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    """Directory of a teacher of another size than the student, with its tokenizer."""
+    return str(
+        make_model(
+            tmp_path_factory.mktemp("teacher"), hidden_size=48, intermediate_size=64, num_hidden_layers=1, seed=5
+        )
+    )
+
+
+@pytest.fixture
+def distil(runs):
+    """Trains with a teacher, on XLA or on the eager CPU."""
+
+    def train(backend="xla", **config):
+        from hf_tpu_ext.backends import select_backend
+
+        try:
+            return runs.ours(config_cls=TPUSFTConfig, backend=backend, **{"max_steps": 4, "warmup_steps": 0, **config})
+        finally:
+            select_backend("xla")
+
+    return train
+
+
+def naive_losses(runs, trainer, teacher_dir, temperature, alpha, top_k=None):
+    """The first step's loss, by plain transformers in float64 on the batch that the trainer took."""
+    rows = next(iter(trainer.get_train_dataloader()))
+    rows = {key: value for key, value in rows.items() if key in ("input_ids", "attention_mask", "labels")}
+    ids = {key: value for key, value in rows.items() if key != "labels"}
+    student = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float64)
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_dir, dtype=torch.float64)
+    with torch.no_grad():
+        logits, teacher_logits = (model(**ids).logits[:, :-1].flatten(0, 1) for model in (student, teacher))
+    labels = rows["labels"][:, 1:].flatten()
+    logits, teacher_logits, labels = (value[labels != -100] for value in (logits, teacher_logits, labels))
+    ce = torch.nn.functional.cross_entropy(logits, labels)
+    p, log_q = (teacher_logits / temperature).softmax(-1), (logits / temperature).log_softmax(-1)
+    if top_k is not None:
+        best, ids = p.topk(top_k)
+        rest = torch.ones_like(p).scatter(-1, ids, 0)
+        p = torch.cat([best, (p * rest).sum(-1, keepdim=True)], -1)
+        log_q = torch.cat([log_q.gather(-1, ids), (log_q.exp() * rest).sum(-1, keepdim=True).log()], -1)
+    kd = (p * (p.log() - log_q)).sum(-1).mean()
+    return ce.item(), kd.item(), ((1 - alpha) * ce + alpha * temperature**2 * kd).item()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(),
+        dict(kd_temperature=2.0, kd_top_k=16, kd_alpha=0.9),
+    ],
+    ids=["full", "top-k"],
+)
+def test_first_loss_is_the_formula(distil, runs, teacher, config):
+    ours = distil(kd_teacher=teacher, learning_rate=0.0, max_steps=1, **config)
+    temperature, alpha = config.get("kd_temperature", 1.0), config.get("kd_alpha", 0.5)
+    ce, kd, loss = naive_losses(runs, ours, teacher, temperature, alpha, config.get("kd_top_k"))
+    logs = ours.state.log_history[0]
+    assert KD_METRICS <= set(logs)
+    assert logs["ce_loss"] == pytest.approx(ce, rel=1e-5)
+    assert logs["kd_loss"] == pytest.approx(kd, rel=1e-5)
+    assert logs["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(eval_strategy="steps", eval_steps=2),
+        dict(kd_temperature=2.0, kd_top_k=16, kd_loss="jsd", gradient_accumulation_steps=2),
+        dict(lora={}, kd_loss="reverse_kl"),
+    ],
+    ids=["evaluated", "jsd-accumulated", "lora"],
+)
+def test_xla_is_eager_cpu(distil, same_logs, teacher, config):
+    ours = distil(kd_teacher=teacher, **config)
+    same_logs(ours, distil("cpu", kd_teacher=teacher, **config))
+    assert ours.watch.recompiles == 0
+    if "eval_steps" in config:
+        evaluated = next(entry for entry in ours.state.log_history if "eval_loss" in entry)
+        assert {f"eval_{name}" for name in KD_METRICS} <= set(evaluated)
+
+
+def test_the_own_base_is_an_anchor(distil):
+    """At the start the student is its base; later it is held near it, the more so with a greater weight."""
+    logs = {}
+    for alpha in (0.1, 0.9):
+        trainer = distil(
+            kd_teacher="base", kd_alpha=alpha, lora={"init_lora_weights": True}, max_steps=12, learning_rate=1e-2
+        )
+        logs[alpha] = trainer.state.log_history
+    assert logs[0.1][0]["kd_loss"] == pytest.approx(0, abs=1e-6) and logs[0.1][0]["teacher_agreement"] == 1
+    assert 0 < logs[0.9][11]["kd_loss"] < logs[0.1][11]["kd_loss"]
+    assert logs[0.1][11]["ce_loss"] < logs[0.1][0]["ce_loss"]
+
+
+def test_a_weight_of_nothing_is_plain_fine_tuning(distil, runs, teacher):
+    ours, plain = distil(kd_teacher=teacher, kd_alpha=0.0), runs.stock(max_steps=4, warmup_steps=0)
+    for mine, other in zip(ours.state.log_history[:4], plain.state.log_history[:4], strict=True):
+        for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"):
+            assert mine[key] == pytest.approx(other[key], rel=1e-5), key
+        assert mine["ce_loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_learning_from_the_teacher_alone(distil, teacher):
+    trainer = distil(kd_teacher=teacher, kd_alpha=1.0, max_steps=30, learning_rate=1e-2)
+    logs = trainer.state.log_history
+    assert logs[29]["kd_loss"] < 0.5 * logs[0]["kd_loss"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, teacher, accumulation):
+    from transformers import TrainerCallback
+
+    class Counts(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.backend.wait()
+            self.seen.append(trainer.backend.counters())
+
+    counts = Counts()
+    trainer = runs.ours(
+        config_cls=TPUSFTConfig,
+        train=False,
+        kd_teacher=teacher,
+        max_steps=5,
+        logging_steps=100,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=5,
+    )
+    trainer.add_callback(counts)
+    trainer.train()
+    steps = [later - earlier for earlier, later in zip(counts.seen, counts.seen[1:], strict=False)]
+    assert {step.executions for step in steps} == {accumulation}
+    assert {step.reads for step in steps} == {0}
+    assert sum(step.compiles for step in steps[1:]) == 0
+
+
+def test_resumed_bit_for_bit(distil, teacher, tmp_path):
+    config = dict(kd_teacher=teacher, max_steps=6, save_strategy="steps", save_steps=3)
+    whole = distil(**config, output_dir=str(tmp_path / "run"))
+    again = distil(**config, output_dir=str(tmp_path / "run"), train=False)
+    again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
+    for mine, other in zip(again.state.log_history[3:6], whole.state.log_history[3:6], strict=True):
+        assert {key: mine[key] for key in ("loss", "kd_loss", "grad_norm")} == {
+            key: other[key] for key in ("loss", "kd_loss", "grad_norm")
+        }
+
+
+def test_eight_chips(runs, rows, distil, same_logs, teacher, tmp_path):
+    """Data parallel by chips alone, and split weights, teacher included."""
+    specs = {
+        "data": dict(kd_teacher=teacher, gradient_accumulation_steps=2),
+        "fsdp": dict(kd_teacher=teacher, mesh="fsdp", kd_top_k=16, kd_temperature=2.0),
+        "both": dict(kd_teacher="base", lora={}, mesh="data=2,fsdp=4"),
+    }
+    common = dict(max_steps=3, warmup_steps=0, per_device_train_batch_size=2)
+    spec, output = tmp_path / "spec.json", tmp_path / "out.json"
+    spec.write_text(json.dumps({name: {**common, **config} for name, config in specs.items()}))
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("chips_driver.py"), runs.model_dir, spec, output],
+        env={**os.environ, "CPU_NUM_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    for name, theirs in json.loads(output.read_text()).items():
+        config = {key: value for key, value in {**common, **specs[name]}.items() if key != "mesh"}
+        config["per_device_train_batch_size"] = 16
+        one = distil("cpu", **config, kwargs={"train_dataset": rows(120)})
+        same_logs(SimpleNamespace(state=SimpleNamespace(log_history=theirs["log"])), one)
+        assert theirs["recompiles"] == 0
+
+
+BAD = [
+    (dict(kd_teacher="a", kd_cache="b"), "two teachers"),
+    (dict(kd_teacher="a", kd_alpha=1.5), "between 0"),
+    (dict(kd_teacher="a", kd_alpha=-0.1), "between 0"),
+    (dict(kd_teacher="a", kd_temperature=0.0), "not above 0"),
+    (dict(kd_teacher="a", kd_top_k=0), "at least 1"),
+    (dict(kd_teacher="a", kd_loss="mse"), "forward_kl, reverse_kl, jsd"),
+    (dict(kd_teacher="a", kd_beta=1.0), "kd_loss='forward_kl'"),
+    (dict(kd_alpha=0.9), "kd_alpha=0.9 has no effect without a teacher"),
+    (dict(kd_teacher="a", loss_type="dft"), "loss_type"),
+    (dict(kd_teacher="a", label_smoothing_factor=0.1), "label_smoothing_factor"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_settings(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        TPUSFTConfig(str(tmp_path), bf16=False, **config)
+
+
+def test_bad_teachers(distil, runs, tmp_path):
+    with pytest.raises(ValueError, match="the student itself"):
+        distil(kd_teacher=str(runs.model_dir))
+    with pytest.raises(ValueError, match="adapters switched off, but this student has none"):
+        distil(kd_teacher="base")
+    other = make_model(tmp_path / "other", hidden_size=16, num_hidden_layers=1)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        distil(kd_teacher=str(other))
