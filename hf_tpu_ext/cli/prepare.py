@@ -97,7 +97,7 @@ def prepare_quickstart(args: argparse.Namespace) -> int:
 
 def prepare_tiny(args: argparse.Namespace) -> int:
     """
-    Make a tiny model, arithmetic and stories.
+    Make a tiny model, a teacher for it, arithmetic and stories.
 
     Args:
         args (`argparse.Namespace`):
@@ -110,10 +110,11 @@ def prepare_tiny(args: argparse.Namespace) -> int:
     from ..examples.tiny import make_arithmetic, make_model, make_stories
 
     model_dir = make_model(args.output_dir / "model", args.model_type)
+    teacher_dir = make_model(args.output_dir / "teacher", args.model_type, seed=1)
     data_dir = make_arithmetic(args.output_dir / "data")
     stories_dir = make_stories(args.output_dir / "stories")
     print(
-        f"Model in {model_dir}\nArithmetic in {data_dir}: {_describe(count_rows(data_dir))}\n"
+        f"Model in {model_dir}, another as its teacher in {teacher_dir}\nArithmetic in {data_dir}: {_describe(count_rows(data_dir))}\n"
         f"Stories in {stories_dir}: {_describe(count_rows(stories_dir))}"
     )
     return 0

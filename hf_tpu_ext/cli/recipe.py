@@ -92,6 +92,10 @@ class Recipe:
             "push_to_hub": False,
             "output_dir": f"runs/smoke/{Path(self.path or 'command_line').stem}",
         }
+        if self.values.get("kd_teacher") not in (None, "base"):
+            self.values["kd_teacher"] = str(directory / "teacher")
+        if "kd_cache" in self.values:
+            self.values |= {"kd_cache": f"{self.values['output_dir']}/teacher_cache", "kd_top_k": 16}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -96,7 +96,8 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
             Teacher to learn from: name or path of a model that runs beside the student, or `"base"` for the student's own
             base with the adapters switched off.
         kd_cache (`str`, *optional*):
-            Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`, instead of a model.
+            Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`. No model is run then; `kd_teacher`, if it
+            is given as well, is the one that the cache has to be of.
         kd_alpha (`float`, *optional*, defaults to `0.5`):
             Weight of the teacher in the loss `(1 - kd_alpha) * CE + kd_alpha * kd_temperature**2 * KD`.
         kd_temperature (`float`, *optional*, defaults to `1.0`):
@@ -128,7 +129,10 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
     )
     kd_cache: str | None = field(
         default=None,
-        metadata={"help": "Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`."},
+        metadata={
+            "help": "Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`. No model is run then; "
+            "kd_teacher, if it is given as well, is the one that the cache has to be of."
+        },
     )
     kd_alpha: float = field(
         default=0.5,
@@ -160,11 +164,6 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
         super().__post_init__()
 
     def _check_distillation(self) -> None:
-        if self.kd_teacher is not None and self.kd_cache is not None:
-            raise ValueError(
-                f"kd_teacher={self.kd_teacher!r} and kd_cache={self.kd_cache!r} are two teachers. Leave one of them out: "
-                "a cache already holds what its teacher said."
-            )
         if not 0 <= self.kd_alpha <= 1:
             raise ValueError(f"kd_alpha={self.kd_alpha} is not between 0 (labels only) and 1 (teacher only).")
         if self.kd_temperature <= 0:

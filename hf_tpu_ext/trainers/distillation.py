@@ -4,16 +4,21 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import unwrap_peft_model
 
+from ..distillation.cache import TeacherCache
+from ..distillation.collator import TeacherCollator
 from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ..distillation.losses import TopK
 from ..distillation.teachers import AnchorTeacher, CachedTeacher, OnlineTeacher, Teacher, head_computed_by
 from ..sharding.per_chip import LeaveChip
 from ..step.attention_mask import static_masks
 from .configs import TPUSFTConfig
+from .dataset_checks import named_datasets
 
 
 #: Names of what is logged on top, each the mean over the tokens of a batch.
@@ -63,7 +68,7 @@ class DistillationMixin:
             self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher), self.backend, self.mesh)
 
     def _load_teacher(self, name: str) -> torch.nn.Module:
-        student = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        student = unwrap_peft_model(self.model)
         if name == student.name_or_path and not isinstance(self.model, PeftModel):
             raise ValueError(
                 f"kd_teacher={name!r} is the student itself, which it would be held to. Give another model; with LoRA, "
@@ -80,10 +85,48 @@ class DistillationMixin:
             )
         sizes = AutoConfig.from_pretrained(name).get_text_config().vocab_size, student.get_output_embeddings().weight
         assert min(sizes[0], sizes[1].shape[0]) >= len(own.keys() & other.keys())
-        return AutoModelForCausalLM.from_pretrained(name, dtype=sizes[1].dtype)
+        # In bfloat16 compute as it is stored, usually half the size of the student's weights.
+        dtype = sizes[1].dtype if self.compiled.compute_dtype is None and not self.args.bf16 else "auto"
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
 
     def _open_cache(self) -> CachedTeacher:
+        args = self.args
+        if args.packing or args.eval_packing:
+            raise ValueError(
+                "packing=True joins sequences to rows, and a teacher's cache is looked up by the sequence. Set packing=False "
+                "and eval_packing=False; length_buckets keeps the padding low."
+            )
+        cache = TeacherCache(args.kd_cache, preload=args.kd_preload)
+        self._check_teacher_of(cache)
+        vocab_size = unwrap_peft_model(self.model).get_output_embeddings().weight.shape[0]
+        warnings = cache.check(args.kd_temperature, args.kd_top_k, self._tokenizer, args.max_length, vocab_size)
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
+            if isinstance(dataset, Dataset):
+                cache.check_dataset(dataset, name)
+        self.data_collator = TeacherCollator(self.data_collator, cache, args.kd_temperature, args.kd_top_k)
+        manifest = cache.manifest
+        coverage = manifest.coverage[manifest.temperatures.index(args.kd_temperature)]
+        self.compiled.changes.append(
+            f"teacher {manifest.teacher} from {args.kd_cache}: its top {self.data_collator.top_k} tokens, "
+            f"{coverage:.1%} of its mass at temperature {args.kd_temperature:g}"
+        )
+        self.compiled.changes.extend(warnings)
         return CachedTeacher()
+
+    def _check_teacher_of(self, cache: TeacherCache) -> None:
+        student = unwrap_peft_model(self.model).name_or_path
+        asked = student if self.args.kd_teacher == "base" else self.args.kd_teacher
+        if asked not in (None, cache.manifest.teacher):
+            raise ValueError(
+                f"kd_teacher={self.args.kd_teacher!r}, but kd_cache={self.args.kd_cache!r} was made by "
+                f"{cache.manifest.teacher!r}. Leave kd_teacher out to use the cache as it is, or make another one: hf-tpu "
+                "cache-teacher."
+            )
+        if cache.manifest.teacher == student and not isinstance(self.model, PeftModel):
+            raise ValueError(
+                f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself, which it would be held to. "
+                "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
+            )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.teacher is None:

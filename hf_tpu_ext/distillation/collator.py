@@ -1,0 +1,66 @@
+"""Puts a teacher's cached answers into a batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .cache import TeacherCache
+from .losses import TopK
+from .teachers import CACHED_KEYS
+
+
+class TeacherCollator:
+    """
+    Wraps a data collator and looks every row up in a teacher's cache.
+
+    Args:
+        collator (`Callable`):
+            Data collator to wrap. Its batches have a row for each example, in their order, padded on the right.
+        cache ([`TeacherCache`]):
+            The teacher's answers.
+        temperature (`float`):
+            One of the cache's temperatures.
+        top_k (`int`, *optional*):
+            Tokens of each position; all that are cached by default.
+    """
+
+    def __init__(
+        self,
+        collator: Callable[[list], Mapping[str, Any]],
+        cache: TeacherCache,
+        temperature: float,
+        top_k: int | None = None,
+    ):
+        self.collator = collator
+        self.cache = cache
+        self.temperature = temperature
+        self.top_k = cache.manifest.top_k if top_k is None else top_k
+
+    def __call__(self, examples: list) -> dict[str, Any]:
+        """
+        Collates `examples`.
+
+        Args:
+            examples (`list`):
+                Examples with `input_ids`.
+
+        Returns:
+            `dict[str, Any]`: The batch, with `teacher_ids` (int32) and `teacher_log_probs` (float32) of shape
+            `(batch, length, top_k)`, and `teacher_log_tail` (float32) of shape `(batch, length)`.
+
+        Raises:
+            `ValueError`: A sequence is not in the cache.
+        """
+        batch = dict(self.collator(examples))
+        rows, length = batch["input_ids"].shape
+        padded = TopK(
+            torch.zeros((rows, length, self.top_k), dtype=torch.int32),
+            torch.zeros((rows, length, self.top_k)),
+            torch.zeros((rows, length)),
+        )
+        for row, example in enumerate(examples):
+            found = self.cache.lookup(example["input_ids"], self.temperature, self.top_k)
+            for whole, part in zip(padded, found, strict=True):
+                whole[row, : part.shape[0]] = part
+        return {**batch, **dict(zip(CACHED_KEYS, padded, strict=True))}

@@ -1,0 +1,143 @@
+"""Fine-tuning from a teacher's cache: the same as beside the teacher itself, to the 16 bits that are kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_counts import train_and_count
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache, weights_hash
+from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
+from hf_tpu_ext.distillation.cache_writer import CacheWriter
+from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.step.kernels import use_static_kernels
+
+
+VOCABULARY = 259
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("teacher"), hidden_size=48, num_hidden_layers=1, seed=5))
+
+
+@pytest.fixture
+def distil(runs):
+    def train(backend="xla", **config):
+        from hf_tpu_ext.backends import select_backend
+
+        try:
+            return runs.ours(config_cls=TPUSFTConfig, backend=backend, **{"max_steps": 4, "warmup_steps": 0, **config})
+        finally:
+            select_backend("xla")
+
+    return train
+
+
+@pytest.fixture
+def make_cache(runs, teacher, tmp_path):
+    """Runs the teacher over the prepared data of `runs`."""
+
+    def make(directory="cache", top_k=32, temperatures=(1.0, 2.0), **kwargs):
+        trainer = runs.ours(train=False, **({"kwargs": kwargs} if kwargs else {}))
+        model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+        add_fused_lm_head(model)
+        use_static_kernels(model)
+        trainer.backend.place(model)
+        sequences = Sequences([trainer.train_dataset, trainer.eval_dataset])
+        settings = CacheSettings(
+            teacher=teacher,
+            teacher_hash=weights_hash(AutoModelForCausalLM.from_pretrained(teacher)),
+            tokenizer_hash=tokenizer_hash(runs.tokenizer),
+            chat_template_hash=chat_template_hash(runs.tokenizer),
+            vocab_size=VOCABULARY,
+            top_k=top_k,
+            temperatures=temperatures,
+            max_length=trainer.args.max_length,
+            compute_dtype="float32",
+            compact=False,
+            dataset_hash=sequences.hash,
+            sequences=len(sequences.keys),
+            tokens=sum(sequences.lengths),
+        )
+        writer = CacheWriter(tmp_path / directory, settings, sequences.keys, sequences.lengths, False)
+        run = TeacherRun(model, trainer.backend, trainer.data_collator, 8, runs.tokenizer.pad_token_id)
+        build_cache(run, sequences, writer, quiet=True)
+        return str(tmp_path / directory)
+
+    return make
+
+
+@pytest.mark.parametrize(("top_k", "temperature"), [(32, 2.0), (VOCABULARY, 1.0)])
+def test_the_cache_stands_for_the_teacher(distil, make_cache, teacher, top_k, temperature):
+    config = dict(kd_temperature=temperature, kd_top_k=top_k, kd_alpha=0.9, eval_strategy="steps", eval_steps=4)
+    cached = distil(kd_cache=make_cache(top_k=top_k), kd_preload=True, **config)
+    online = distil(kd_teacher=teacher, **config)
+    assert cached.watch.recompiles == 0
+    for mine, other in zip(cached.state.log_history[:-1], online.state.log_history[:-1], strict=True):
+        for key in ("loss", "grad_norm", "kd_loss", "ce_loss", "teacher_coverage", "eval_loss", "eval_kd_loss"):
+            if key in other:
+                assert mine[key] == pytest.approx(other[key], rel=2e-3), key
+
+
+def test_xla_is_eager_cpu(distil, make_cache, same_logs):
+    config = dict(kd_cache=make_cache(), kd_temperature=2.0, kd_top_k=8, gradient_accumulation_steps=2, lora={})
+    same_logs(distil(**config), distil("cpu", **config))
+
+
+def test_eight_chips(runs, rows, distil, make_cache, same_logs, tmp_path):
+    cache = make_cache(train_dataset=rows(120))
+    common = dict(kd_cache=cache, max_steps=3, warmup_steps=0, per_device_train_batch_size=2)
+    specs = {"data": dict(gradient_accumulation_steps=2), "fsdp": dict(mesh="fsdp", kd_temperature=2.0)}
+    spec, output = tmp_path / "spec.json", tmp_path / "out.json"
+    spec.write_text(json.dumps({name: {**common, **config} for name, config in specs.items()}))
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("chips_driver.py"), runs.model_dir, spec, output],
+        env={**os.environ, "CPU_NUM_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    for name, theirs in json.loads(output.read_text()).items():
+        config = {key: value for key, value in {**common, **specs[name]}.items() if key != "mesh"}
+        config["per_device_train_batch_size"] = 16
+        one = distil("cpu", **config, kwargs={"train_dataset": rows(120)})
+        same_logs(SimpleNamespace(state=SimpleNamespace(log_history=theirs["log"])), one)
+        assert theirs["recompiles"] == 0
+
+
+def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, make_cache):
+    _, steps = train_and_count(runs, kd_cache=make_cache(), max_steps=5, logging_steps=100)
+    assert {step.executions for step in steps} == {1}
+    assert {step.reads for step in steps[:-1]} == {0}
+    assert sum(step.compiles for step in steps[1:]) == 0
+
+
+def test_what_the_start_says(distil, make_cache, capsys):
+    distil(kd_cache=make_cache(), kd_temperature=2.0, max_steps=1)
+    out = capsys.readouterr().out
+    assert "its top 32 tokens" in out and "of its mass at temperature 2" in out
+
+
+def test_bad_caches(runs, rows, distil, make_cache, teacher, tmp_path):
+    cache = make_cache()
+    for config, message in (
+        (dict(kd_cache=str(tmp_path / "nothing")), "hf-tpu cache-teacher"),
+        (dict(kd_cache=cache, kd_temperature=3.0), r"\[1.0, 2.0\]"),
+        (dict(kd_cache=cache, kd_top_k=64), "1...32"),
+        (dict(kd_cache=cache, max_length=40), "max_length=48"),
+        (dict(kd_cache=cache, packing=True), "packing=False"),
+        (dict(kd_cache=cache, kd_teacher="another/teacher"), "another/teacher"),
+        (dict(kd_cache=cache, kwargs={"train_dataset": rows(9, seed=7)}), "9 of 9 sequences of train_dataset"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distil(**config)
