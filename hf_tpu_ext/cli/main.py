@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from .. import __version__
-from . import prepare, pretrain, sft
+from . import cache_teacher, prepare, pretrain, sft
 
 
 DESCRIPTION = """\
@@ -19,7 +19,7 @@ first steps:
 """
 
 #: Sub-commands that read a recipe; their arguments are its keys.
-_TRAINING = {"sft": sft.run, "pretrain": pretrain.run}
+_TRAINING = {"sft": sft.run, "pretrain": pretrain.run, "cache-teacher": cache_teacher.run}
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
 _SPEAK_TO_USERS = {"hf_tpu_ext", "trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
 
@@ -61,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("sft", help="fine-tune with TRL's SFTTrainer (`hf-tpu sft --help` lists the keys)")
     commands.add_parser("pretrain", help="train on plain text (`hf-tpu pretrain --help` lists the keys)")
+    commands.add_parser(
+        "cache-teacher",
+        help="keep a teacher's predictions to learn from (`hf-tpu cache-teacher --help` lists the keys)",
+    )
     prepare.add_parser(commands)
     return parser
 

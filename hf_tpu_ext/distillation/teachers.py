@@ -1,5 +1,6 @@
 """Teachers behind one interface: what the student learns from, for each token of a batch."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import torch
 import trl.trainer.utils
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from ..backends.base import Backend
@@ -64,6 +66,32 @@ def run_to_head(model: nn.Module, inputs: dict[str, Any]) -> Head:
         model(**inputs, fused_lm_head=True)
     (head,) = captured
     return head
+
+
+def check_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, name: str) -> None:
+    """
+    Refuse a teacher whose token ids mean other tokens. One of the two may have more, behind those that both have.
+
+    Args:
+        teacher ([`~transformers.PreTrainedTokenizerBase`]):
+            The teacher's tokenizer.
+        student ([`~transformers.PreTrainedTokenizerBase`]):
+            The student's.
+        name (`str`):
+            Name of the teacher.
+
+    Raises:
+        `ValueError`: They differ.
+    """
+    theirs, ours = teacher.get_vocab(), student.get_vocab()
+    shared = min(max(theirs.values()), max(ours.values()))
+    other = [token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token)]
+    other = [token for token in other if min(theirs.get(token, math.inf), ours.get(token, math.inf)) <= shared]
+    if other:
+        raise ValueError(
+            f"kd_teacher={name!r} has another vocabulary than the student: {len(other)} tokens have other ids, for example "
+            f"{min(other)!r}. Choose a teacher with the student's tokenizer."
+        )
 
 
 class Teacher(ABC):

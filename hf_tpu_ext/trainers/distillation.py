@@ -7,14 +7,21 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..distillation.cache import TeacherCache
 from ..distillation.collator import TeacherCollator
 from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ..distillation.losses import TopK
-from ..distillation.teachers import AnchorTeacher, CachedTeacher, OnlineTeacher, Teacher, head_computed_by
+from ..distillation.teachers import (
+    AnchorTeacher,
+    CachedTeacher,
+    OnlineTeacher,
+    Teacher,
+    check_vocabulary,
+    head_computed_by,
+)
 from ..sharding.per_chip import LeaveChip
 from ..step.attention_mask import static_masks
 from .configs import TPUSFTConfig
@@ -74,19 +81,10 @@ class DistillationMixin:
                 f"kd_teacher={name!r} is the student itself, which it would be held to. Give another model; with LoRA, "
                 "kd_teacher='base' holds the student to its base."
             )
-        mine, theirs = self._tokenizer, AutoTokenizer.from_pretrained(name)
-        own, other = mine.get_vocab(), theirs.get_vocab()
-        differing = [token for token, index in own.items() if other.get(token, index) != index]
-        if differing or len(own.keys() & other.keys()) < min(len(own), len(other)):
-            raise ValueError(
-                f"kd_teacher={name!r} has another tokenizer than the student ({len(other)} and {len(own)} tokens"
-                + (f"; {differing[0]!r} has another id" if differing else "")
-                + "), so their next tokens cannot be compared. Give a teacher of the same family."
-            )
-        sizes = AutoConfig.from_pretrained(name).get_text_config().vocab_size, student.get_output_embeddings().weight
-        assert min(sizes[0], sizes[1].shape[0]) >= len(own.keys() & other.keys())
+        check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
         # In bfloat16 compute as it is stored, usually half the size of the student's weights.
-        dtype = sizes[1].dtype if self.compiled.compute_dtype is None and not self.args.bf16 else "auto"
+        in_full = self.compiled.compute_dtype is None and not self.args.bf16
+        dtype = student.get_output_embeddings().weight.dtype if in_full else "auto"
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
 
     def _open_cache(self) -> CachedTeacher:

@@ -1,0 +1,253 @@
+"""`hf-tpu cache-teacher`: run the teacher of a recipe over the recipe's data, and keep what it says on disk."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .recipe import RecipeParser, open_recipe
+
+
+DESCRIPTION = """\
+Run a teacher once over the data of a recipe and keep its most likely next tokens, so that a student can be trained from
+them many times without the teacher. The data are prepared as `hf-tpu sft` prepares them with the same recipe. A command
+that was stopped continues when it is given again.
+
+examples:
+  hf-tpu cache-teacher --config recipe.yaml --kd_teacher Qwen/Qwen3-4B --kd_cache caches/qwen3-4b
+  hf-tpu cache-teacher --config recipe.yaml --kd_top_k 64 --temperatures 1 2 4 --compact
+"""
+DEFAULT_TOP_K = 128
+
+
+@dataclass
+class CacheArguments:
+    """
+    What `hf-tpu cache-teacher` takes besides the keys of a recipe.
+
+    Args:
+        temperatures (`list[float]`, *optional*):
+            Temperatures that the cache can be used at. By default 1 and the recipe's `kd_temperature`.
+        compact (`bool`, *optional*, defaults to `False`):
+            Fewer than half the bytes, with rounded log-probabilities.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Begin anew where there is a cache with other settings.
+        batch_size (`int`, *optional*):
+            Rows that each chip takes at once. By default the recipe's `per_device_eval_batch_size`.
+    """
+
+    temperatures: list[float] | None = field(
+        default=None,
+        metadata={"help": "Temperatures that the cache can be used at. Default: 1 and the recipe's kd_temperature."},
+    )
+    compact: bool = field(
+        default=False, metadata={"help": "Fewer than half the bytes, with rounded log-probabilities."}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Begin anew where there is a cache with other settings."})
+    batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows that each chip takes at once. Default: the recipe's per_device_eval_batch_size."},
+    )
+
+
+def run(argv: list[str]) -> None:
+    """
+    Make a teacher's cache.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `hf-tpu cache-teacher`.
+
+    Raises:
+        `ValueError`: Something in the recipe is missing, unknown or does not fit, or there is no room.
+    """
+    recipe = open_recipe(argv, tiny_data="data")
+    if recipe.smoke is not None:
+        recipe.values.setdefault("kd_teacher", str(Path(recipe.smoke) / "teacher"))
+        recipe.values.setdefault("kd_cache", str(Path(recipe.values["output_dir"]) / "teacher_cache"))
+    # On the command line `output_dir` is where the cache goes; in a recipe it is where the training run goes.
+    recipe.argv = [re.sub("^--output[_-]dir(?==|$)", "--kd_cache", word) for word in recipe.argv]
+
+    import trl
+
+    from ..distillation.cache_builder import TeacherRun, build_cache
+    from ..distillation.cache_writer import CacheWriter
+    from ..trainers import TPUSFTConfig
+
+    dataclass_types = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig, CacheArguments)
+    arguments = RecipeParser(dataclass_types, "cache-teacher", DESCRIPTION).parse(recipe)
+    _check(*arguments)
+    _, training_args, model_args, _, cache_args = arguments
+    directory, compute_dtype = Path(training_args.kd_cache), _compute_dtype(training_args)
+    student = model_args.model_name_or_path
+    kd_teacher = student if training_args.kd_teacher == "base" else training_args.kd_teacher
+    trainer, pad_token_id, sequences, settings = _prepare(kd_teacher, *arguments, compute_dtype)
+    writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite)
+    if writer.complete:
+        print(f"{directory} is complete already, with the same settings.")
+    teacher = TeacherRun(
+        trainer.model,
+        trainer.backend,
+        trainer.data_collator,
+        trainer.args.per_device_eval_batch_size,
+        pad_token_id,
+        compute_dtype,
+    )
+    chips = "1 chip" if teacher.backend.num_chips == 1 else f"{teacher.backend.num_chips} chips"
+    own = " (the student's own start)" if kd_teacher == student else ""
+    print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, {teacher.rows} rows at once")
+    with trainer.split_activations():
+        manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm)
+    _report(directory, manifest)
+
+
+def _check(script_args, training_args, model_args, dataset_args, cache_args) -> None:
+    """Refuse what cannot work, before anything is loaded."""
+    if model_args.model_name_or_path is None:
+        raise ValueError(
+            "model_name_or_path is missing: the student, whose tokenizer prepares the data. For example: "
+            "--model_name_or_path Qwen/Qwen3-0.6B"
+        )
+    if script_args.dataset_name is None and not dataset_args.datasets:
+        raise ValueError("dataset_name is missing. For example: --dataset_name trl-lib/Capybara")
+    if training_args.kd_teacher is None:
+        raise ValueError("kd_teacher is missing: the model to learn from. For example: --kd_teacher Qwen/Qwen3-4B")
+    if training_args.kd_cache is None:
+        raise ValueError("kd_cache is missing: where the cache goes. For example: --kd_cache caches/qwen3-4b")
+    for name in ("packing", "eval_packing"):
+        if vars(training_args)[name]:
+            raise ValueError(
+                f"{name}=True joins sequences to rows, and a teacher's cache is looked up by the sequence. Set "
+                f"{name}=False in the recipe; length_buckets keeps the padding low."
+            )
+    if script_args.dataset_streaming:
+        raise ValueError(
+            "dataset_streaming=True: the sequences of a streaming dataset are not known beforehand. Set "
+            "dataset_streaming=False."
+        )
+    for temperature in cache_args.temperatures or []:
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"--temperatures {temperature} is not above 0. For example: --temperatures 1 2")
+    if cache_args.batch_size is not None and cache_args.batch_size < 1:
+        raise ValueError(f"--batch_size {cache_args.batch_size} is not a number of rows. Give 1 or more.")
+
+
+def _compute_dtype(training_args):
+    import torch
+
+    return torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else None
+
+
+def _load(kd_teacher, training_args, model_args, compute_dtype):
+    """Load the teacher, and the student's tokenizer or processor."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, ProcessorMixin
+
+    trust = training_args.trust_remote_code
+    processor = AutoProcessor.from_pretrained(
+        model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=trust
+    )
+    tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+    check_vocabulary(AutoTokenizer.from_pretrained(kd_teacher, trust_remote_code=trust), tokenizer, kd_teacher)
+    # In half precision the weights as they are stored: the model computes in it anyway, and they are half as large.
+    model = AutoModelForCausalLM.from_pretrained(
+        kd_teacher,
+        dtype=torch.float32 if compute_dtype is None else "auto",
+        attn_implementation=model_args.attn_implementation,
+        trust_remote_code=trust,
+    )
+    return model, processor, tokenizer
+
+
+def _load_splits(script_args, training_args, dataset_args):
+    """Load the recipe's training split, and its evaluation split or `None`, as TRL's script does."""
+    from datasets import load_dataset
+    from trl import get_dataset
+
+    if dataset_args.datasets:
+        dataset = get_dataset(dataset_args)
+    else:
+        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    splits = [script_args.dataset_train_split]
+    if training_args.eval_strategy != "no":
+        splits.append(script_args.dataset_test_split)
+    for split in splits:
+        if split not in dataset:
+            raise ValueError(
+                f"The dataset has no split {split!r}, but {', '.join(map(repr, dataset))}. Name its splits with "
+                "dataset_train_split and dataset_test_split, or leave out eval_strategy."
+            )
+    return dataset[splits[0]], dataset[splits[1]] if len(splits) > 1 else None
+
+
+def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, cache_args, compute_dtype):
+    """Prepare the data as the recipe's training would: in the trainer, with the teacher, which is then not trained."""
+    import torch
+
+    from ..distillation.cache_builder import Sequences, weights_hash
+    from ..distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
+    from ..trainers import TPUSFTTrainer
+
+    model, processor, tokenizer = _load(kd_teacher, training_args, model_args, compute_dtype)
+    vocab_size, weights = model.get_output_embeddings().weight.shape[0], weights_hash(model)
+    top_k = min(DEFAULT_TOP_K, vocab_size) if training_args.kd_top_k is None else training_args.kd_top_k
+    if top_k > vocab_size:
+        raise ValueError(
+            f"kd_top_k={top_k}, but the teacher's vocabulary has {vocab_size} tokens. Set 1...{vocab_size}."
+        )
+    temperatures = cache_args.temperatures or [1.0, training_args.kd_temperature]
+    train_dataset, eval_dataset = _load_splits(script_args, training_args, dataset_args)
+    training_args.output_dir = training_args.kd_cache
+    training_args.kd_teacher = training_args.kd_cache = training_args.model_init_kwargs = None
+    training_args.gradient_checkpointing = training_args.push_to_hub = training_args.padding_free = False
+    training_args.show_samples = 0
+    training_args.per_device_eval_batch_size = cache_args.batch_size or training_args.per_device_eval_batch_size
+    trainer = TPUSFTTrainer(
+        model, training_args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processor
+    )
+    if model.get_output_embeddings().weight.shape[0] != vocab_size:
+        raise ValueError(
+            f"chat_template_path={training_args.chat_template_path!r} changes the vocabulary, which the teacher's weights "
+            "are not made for. Save that model's chat template as a .jinja file and give its path."
+        )
+    sequences = Sequences(dataset for dataset in (trainer.train_dataset, trainer.eval_dataset) if dataset is not None)
+    if not sequences.keys:
+        raise ValueError("No row of the data has a label within max_length. Set a greater max_length.")
+    if sequences.largest_id >= vocab_size:
+        raise ValueError(
+            f"The data hold the token id {sequences.largest_id}, but the teacher's vocabulary has {vocab_size} tokens. "
+            "Choose a teacher of the student's family."
+        )
+    settings = CacheSettings(
+        teacher=kd_teacher,
+        teacher_hash=weights,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        chat_template_hash=chat_template_hash(tokenizer),
+        vocab_size=vocab_size,
+        top_k=top_k,
+        temperatures=tuple(sorted({float(temperature) for temperature in temperatures})),
+        max_length=training_args.max_length,
+        compute_dtype=str(compute_dtype or torch.float32).removeprefix("torch."),
+        compact=cache_args.compact,
+        dataset_hash=sequences.hash,
+        sequences=len(sequences.keys),
+        tokens=sum(sequences.lengths),
+    )
+    return trainer, tokenizer.pad_token_id, sequences, settings
+
+
+def _report(directory: Path, manifest) -> None:
+    from ..distillation.cache_format import LOW_COVERAGE, describe_coverage
+
+    size = manifest.tokens * manifest.bytes_per_token
+    coverage = dict(zip(manifest.temperatures, manifest.coverage, strict=True))
+    print(
+        f"{manifest.sequences} sequences of {manifest.tokens} tokens, {manifest.bytes_per_token:.1f} bytes per token, "
+        f"{size / 1e6:.1f} MB in {len(manifest.shards)} files"
+    )
+    covered = ", ".join(f"{share:.1%} at temperature {temperature:g}" for temperature, share in coverage.items())
+    print(f"The top {manifest.top_k} tokens hold of the teacher's mass: {covered}")
+    for temperature, share in coverage.items():
+        if share < LOW_COVERAGE:
+            print(f"warning: {describe_coverage(share, temperature, manifest.top_k)}")
+    print(f"Train from it: hf-tpu sft --config recipe.yaml --kd_cache {directory}")

@@ -1,0 +1,219 @@
+"""Reads a teacher's distributions from disk."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .cache_format import (
+    LOW_COVERAGE,
+    MAKE,
+    chat_template_hash,
+    dataset_sequences,
+    describe_coverage,
+    find_damage,
+    normalised,
+    read_manifest,
+    sequence_key,
+    tokenizer_hash,
+)
+from .compact import CompactTokens
+from .losses import TopK
+
+
+class TeacherCache:
+    """
+    Reads a cache that `hf-tpu cache-teacher` made.
+
+    Args:
+        directory (`str` or `Path`):
+            Directory of the cache.
+        preload (`bool`, *optional*, defaults to `False`):
+            Whether to read all of it into memory. By default files are mapped, and read where a sequence is looked up.
+        verify (`bool`, *optional*, defaults to `True`):
+            Whether to compare the checksums of all files, which reads them once.
+
+    Raises:
+        `ValueError`: There is no complete cache, or a file of it is missing or was changed.
+    """
+
+    def __init__(self, directory: str | Path, preload: bool = False, verify: bool = True):
+        self.directory = Path(directory)
+        self.manifest = read_manifest(self.directory)
+        shards = self.manifest.shards
+        for shard in tqdm(shards, "checking the teacher's cache", disable=not verify or len(shards) < 8, leave=False):
+            if (problem := find_damage(self.directory, shard, verify)) is not None:
+                raise ValueError(
+                    f"{self.directory / shard.file} {problem}. Make it anew with the command that made the cache: "
+                    f"{MAKE} {self.directory} (whole files are kept)."
+                )
+        self._preloaded = [load_file(self.directory / shard.file) for shard in shards] if preload else None
+        self._open: dict[int, Any] = {}
+        self._places: dict[bytes, tuple[int, int, int]] = {}
+        for number in range(len(shards)):
+            offsets = self._read("offsets", number).tolist()
+            keys = self._read("keys", number).numpy()
+            for key, begin, end in zip(keys, offsets, offsets[1:], strict=False):
+                self._places[key.tobytes()] = (number, begin, end)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers of a dataloader open the files themselves.
+        return {**vars(self), "_open": {}}
+
+    def _read(self, name: str, shard: int, begin: int | None = None, end: int | None = None) -> torch.Tensor:
+        if self._preloaded is not None:
+            return self._preloaded[shard][name][begin:end]
+        if shard not in self._open:
+            self._open[shard] = safe_open(self.directory / self.manifest.shards[shard].file, framework="pt")
+        return self._open[shard].get_slice(name)[begin:end]
+
+    def __contains__(self, input_ids: list[int] | np.ndarray) -> bool:
+        return sequence_key(input_ids) in self._places
+
+    def lookup(self, input_ids: list[int], temperature: float, top_k: int) -> TopK:
+        """
+        Look a sequence up.
+
+        Args:
+            input_ids (`list[int]`):
+                Token ids without padding.
+            temperature (`float`):
+                One of the manifest's temperatures.
+            top_k (`int`):
+                Entries of a position, at most the manifest's.
+
+        Returns:
+            [`TopK`]: Ids of shape `(length, top_k)` in int32, most likely first, their log-probabilities at the
+            temperature in float32, and the logarithm of the mass of all others, of shape `(length,)`.
+
+        Raises:
+            `ValueError`: The sequence is not in the cache.
+        """
+        place = self._places.get(sequence_key(input_ids))
+        if place is None:
+            raise ValueError(
+                f"A sequence of {len(input_ids)} tokens that begins with {list(input_ids[:8])} is not in the teacher's cache "
+                f"{self.directory}. It was made from other data: make one from this recipe with {MAKE} DIR."
+            )
+        manifest = self.manifest
+        if manifest.compact:
+            packed = CompactTokens(*(self._read(name, *place).numpy() for name in CompactTokens._fields))
+            ids, values = map(torch.from_numpy, packed.unpack(manifest.vocab_size))
+        else:
+            ids, values = (self._read(name, *place) for name in ("ids", "values"))
+        log_probs = values.float() / temperature
+        if temperature != 1:
+            column = normalised(manifest.temperatures).index(temperature)
+            log_probs = log_probs - self._read("normalisers", *place)[:, column, None]
+        log_tail = self._read("log_tails", *place)[:, manifest.temperatures.index(temperature)].float()
+        if top_k < manifest.top_k:
+            log_tail = torch.cat([log_tail[:, None], log_probs[:, top_k:]], dim=-1).logsumexp(-1)
+        return TopK(ids[:, :top_k], log_probs[:, :top_k], log_tail)
+
+    def missing(self, dataset: Dataset) -> int:
+        """
+        Count the rows of a prepared dataset whose sequence is not in the cache.
+
+        Args:
+            dataset ([`~datasets.Dataset`]):
+                Dataset with an `input_ids` column.
+
+        Returns:
+            `int`: Number of rows.
+        """
+        return len(self._absent(dataset))
+
+    def _absent(self, dataset: Dataset) -> list[int]:
+        return [row for row, input_ids in enumerate(dataset_sequences(dataset)) if input_ids not in self]
+
+    def check_dataset(self, dataset: Dataset, name: str) -> None:
+        """
+        Make sure that every row of a prepared dataset is in the cache.
+
+        Args:
+            dataset ([`~datasets.Dataset`]):
+                Dataset with an `input_ids` column.
+            name (`str`):
+                What to call it.
+
+        Raises:
+            `ValueError`: Some are not.
+        """
+        if absent := self._absent(dataset):
+            raise ValueError(
+                f"{len(absent)} of {len(dataset)} sequences of {name} are not in the teacher's cache {self.directory}, "
+                f"first row {absent[0]}. It was made from other data: make one from this recipe with {MAKE} DIR."
+            )
+
+    def check(
+        self,
+        temperature: float,
+        top_k: int | None,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int | None,
+        vocab_size: int,
+    ) -> list[str]:
+        """
+        Make sure that a run can use the cache.
+
+        Args:
+            temperature (`float`):
+                Temperature of the distillation.
+            top_k (`int`, *optional*):
+                Entries of a position; all that are cached by default.
+            tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+                Tokenizer that prepared the run's data.
+            max_length (`int`, *optional*):
+                Length that the run's rows are cut to.
+            vocab_size (`int`):
+                Number of the student's logits.
+
+        Returns:
+            `list[str]`: Warnings.
+
+        Raises:
+            `ValueError`: It cannot.
+        """
+        manifest, here = self.manifest, f"the teacher's cache {self.directory}"
+        remake = f"make another cache from this recipe: {MAKE} DIR"
+        if temperature <= 0:
+            raise ValueError(f"kd_temperature={temperature} is not above 0. Set one of {list(manifest.temperatures)}.")
+        if temperature not in manifest.temperatures:
+            raise ValueError(
+                f"kd_temperature={temperature} is not among the temperatures of {here}. Set one of "
+                f"{list(manifest.temperatures)}, or {remake} --temperatures "
+                f"{' '.join(map(str, sorted({*manifest.temperatures, temperature})))}."
+            )
+        if top_k is not None and not 1 <= top_k <= manifest.top_k:
+            raise ValueError(
+                f"kd_top_k={top_k}, but {here} holds {manifest.top_k} tokens of each position. Set kd_top_k to "
+                f"1...{manifest.top_k}, or {remake} --kd_top_k {top_k}."
+            )
+        if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
+            raise ValueError(
+                f"The tokenizer has another vocabulary than the one that {here} was made with, so its token ids mean "
+                f"other tokens. Use the tokenizer of {manifest.teacher!r}, or {remake}."
+            )
+        if chat_template_hash(tokenizer) != manifest.chat_template_hash:
+            raise ValueError(
+                f"The chat template is not the one that {here} was made with. Set chat_template_path to that one, or "
+                f"{remake}."
+            )
+        if max_length != manifest.max_length:
+            raise ValueError(
+                f"max_length={max_length}, but {here} was made with max_length={manifest.max_length}: rows are cut at other "
+                f"places. Set max_length={manifest.max_length}, or {remake}."
+            )
+        if manifest.largest_id >= vocab_size:
+            raise ValueError(
+                f"{here[0].upper()}{here[1:]} holds the token id {manifest.largest_id}, but the student's vocabulary has "
+                f"{vocab_size} tokens. Use a teacher with the student's vocabulary."
+            )
+        covered = manifest.coverage[manifest.temperatures.index(temperature)]
+        return [describe_coverage(covered, temperature, manifest.top_k)] if covered < LOW_COVERAGE else []

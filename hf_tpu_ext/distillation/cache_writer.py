@@ -1,0 +1,311 @@
+"""Writes a teacher's cache, shard by shard, so that a build that is killed goes on where it was."""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from transformers.utils import logging
+
+from .cache_format import (
+    FORMAT,
+    MANIFEST,
+    PROGRESS,
+    CacheManifest,
+    CacheSettings,
+    Shard,
+    find_damage,
+    mean_coverage,
+    normalised,
+    read_json,
+    read_manifest,
+    read_shards,
+)
+from .compact import CompactTokens
+
+
+logger = logging.get_logger(__name__)
+
+# A file holds at most so many sequences, and bytes, unless its one sequence has more.
+_MOST_SEQUENCES, _MOST_BYTES = 256, 2**28
+_HASHED = {
+    "teacher_hash": "the teacher has other weights",
+    "tokenizer_hash": "the tokenizer has another vocabulary",
+    "chat_template_hash": "the chat template is another one",
+    "dataset_hash": "the prepared data are others",
+}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A shard's header, and the keys and offsets of its sequences.
+_HEADER_BYTES, _SEQUENCE_BYTES = 1024, 24
+
+
+class CacheWriter:
+    """
+    Writes a cache.
+
+    Files hold a fixed number of sequences each, in the order of `keys`. A file is written under another name first and
+    then renamed, and noted in `progress.json` after that; the manifest comes last and takes its place. A build with the same
+    settings continues with the files that are not there yet, so that the result is the same, byte for byte, as if it had
+    never been stopped.
+
+    Args:
+        directory (`str` or `Path`):
+            Directory of the cache.
+        settings ([`CacheSettings`]):
+            What it is made from.
+        keys (`list[bytes]`):
+            Key of each sequence, all different.
+        lengths (`list[int]`):
+            Number of tokens of each sequence.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Whether to begin anew where there is a cache with other settings.
+        sequences_per_shard (`int`, *optional*):
+            Sequences in a file; by default 256, or fewer where that would be more than 256 MB. A build that continues keeps
+            the number that it began with.
+
+    Raises:
+        `ValueError`: There is a cache with other settings, or no room.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        settings: CacheSettings,
+        keys: list[bytes],
+        lengths: list[int],
+        overwrite: bool = False,
+        sequences_per_shard: int | None = None,
+    ):
+        self.directory, self.settings = Path(directory), settings
+        self._keys, self._lengths = keys, lengths
+        fitting = _MOST_BYTES // (settings.token_bytes * max(lengths))
+        self._per_shard = sequences_per_shard or max(1, min(_MOST_SEQUENCES, fitting))
+        self._shards: dict[int, Shard] = {}
+        self.complete = False
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._continue(overwrite)
+        if self.complete:
+            return
+        self._check_room(freed=sum(path.stat().st_size for path in self._leftovers()))
+        # Without the manifest nothing is taken for a whole cache. It goes when what there is to go on from is noted.
+        self._note_progress()
+        (self.directory / MANIFEST).unlink(missing_ok=True)
+        for path in self._leftovers():
+            path.unlink()
+
+    @property
+    def pending(self) -> list[range]:
+        """Numbers of the sequences of each file that is not written yet."""
+        count = len(self._keys)
+        starts = range(0, count, self._per_shard)
+        return [
+            range(start, min(start + self._per_shard, count))
+            for number, start in enumerate(starts)
+            if number not in self._shards
+        ]
+
+    def write(self, sequences: range, rows: list[Any]) -> None:
+        """
+        Write a file.
+
+        Args:
+            sequences (`range`):
+                One of [`~CacheWriter.pending`].
+            rows (`list[TeacherRows]`):
+                The teacher's distributions on each of them, on the host.
+
+        Raises:
+            `ValueError`: There is no room.
+        """
+        ids, values, normalisers, log_tails = (
+            np.concatenate([tensor.numpy() for tensor in tensors]) for tensors in zip(*rows, strict=True)
+        )
+        temperatures = self.settings.temperatures
+        lengths = [self._lengths[number] for number in sequences]
+        assert len(ids) == sum(lengths)
+        if self.settings.compact:
+            entries = CompactTokens.pack(ids, values, self.settings.vocab_size)._asdict()
+        else:
+            entries = {"ids": ids, "values": values}
+        stored = [temperatures.index(temperature) for temperature in normalised(temperatures)]
+        data = safetensors.numpy.save(
+            {
+                **entries,
+                "normalisers": np.ascontiguousarray(normalisers[:, stored]),
+                "log_tails": log_tails,
+                "keys": np.frombuffer(b"".join(self._keys[number] for number in sequences), np.uint8).reshape(-1, 16),
+                "offsets": np.cumsum([0, *lengths], dtype=np.int64),
+            }
+        )
+        number = sequences.start // self._per_shard
+        shard = Shard(
+            file=f"shard-{number:05d}.safetensors",
+            sequences=len(sequences),
+            tokens=len(ids),
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            coverage_sums=tuple(
+                float(
+                    np.exp(values.astype(np.float32) / temperature - normalisers[:, index, None]).sum(dtype=np.float64)
+                )
+                for index, temperature in enumerate(temperatures)
+            ),
+            largest_id=int(ids.max()),
+        )
+        with self._need_room():
+            write_atomically(self.directory / shard.file, data)
+        self._shards[number] = shard
+        self._note_progress()
+
+    def finish(self) -> CacheManifest:
+        """
+        Write the manifest, which makes the cache complete.
+
+        Returns:
+            [`CacheManifest`]: What the cache holds.
+        """
+        if not self.complete:
+            assert not self.pending
+            shards = [self._shards[number] for number in sorted(self._shards)]
+            size = sum(shard.bytes for shard in shards)
+            manifest = CacheManifest(
+                **dataclasses.asdict(self.settings),
+                coverage=mean_coverage(shards),
+                bytes_per_token=size / self.settings.tokens,
+                largest_id=max(shard.largest_id for shard in shards),
+                sequences_per_shard=self._per_shard,
+                shards=tuple(shards),
+            )
+            with self._need_room():
+                write_atomically(self.directory / MANIFEST, _json(dataclasses.asdict(manifest)))
+            self.complete = True
+        (self.directory / PROGRESS).unlink(missing_ok=True)
+        return read_manifest(self.directory)
+
+    def _continue(self, overwrite: bool) -> None:
+        """Take up what is there, if it was made with the same settings."""
+        try:
+            manifest, progress = (read_json(self.directory / name) for name in (MANIFEST, PROGRESS))
+            found = manifest or progress
+            if found is None:
+                return
+            self._compare(manifest or progress["settings"])
+        except ValueError:
+            if overwrite:
+                return
+            raise
+        self._per_shard = found["sequences_per_shard"]
+        # Whoever makes a complete cache again has a reason to doubt its files.
+        for shard in read_shards(found):
+            if (damage := find_damage(self.directory, shard, verify=manifest is not None)) is None:
+                self._shards[int(shard.file[6:11])] = shard
+            else:
+                logger.warning(f"{self.directory / shard.file} {damage}, and is made anew.")
+        self.complete = manifest is not None and not self.pending
+
+    def _compare(self, before: dict[str, Any]) -> None:
+        now = json.loads(json.dumps(dataclasses.asdict(self.settings)))
+        other = [
+            _HASHED.get(name, f"{name} is {now[name]!r} and was {before[name]!r}")
+            for name in now
+            if before[name] != now[name]
+        ]
+        if other:
+            raise ValueError(
+                f"{self.directory} holds a teacher's cache that was made otherwise: {'; '.join(other)}. Give another "
+                "directory (--output_dir DIR), or begin anew and lose what is there (--overwrite)."
+            )
+
+    def _leftovers(self) -> list[Path]:
+        """Files of this or another build that are no part of what it goes on from."""
+        kept = {shard.file for shard in self._shards.values()}
+        found = [*self.directory.glob("shard-*.safetensors*"), *self.directory.glob("*.json.tmp")]
+        return [path for path in found if path.name not in kept]
+
+    def _note_progress(self) -> None:
+        shards = [dataclasses.asdict(self._shards[number]) for number in sorted(self._shards)]
+        content = {
+            "settings": dataclasses.asdict(self.settings),
+            "sequences_per_shard": self._per_shard,
+            "shards": shards,
+        }
+        with self._need_room():
+            write_atomically(self.directory / PROGRESS, _json(content))
+
+    # ---- Room ----
+
+    @property
+    def bytes_to_write(self) -> int:
+        """Size of the files that are not written yet."""
+        return sum(
+            _HEADER_BYTES + sum(self._lengths[n] * self.settings.token_bytes + _SEQUENCE_BYTES for n in sequences)
+            for sequences in self.pending
+        )
+
+    def _check_room(self, freed: int) -> None:
+        if self.bytes_to_write > shutil.disk_usage(self.directory).free + freed:
+            raise ValueError(self._no_room("There is no room for it"))
+
+    @contextmanager
+    def _need_room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            told = f"Writing failed ({error.strerror}); what is done is kept, and the same command continues"
+            raise ValueError(self._no_room(told)) from error
+
+    def _no_room(self, what: str) -> str:
+        compact = dataclasses.replace(self.settings, compact=True).token_bytes
+        smaller = "a smaller --kd_top_k"
+        if not self.settings.compact:
+            smaller += f" or --compact ({compact} instead of {self.settings.token_bytes} bytes per token)"
+        return (
+            f"{what}: the teacher's cache in {self.directory} needs {_size(self.bytes_to_write)} more, and "
+            f"{_size(shutil.disk_usage(self.directory).free)} are free there. Free some, give another directory "
+            f"(--output_dir DIR), or make it smaller: {smaller}."
+        )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """
+    Write a file that is whole or not there, also after a loss of power.
+
+    Args:
+        path (`Path`):
+            The file.
+        data (`bytes`):
+            Its content.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    os.replace(partial, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps({"format": FORMAT, **content}, indent=1) + "\n").encode()
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

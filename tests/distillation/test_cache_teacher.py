@@ -1,0 +1,211 @@
+"""The command `hf-tpu cache-teacher` makes the cache that the recipe's training looks its sequences up in."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.distillation.cache import TeacherCache
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A student, a teacher of another size, and 32 rows of arithmetic."""
+    directory = tmp_path_factory.mktemp("tiny")
+    make_model(directory / "model", hidden_size=32, intermediate_size=48)
+    make_model(directory / "teacher", seed=1, hidden_size=48, intermediate_size=64)
+    make_arithmetic(directory / "data", num_rows=32)
+    return directory
+
+
+@pytest.fixture
+def recipe(tiny, tmp_path):
+    """Writes a recipe, with changes, and returns its path."""
+
+    def write(**changes):
+        values = {
+            "model_name_or_path": str(tiny / "model"),
+            "dataset_name": str(tiny / "data"),
+            "kd_cache": str(tmp_path / "cache"),
+            "kd_temperature": 2.0,
+            "max_length": 64,
+            "length_buckets": [32, 48],
+            "eval_strategy": "steps",
+            "per_device_eval_batch_size": 8,
+            "bf16": False,
+            "disable_tqdm": True,
+            "output_dir": str(tmp_path / "run"),
+        }
+        path = tmp_path / "recipe.yaml"
+        values = {key: value for key, value in {**values, **changes}.items() if value is not None}
+        path.write_text(yaml.safe_dump(values))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny, tmp_path_factory):
+    """The datasets as upstream's trainer prepares them."""
+    data = load_dataset(str(tiny / "data"))
+    config = SFTConfig(
+        str(tmp_path_factory.mktemp("stock")), max_length=64, use_cpu=True, bf16=False, report_to="none"
+    )
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(tiny / "model"),
+        config,
+        train_dataset=data["train"],
+        eval_dataset=data["test"],
+        processing_class=AutoTokenizer.from_pretrained(tiny / "model"),
+    )
+    return trainer.train_dataset, trainer.eval_dataset
+
+
+def reference(tiny, input_ids):
+    model = AutoModelForCausalLM.from_pretrained(tiny / "teacher", dtype=torch.float64)
+    with torch.no_grad():
+        return model(torch.tensor([input_ids])).logits[0]
+
+
+def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
+    argv = ["cache-teacher", "--config", recipe(), "--kd_teacher", str(tiny / "teacher"), "--kd_top_k", "32"]
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    cache = TeacherCache(tmp_path / "cache")
+    manifest = cache.manifest
+    tokens = sum(len(row) for dataset in prepared for row in dataset["input_ids"])
+    assert "on CPU, compiled by XLA, 1 chip, 8 rows at once" in told
+    assert f"32 sequences of {tokens} tokens, {manifest.bytes_per_token:.1f} bytes per token" in told
+    share = manifest.coverage[0]
+    assert f"{share:.1%} at temperature 1, " in told
+    assert f"warning: The top 32 tokens hold {share:.0%} of the teacher's mass at temperature 1" in told
+    assert f"--kd_cache {tmp_path / 'cache'}" in told
+    assert manifest.teacher == str(tiny / "teacher")
+    assert (manifest.top_k, manifest.temperatures, manifest.max_length) == (32, (1.0, 2.0), 64)
+    assert max(len(row) for dataset in prepared for row in dataset["input_ids"]) == 64, "no row was cut"
+
+    assert [cache.missing(dataset) for dataset in prepared] == [0, 0]
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    cache.check(2.0, 32, tokenizer, 64, len(tokenizer))
+    for input_ids in (prepared[0]["input_ids"][0], prepared[1]["input_ids"][0]):
+        expected = (reference(tiny, input_ids) / 2).log_softmax(-1)
+        found = cache.lookup(input_ids, 2.0, 32)
+        torch.testing.assert_close(found.log_probs.double(), expected.topk(32).values, rtol=2**-11, atol=1e-3)
+    # No run begins here, and a second command has nothing to do.
+    assert not (tmp_path / "run").exists()
+    assert main(argv) == 0
+    assert "is complete already, with the same settings." in capsys.readouterr().out
+
+
+def test_defaults(xla, tiny, recipe, tmp_path, capsys):
+    """All of a small vocabulary; in bfloat16, as upstream computes by default; and where `--output_dir` says."""
+    argv = ["cache-teacher", "--config", recipe(bf16=None, kd_temperature=None, eval_strategy=None)]
+    assert main([*argv, "--kd_teacher=base", "--output_dir", str(tmp_path / "other"), "--kd_top_k", "259"]) == 0
+    assert f"{tiny / 'model'} (the student's own start) on CPU" in capsys.readouterr().out
+    manifest = TeacherCache(tmp_path / "other").manifest
+    assert (manifest.teacher, manifest.compute_dtype) == (str(tiny / "model"), "bfloat16")
+    assert manifest.temperatures == (1.0,) and manifest.coverage == pytest.approx([1.0], abs=1e-3)
+    assert manifest.sequences == 28
+    assert not (tmp_path / "cache").exists()
+
+
+def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(model_name_or_path="Qwen/Qwen3-0.6B", dataset_name="trl-lib/Capybara", kd_cache="caches/real")
+    assert main(["cache-teacher", "--config", path, "--smoke", str(tiny), "--compact"]) == 0
+    manifest = TeacherCache("runs/smoke/recipe/teacher_cache").manifest
+    assert (manifest.top_k, manifest.compact, manifest.teacher) == (16, True, str(tiny / "teacher"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "message"),
+    [
+        ({"model_name_or_path": None}, [], "model_name_or_path is missing"),
+        ({"dataset_name": None}, [], "dataset_name is missing"),
+        ({"kd_cache": None}, [], "kd_cache is missing: where the cache goes"),
+        ({"packing": True}, [], "packing=True joins sequences to rows"),
+        ({"eval_packing": True}, [], "eval_packing=True joins sequences to rows"),
+        ({"dataset_streaming": True}, [], "dataset_streaming=True: the sequences of a streaming dataset"),
+        ({"dataset_test_split": "held_out"}, [], "The dataset has no split 'held_out', but 'train', 'test'."),
+        ({}, ["--temperatures", "1", "0"], "--temperatures 0.0 is not above 0"),
+        ({"max_length": 2, "length_buckets": None}, [], "No row of the data has a label within max_length"),
+        ({}, ["--batch_size", "0"], "--batch_size 0 is not a number of rows"),
+        ({}, ["--kd_top_k", "260"], "kd_top_k=260, but the teacher's vocabulary has 259 tokens. Set 1...259."),
+        ({}, ["--kd_teacher"], "argument --kd_teacher"),
+        (
+            {},
+            ["--temperatur", "2", "--kd_topk", "2"],
+            "unknown key 'kd_topk' on the command line. Did you mean 'kd_top_k'?",
+        ),
+    ],
+)
+def test_mistakes(xla, tiny, recipe, capsys, changes, extra, message):
+    argv = ["cache-teacher", "--config", recipe(**changes), "--kd_teacher", str(tiny / "teacher"), *extra]
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_teacher_is_missing(recipe, capsys):
+    assert main(["cache-teacher", "--config", recipe()]) == 2
+    assert "kd_teacher is missing: the model to learn from" in capsys.readouterr().err
+
+
+def test_teacher_of_another_vocabulary(tiny, recipe, tmp_path, capsys):
+    other = shutil.copytree(tiny / "teacher", tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["cache-teacher", "--config", recipe(), "--kd_teacher", str(other)]) == 2
+    assert (
+        "has another vocabulary than the student: 2 tokens have other ids, for example 'a'" in capsys.readouterr().err
+    )
+
+
+def test_template_that_adds_tokens(tiny, recipe, tmp_path, capsys):
+    source = AutoTokenizer.from_pretrained(tiny / "model")
+    source.add_tokens(["<think>"], special_tokens=True)
+    source.save_pretrained(tmp_path / "source")
+    path = recipe(chat_template_path=str(tmp_path / "source"))
+    assert main(["cache-teacher", "--config", path, "--kd_teacher", str(tiny / "teacher")]) == 2
+    assert "changes the vocabulary, which the teacher's weights are not made for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mesh", ["data", "fsdp"])
+def test_eight_devices_make_the_same_cache(xla, tiny, recipe, prepared, tmp_path, mesh):
+    argv = ["cache-teacher", "--config", recipe(), "--kd_teacher", str(tiny / "teacher"), "--kd_top_k", "16"]
+    assert main([*argv, "--output_dir", str(tmp_path / "one")]) == 0
+    command = [
+        shutil.which("hf-tpu", path=os.path.dirname(sys.executable)),
+        *argv,
+        "--batch_size",
+        "1",
+        "--mesh",
+        mesh,
+    ]
+    result = subprocess.run(
+        [*command, "--output_dir", str(tmp_path / "eight")],
+        env={**os.environ, "CPU_NUM_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "8 chips, 8 rows at once" in result.stdout
+    one, eight = TeacherCache(tmp_path / "one"), TeacherCache(tmp_path / "eight")
+    for dataset in prepared:
+        for input_ids in dataset["input_ids"]:
+            for ours, other in zip(eight.lookup(input_ids, 2.0, 16), one.lookup(input_ids, 2.0, 16), strict=True):
+                torch.testing.assert_close(ours, other, rtol=0, atol=2**-9)
