@@ -143,6 +143,8 @@ def _load(kd_teacher, training_args, model_args, compute_dtype):
     import torch
     from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, ProcessorMixin
 
+    from ..distillation.teachers import check_vocabulary
+
     trust = training_args.trust_remote_code
     processor = AutoProcessor.from_pretrained(
         model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=trust

@@ -216,5 +216,5 @@ def test_bad_teachers(distil, runs, tmp_path):
     first, second = list(vocabulary)[10:12]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="another tokenizer"):
+    with pytest.raises(ValueError, match="another vocabulary"):
         distil(kd_teacher=str(other))
