@@ -190,7 +190,9 @@ class FusedDistillation(torch.autograd.Function):
         wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
 
         def differentiate(carry, chunk):
-            with torch.enable_grad():
+            # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a loop's
+            # body have no data. A step that ends just then would crash.
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 leaves = {name: tensor.detach().requires_grad_() for name, tensor in wanted.items()}
                 head, targets, teacher = chunks.take(
                     chunk, ctx.student._replace(**{"weight": weight, "bias": bias, **leaves})

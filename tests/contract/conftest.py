@@ -172,3 +172,8 @@ def record(stock):
         return trainer, events
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started(xla):
+    """XLA is started before the first backward pass of the process."""

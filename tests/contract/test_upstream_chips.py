@@ -8,6 +8,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import trl.trainer.utils
+from torch_xla.experimental.scan import _scan_impl_pytree
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTConfig
@@ -92,3 +93,24 @@ def test_calls_of_torch_xla_that_are_not_public(xla):
         assert name in dir(torch_xla._XLAC), name
     assert list(inspect.signature(xm.send_cpu_data_to_device).parameters)[2] == "input_sharding"
     assert {"xla_spec", "minibatch"} <= set(dir(xs.ShardingSpec))
+
+
+def test_the_loop_that_scan_is_made_of(xla):
+    """backends/xla.py calls it directly: the public `scan` traces its function with tensors that autograd cannot follow."""
+    assert list(inspect.signature(_scan_impl_pytree).parameters) == ["fn", "init", "xs", "reverse"]
+    weight = torch.randn(3)
+    sent = xla.send(weight)
+
+    def turn(carry, entries):
+        # On this thread, as distillation/fused_head.py has it: autograd's own holds its last tensors for a moment longer.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            leaf = sent.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad((leaf * entries[0]).square().sum(), leaf)
+        return (carry[0] + gradient,), (gradient.sum(),)
+
+    rows = torch.randn(4, 3)
+    with torch.no_grad():
+        (total,), (sums,) = _scan_impl_pytree(turn, (xla.send(torch.zeros(3)),), (xla.send(rows),))
+    expected = 2 * weight * rows.square()
+    torch.testing.assert_close(xla.fetch(total), expected.sum(0))
+    torch.testing.assert_close(xla.fetch(sums), expected.sum(1))
