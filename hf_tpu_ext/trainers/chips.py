@@ -86,25 +86,14 @@ class ChipsMixin:
         if self.backend.num_chips == 1:
             return
         self._shard_model(model)
-        self.shard_gradients(model)
         for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.backend.shard(parameter.grad, self._specs[name])
             for value in optimizer.state.get(parameter, {}).values():
                 # Counters stay on the host.
                 if isinstance(value, torch.Tensor) and value.device == parameter.device:
                     if value.shape == parameter.shape:
                         self.backend.shard(value, self._specs[name])
-
-    def shard_gradients(self, model: nn.Module) -> None:
-        """
-        Put gradients where their parameters are.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                Model on the device.
-        """
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                self.backend.shard(parameter.grad, self._specs[name])
 
     # ---- Fully sharded: keep the partitioner to the scheme ----
 

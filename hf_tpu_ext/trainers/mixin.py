@@ -273,9 +273,6 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         else:
             with self.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
                 loss = self.over_chips(super().training_step(model, inputs, num_items_in_batch))
-        if self.mesh["fsdp"] > 1 and self.accelerator.sync_gradients:
-            # Said before clipping: a norm of whole gradients would have them summed up whole on every chip.
-            self.shard_gradients(model)
         if self.backend.lazy:
             self.loss_log.add(
                 loss,

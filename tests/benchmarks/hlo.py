@@ -9,7 +9,7 @@ from dataclasses import dataclass
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^ *(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)", re.MULTILINE)
-_ENTRY = re.compile(r"^ENTRY .*?^}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(.*?^}", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,10 @@ class Collective:
         tensors (`tuple[Shape, ...]`):
             The tensors exchanged, as one device has them whole: what an all-gather makes, what the others take. Compilers
             combine several tensors into one operation.
-        channel_id (`int`, *optional*):
-            XLA's number of the exchange. Compilers for TPU overlap one exchange with several computations, and each of
-            them then contains an operation with its number.
     """
 
     kind: str
     tensors: tuple[Shape, ...]
-    channel_id: int | None
 
     @property
     def num_bytes(self) -> int:
@@ -95,22 +91,30 @@ def parse_collectives(text: str) -> list[Collective]:
             An optimized HLO module.
 
     Returns:
-        `list[Collective]`: In the order of the text. Of an asynchronous pair only the start is listed.
+        `list[Collective]`: In the order of the text. Of an asynchronous pair only the start is listed, and of operations
+        that are parts of one exchange the first.
     """
-    instructions = _INSTRUCTION.findall(text)
-    shapes = {name: parse_shapes(result) for name, result, _, _ in instructions}
-    collectives = []
-    for name, _, operation, rest in instructions:
-        kind = operation.removesuffix("-start")
-        if kind not in KINDS:
-            continue
-        names = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
-        operands = tuple(shape for operand in names for shape in shapes[operand])
-        # The result of an asynchronous start holds its operands as well, before what it makes.
-        tensors = shapes[name][-len(operands) :] if kind == "all-gather" else operands
-        channel = re.search(r"\bchannel_id=(\d+)", rest)
-        collectives.append(Collective(kind, tensors, None if channel is None else int(channel[1])))
-    return collectives
+    found: dict[object, Collective] = {}
+    for computation in _COMPUTATION.finditer(text):
+        # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
+        # Its channel says nothing.
+        fused = computation[2].startswith("all-reduce-scatter")
+        instructions = _INSTRUCTION.findall(computation[0])
+        shapes = {name: parse_shapes(result) for name, result, _, _ in instructions}
+        for name, _, operation, rest in instructions:
+            kind = operation.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            names = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
+            operands = tuple(shape for operand in names for shape in shapes[operand])
+            # The result of an asynchronous start holds its operands as well, before what it makes.
+            tensors = shapes[name][-len(operands) :] if kind == "all-gather" else operands
+            channel = re.search(r"\bchannel_id=(\d+)", rest)
+            if fused or channel is None:
+                found[computation[2], name] = Collective("reduce-scatter" if fused else kind, tensors)
+            else:
+                found.setdefault(channel[1], Collective(kind, tensors))
+    return list(found.values())
 
 
 def argument_bytes(text: str) -> int:
@@ -124,10 +128,10 @@ def argument_bytes(text: str) -> int:
     Returns:
         `int`: Size of the entry computation's parameters.
     """
-    entry = _ENTRY.search(text)[0]
+    entry = next(computation for computation in _COMPUTATION.finditer(text) if computation[1])
     return sum(
         shape.num_bytes
-        for _, result, operation, _ in _INSTRUCTION.findall(entry)
+        for _, result, operation, _ in _INSTRUCTION.findall(entry[0])
         if operation == "parameter"
         for shape in parse_shapes(result)
     )

@@ -49,7 +49,7 @@ def test_all_reduce_of_several_tensors():
         "replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add",
         "%first = f32[8,4]{1,0} get-tuple-element(%all-reduce.7), index=0",
     )
-    assert found == Collective("all-reduce", (Shape("f32", (8, 4)), Shape("f32", ())), 3)
+    assert found == Collective("all-reduce", (Shape("f32", (8, 4)), Shape("f32", ())))
     assert found.num_bytes == 8 * 4 * 4 + 4
     assert found.describe() == "f32[8,4], f32[]"
 
@@ -81,7 +81,32 @@ def test_an_asynchronous_pair_is_one():
 
 def test_all_to_all_in_pieces():
     (found,) = collectives("%a = (f32[8,4]{1,0}, f32[8,4]{1,0}) all-to-all(%p.0, %p.0), replica_groups={{0,1}}")
-    assert (found.channel_id, found.num_bytes, found.describe()) == (None, 2 * 8 * 4 * 4, "2 x f32[8,4]")
+    assert (found.num_bytes, found.describe()) == (2 * 8 * 4 * 4, "2 x f32[8,4]")
+
+
+def test_operations_with_one_channel_are_parts_of_one_exchange():
+    found = collectives(
+        "%a = f32[16,4]{1,0} all-gather(%p.0), channel_id=7, dimensions={0}",
+        "%b = f32[16,4]{1,0} all-gather(%p.0), channel_id=7, dimensions={0}",
+        "%c = f32[16,4]{1,0} all-gather(%p.0), channel_id=8, dimensions={0}",
+    )
+    assert len(found) == 2
+
+
+def test_an_all_reduce_fused_with_slicing_is_a_reduce_scatter():
+    fusions = "".join(
+        f"""\
+%all-reduce-scatter.{number} (x: f32[8,4]) -> f32[4,4] {{
+  %x = f32[8,4]{{1,0}} parameter(0)
+  %all-reduce.{number} = f32[8,4]{{1,0}} all-reduce(%x), channel_id=1, to_apply=%add
+  ROOT %slice.{number} = f32[4,4]{{1,0}} dynamic-slice(%all-reduce.{number}), dynamic_slice_sizes={{4,4}}
+}}
+
+"""
+        for number in range(2)
+    )
+    found = parse_collectives(fusions + MODULE + "}\n")
+    assert [(item.kind, item.num_bytes) for item in found] == 2 * [("reduce-scatter", 8 * 4 * 4)]
 
 
 def test_names_that_only_mention_a_collective_do_not_count():

@@ -12,11 +12,20 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
-from collectives import SIZES, Run, make_inputs, run_scheme  # noqa: E402
 from hlo import Program  # noqa: E402
+from schemes import SCHEMES, Run, make_inputs, run_schemes  # noqa: E402
 
 
 ENVIRONMENT = HERE.parents[1] / ".venv-tpu-compiler"
+# Smaller weights are not worth it to the compiler to be summed up in parts.
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,8 @@ class TPUProgram(Program):
     Args:
         text (`str`):
             Its optimized HLO.
+        weights (`frozenset[tuple[int, ...]]`):
+            As in [`Program`].
         memory (`dict[str, int]`):
             Bytes of a chip's memory that its `argument`s, `output`s, ... take; `alias` is what outputs share with arguments.
     """
@@ -54,32 +65,26 @@ def compiler():
 
 
 @pytest.fixture(scope="session")
-def train_on_host(tmp_path_factory):
-    """Trains one step with a scheme on eight devices of the host, once, and gives its [`Run`]."""
+def runs(tmp_path_factory) -> dict[str, Run]:
+    """What each scheme compiles on eight devices of the host."""
     directory = tmp_path_factory.mktemp("eight_chips")
     make_inputs(directory, **SIZES)
-    runs: dict[str, Run] = {}
-
-    def train(scheme: str) -> Run:
-        if scheme not in runs:
-            runs[scheme] = run_scheme(scheme, directory)
-        return runs[scheme]
-
-    return train
+    return run_schemes(list(SCHEMES), directory)
 
 
 @pytest.fixture(scope="session")
-def compile_for_tpu(compiler, train_on_host, tmp_path_factory):
+def compile_for_tpu(compiler, runs, tmp_path_factory):
     """Compiles a program of a scheme for `v5e:2x4`, once, and gives the [`TPUProgram`] of one chip."""
     directory = tmp_path_factory.mktemp("tpu_programs")
     programs: dict[tuple[str, str], TPUProgram] = {}
 
     def compile_program(scheme: str, kind: str) -> TPUProgram:
         if (scheme, kind) not in programs:
-            optimized = directory / f"{scheme}.{kind}.txt"
-            printed = run_command(compiler, HERE / "compiler.py", train_on_host(scheme).dumps[kind], optimized)
+            run, optimized = runs[scheme], directory / f"{scheme}.{kind}.txt"
+            printed = run_command(compiler, HERE / "compiler.py", run.dumps[kind], optimized)
             memory = json.loads(printed.splitlines()[-1])
-            programs[scheme, kind] = TPUProgram(optimized.read_text(encoding="utf-8"), memory)
+            program = TPUProgram(optimized.read_text(encoding="utf-8"), run.weight_shapes, memory)
+            programs[scheme, kind] = program
             megabytes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in memory.items())
             print(f"\n{scheme}, {kind}: {megabytes}")
         return programs[scheme, kind]

@@ -1,0 +1,235 @@
+"""
+Trains one step with each of some schemes on eight devices of the host, for the programs that XLA then dumps.
+
+The functions below start it as a process of its own: the devices, and where XLA dumps to, are set before it starts.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from datasets import load_dataset
+from hlo import Program
+from peft import LoraConfig
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+from hf_tpu_ext.sharding.plan import PlannedParameter
+
+
+CHIPS = 8
+# TRL's fused head goes through tokens in slices of 4,096, and through the vocabulary in slices of 32,768: both have to be
+# more than one, since a slice of a split tensor is what makes a partitioner move it. The batch has more tokens than a
+# matrix of a layer has rows, as usual; otherwise activations are smaller than weights, and are exchanged instead.
+ROWS_PER_CHIP, LENGTH = 16, 64
+SIZES = {"vocab_size": 40960, "hidden_size": 64, "intermediate_size": 1536}
+MICRO_STEP, CLOSING_STEP = "micro-step", "training step"
+BEFORE, AFTER = ".before_optimizations.txt", ".cpu_after_optimizations.txt"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """
+    One way to spread a run over the chips.
+
+    Args:
+        title (`str`):
+            Name for people.
+        mesh (`str`):
+            As in [`TPUSFTConfig`].
+        gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
+            Micro-steps of an optimizer step.
+        lora (`bool`, *optional*, defaults to `False`):
+            Whether adapters are trained instead of the weights.
+        saving (`bool`, *optional*, defaults to `False`):
+            Whether to compute in bfloat16 and with gradient checkpointing, as TRL does if nothing else is said.
+    """
+
+    title: str
+    mesh: str
+    gradient_accumulation_steps: int = 1
+    lora: bool = False
+    saving: bool = False
+
+
+SCHEMES = {
+    "data": Scheme("data parallel", "data"),
+    "data_accumulated": Scheme("data parallel, 2 accumulated", "data", 2),
+    "data_accumulated_lora": Scheme("data parallel, 2 accumulated, LoRA", "data", 2, lora=True),
+    "fsdp": Scheme("fully sharded", "fsdp"),
+    "fsdp_accumulated": Scheme("fully sharded, 2 accumulated", "fsdp", 2),
+    "fsdp_saving": Scheme("fully sharded, bfloat16, gradient checkpointing", "fsdp", saving=True),
+    "data_fsdp": Scheme("data=2 x fsdp=4", "data=2,fsdp=4"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What one scheme compiled.
+
+    Args:
+        mesh (`dict[str, int]`):
+            Size of each axis.
+        parameters (`list[PlannedParameter]`):
+            The model's parameters and where they are.
+        dumps (`dict[str, Path]`):
+            Dumped HLO before optimizations, by what the program does ([`MICRO_STEP`], [`CLOSING_STEP`]).
+    """
+
+    mesh: dict[str, int]
+    parameters: list[PlannedParameter]
+    dumps: dict[str, Path]
+
+    @property
+    def trainable(self) -> list[PlannedParameter]:
+        """Parameters that have a gradient."""
+        return [parameter for parameter in self.parameters if parameter.trainable]
+
+    @property
+    def split(self) -> list[PlannedParameter]:
+        """Parameters of which each chip holds a part."""
+        return [parameter for parameter in self.parameters if parameter.shards > 1]
+
+    def program(self, kind: str) -> Program:
+        """
+        Read a compiled program.
+
+        Args:
+            kind (`str`):
+                [`MICRO_STEP`] or [`CLOSING_STEP`].
+
+        Returns:
+            [`Program`]: The program of one device.
+        """
+        dump = self.dumps[kind]
+        text = dump.with_name(dump.name.replace(BEFORE, AFTER)).read_text(encoding="utf-8")
+        return Program(text, self.weight_shapes)
+
+    @property
+    def weight_shapes(self) -> frozenset[tuple[int, ...]]:
+        """Shapes of the parameters, as [`Program`] takes them."""
+        shapes = [parameter.shape for parameter in self.parameters]
+        for parameter in self.split:
+            parts = (parameter.shards if axis else 1 for axis in parameter.spec)
+            shapes.append([size // part for size, part in zip(parameter.shape, parts, strict=True)])
+        return frozenset(tuple(sorted(shape)) for shape in shapes)
+
+
+def make_inputs(directory: Path, **sizes) -> None:
+    """
+    Make the model and the rows that all schemes train.
+
+    Args:
+        directory (`Path`):
+            Where to write them.
+        **sizes:
+            Fields of the model's configuration.
+    """
+    make_model(directory / "model", **sizes)
+    make_arithmetic(directory / "data")
+
+
+def train(scheme: Scheme, directory: Path) -> Run:
+    """
+    Train one step in this process, which has the devices and dumps its programs.
+
+    Args:
+        scheme ([`Scheme`]):
+            How.
+        directory (`Path`):
+            Directory of [`make_inputs`].
+
+    Returns:
+        [`Run`]: What was compiled.
+    """
+    dump, dumps = directory / "dump", {}
+
+    class Recorder(TPUSFTTrainer):
+        # XLA dumps a program while it compiles it, and a program of the step is compiled where it ends. So the file that
+        # appears in between is that program, whatever else was compiled before (placing the model, reading a log).
+        def end_program(self, kind: str, where: str) -> None:
+            before = set(dump.glob(f"*{BEFORE}"))
+            super().end_program(kind, where)
+            new = set(dump.glob(f"*{BEFORE}")) - before
+            if new:
+                assert kind not in dumps
+                (dumps[kind],) = new
+
+    trainer = Recorder(
+        str(directory / "model"),
+        TPUSFTConfig(
+            str(directory / "output"),
+            mesh=scheme.mesh,
+            gradient_accumulation_steps=scheme.gradient_accumulation_steps,
+            per_device_train_batch_size=ROWS_PER_CHIP,
+            max_length=LENGTH,
+            max_steps=1,
+            bf16=scheme.saving,
+            gradient_checkpointing=scheme.saving,
+            model_init_kwargs={"dtype": "float32"},
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=load_dataset("json", data_files=str(directory / "data" / "train.jsonl"), split="train"),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0) if scheme.lora else None,
+    )
+    trainer.train()
+    return Run(trainer.mesh, trainer.sharding_plan.parameters, dumps)
+
+
+def run_schemes(names: Sequence[str], directory: Path) -> dict[str, Run]:
+    """
+    Train one step with each scheme, in a process that has the devices.
+
+    Args:
+        names (`Sequence[str]`):
+            Keys of [`SCHEMES`].
+        directory (`Path`):
+            Directory of [`make_inputs`]. The dumps are put into it, too.
+
+    Returns:
+        `dict[str, Run]`: What was compiled, by scheme.
+
+    Raises:
+        `RuntimeError`: The process failed. Its output is in the message.
+    """
+    settings = {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(CHIPS),
+        "XLA_FLAGS": f"--xla_dump_to={directory / 'dump'} --xla_dump_hlo_as_text",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, __file__, *names, "--directory", directory]
+    done = subprocess.run(
+        command, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"Training failed:\n{done.stdout}")
+    return {
+        name: Run(
+            saved["mesh"],
+            [PlannedParameter(**parameter) for parameter in saved["parameters"]],
+            {kind: Path(path) for kind, path in saved["dumps"].items()},
+        )
+        for name, saved in json.loads((directory / "runs.json").read_text(encoding="utf-8")).items()
+    }
+
+
+def main() -> None:
+    """Train with some schemes, in this process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schemes", choices=SCHEMES, nargs="+", metavar="scheme", help=", ".join(SCHEMES))
+    parser.add_argument("--directory", type=Path, required=True, help="where the model, the rows and the dumps are")
+    arguments = parser.parse_args()
+    runs = {name: asdict(train(SCHEMES[name], arguments.directory)) for name in arguments.schemes}
+    (arguments.directory / "runs.json").write_text(json.dumps(runs, default=str), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
