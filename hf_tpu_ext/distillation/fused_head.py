@@ -11,7 +11,7 @@ from .losses import TopK, full_divergence, top_k_divergence
 
 
 # Elements of a chunk's logits. A chunk of fewer tokens for a larger vocabulary keeps the memory the same.
-_CHUNK_ELEMENTS = 2**24
+_CHUNK_ELEMENTS = 2**23
 _MOST_TOKENS = 1024
 
 

@@ -1,0 +1,135 @@
+"""A real teacher, a student damaged by rounding its weights, and real text: what the distillation benchmarks share."""
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from datasets import DatasetDict, load_dataset
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_tpu_ext.examples.docstrings import make_docstrings
+from hf_tpu_ext.examples.smollm2 import prepare_model
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "distillation.md"
+
+
+def round_group_wise(weight: Tensor, bits: int, group_size: int) -> Tensor:
+    """
+    Round a weight to few bits: symmetric, to nearest, with one scale for each group of inputs.
+
+    Args:
+        weight (`torch.Tensor` of shape `(outputs, inputs)`):
+            Weight of a linear layer.
+        bits (`int`):
+            Bits of an entry. Those of a group are multiples of its largest magnitude over `2**(bits - 1) - 1`.
+        group_size (`int`):
+            Inputs of a group.
+
+    Returns:
+        `torch.Tensor` of shape `(outputs, inputs)`: The values that the rounded weight stands for.
+
+    Raises:
+        ValueError: If the inputs are not a multiple of `group_size`.
+    """
+    outputs, inputs = weight.shape
+    if inputs % group_size:
+        raise ValueError(f"{inputs} inputs cannot be split into groups of {group_size}.")
+    groups = weight.reshape(outputs, inputs // group_size, group_size)
+    scales = groups.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    # A group of zeros stays one.
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return ((groups / scales).round() * scales).reshape(outputs, inputs)
+
+
+@torch.no_grad()
+def damage(model: PreTrainedModel, bits: int, group_size: int) -> None:
+    """
+    Round the weights of all linear layers but the head, in place.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model.
+        bits (`int`):
+            As in [`round_group_wise`].
+        group_size (`int`):
+            As in [`round_group_wise`].
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            module.weight.copy_(round_group_wise(module.weight, bits, group_size))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Add what [`prepare`] and [`damage`] need to a command line.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser of a benchmark.
+    """
+    where = "made there when it is absent, as `hf-tpu prepare quickstart` makes it"
+    parser.add_argument(
+        "--model_dir", type=Path, default=Path(".cache/quickstart/model"), help=f"SmolLM2-135M-Instruct; {where}"
+    )
+    parser.add_argument(
+        "--data_dir", type=Path, default=Path(".cache/quickstart/data"), help=f"functions and docstrings; {where}"
+    )
+    parser.add_argument("--bits", type=int, default=3, help="bits of a rounded weight (default: 3)")
+    parser.add_argument("--group_size", type=int, default=32, help="inputs that share a scale (default: 32)")
+
+
+def prepare(arguments: argparse.Namespace) -> DatasetDict:
+    """
+    Make sure that model and data are there.
+
+    Args:
+        arguments (`argparse.Namespace`):
+            With `model_dir` and `data_dir`.
+
+    Returns:
+        [`~datasets.DatasetDict`]: Splits `train` and `test` with one column, `text`: Python functions, each under a comment
+        that says what it does.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    prepare_model(arguments.model_dir)
+    if not (arguments.data_dir / "train.jsonl").exists():
+        make_docstrings(arguments.data_dir)
+    data = load_dataset(str(arguments.data_dir))
+    return data.map(to_text, remove_columns=data["train"].column_names)
+
+
+def to_text(row: dict) -> dict[str, str]:
+    """
+    Join a function and its docstring to a plain text.
+
+    Args:
+        row (`dict`):
+            Row of [`~hf_tpu_ext.examples.docstrings.make_docstrings`].
+
+    Returns:
+        `dict[str, str]`: The `text`.
+    """
+    source = re.search(r"```python\n(.*)\n```", row["prompt"][0]["content"], re.DOTALL)[1]
+    return {"text": f"# {row['completion'][0]['content']}\n{source}\n"}
+
+
+def load_pair(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
+    """
+    Load the teacher and the damaged student.
+
+    Args:
+        arguments (`argparse.Namespace`):
+            With `model_dir`, `bits` and `group_size`.
+
+    Yields:
+        [`~transformers.PreTrainedModel`]: First the teacher, then the student, in float32 on the CPU.
+    """
+    yield AutoModelForCausalLM.from_pretrained(arguments.model_dir, dtype=torch.float32).eval()
+    student = AutoModelForCausalLM.from_pretrained(arguments.model_dir, dtype=torch.float32).eval()
+    damage(student, arguments.bits, arguments.group_size)
+    yield student
