@@ -5,6 +5,9 @@ import os
 
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A compiled program of XLA on CPU takes some hundred memory maps, of which a process may have 65,530: kept without end, the
+# programs of all tests are more than that, and the compiler crashes.
+os.environ["XLA_COMPILATION_CACHE_SIZE"] = "64"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Two threads per operator on tiny tensors cost more than they save.
