@@ -38,6 +38,23 @@ class Head(NamedTuple):
     softcap: float | None = None
     scale: float = 1.0
 
+    def enter_chip(self, backend: Backend) -> "Head":
+        """
+        Take it into the part of a program that each chip runs by itself, on the tokens that it has.
+
+        Args:
+            backend ([`Backend`]):
+                The backend in use.
+
+        Returns:
+            [`Head`]: What one chip holds, without its autograd history.
+        """
+        return self._replace(
+            hidden=backend.enter_chip(self.hidden, by_rows=True),
+            weight=backend.enter_chip(self.weight),
+            bias=None if self.bias is None else backend.enter_chip(self.bias),
+        )
+
     def logits(self, dtype: torch.dtype) -> Tensor:
         """
         Compute the logits.

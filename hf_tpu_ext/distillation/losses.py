@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.base import Backend
+
 
 KD_LOSSES = ("forward_kl", "reverse_kl", "jsd")
 
@@ -27,6 +29,19 @@ class TopK(NamedTuple):
     ids: Tensor
     log_probs: Tensor
     log_tail: Tensor
+
+    def enter_chip(self, backend: Backend) -> "TopK":
+        """
+        Take them into the part of a program that each chip runs by itself, for the tokens that it has.
+
+        Args:
+            backend ([`Backend`]):
+                The backend in use.
+
+        Returns:
+            [`TopK`]: What one chip holds.
+        """
+        return TopK(*(backend.enter_chip(value, by_rows=True) for value in self))
 
     @classmethod
     def of(cls, logits: Tensor, top_k: int, temperature: float) -> "TopK":

@@ -2,13 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import trl.trainer.utils
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -17,29 +13,13 @@ from trl.trainer.utils import add_fused_lm_head
 from ..backends.base import Backend
 from ..sharding import ShardingPlan
 from ..step.kernels import use_static_kernels
+from ..step.replaced_head import head_computed_by
 from .fused_head import Head
 from .losses import TopK
 
 
 #: What a batch holds of a cached teacher, each of shape `(batch, length, ...)`.
 CACHED_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
-
-
-@contextmanager
-def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
-    """
-    Within this context, TRL's fused language model head is computed by another function.
-
-    Args:
-        apply (`Callable`):
-            Called as `trl.kernels.ChunkedLogProbFunction.apply`.
-    """
-    function = trl.trainer.utils._ChunkedLogProbFunction
-    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=apply)
-    try:
-        yield
-    finally:
-        trl.trainer.utils._ChunkedLogProbFunction = function
 
 
 @torch.no_grad()
@@ -63,7 +43,8 @@ def run_to_head(model: nn.Module, inputs: dict[str, Any]) -> Head:
         return (torch.zeros_like(targets, dtype=torch.float32), None, None, None, None)
 
     with head_computed_by(capture):
-        model(**inputs, fused_lm_head=True)
+        # Which document a token belongs to is for the attention mask, not for the model.
+        model(**{key: value for key, value in inputs.items() if key != "segment_ids"}, fused_lm_head=True)
     (head,) = captured
     return head
 
@@ -132,11 +113,7 @@ class OnlineTeacher(Teacher):
         if backend.lazy:
             use_static_kernels(model)
         backend.place(model)
-        specs = {parameter.name: parameter.spec for parameter in ShardingPlan(model, mesh).parameters}
-        for name, parameter in model.named_parameters():
-            backend.shard(parameter, specs[name])
-        for buffer in model.buffers():
-            backend.shard(buffer, (None,) * buffer.ndim)
+        ShardingPlan(model, mesh).apply(model, backend)
 
     def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
         return run_to_head(self._model, inputs)

@@ -91,11 +91,7 @@ def top_k_rows(
         [`TeacherRows`]: The tokens.
     """
     if backend.num_chips > 1:
-        head = head._replace(
-            hidden=backend.enter_chip(head.hidden, by_rows=True),
-            weight=backend.enter_chip(head.weight),
-            bias=None if head.bias is None else backend.enter_chip(head.bias),
-        )
+        head = head.enter_chip(backend)
     tokens = head.hidden.shape[0]
     count = -(-tokens // max(8, _CHUNK_ELEMENTS // head.weight.shape[0]))
     size = -(-tokens // count)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import trl.trainer.utils
 
 from ..backends.base import Backend
+from ..step.replaced_head import head_computed_by
 
 
 class EnterChip(torch.autograd.Function):
@@ -73,9 +73,5 @@ def score_tokens_per_chip(backend: Backend) -> Iterator[None]:
     if backend.num_chips == 1:
         yield
         return
-    function = trl.trainer.utils._ChunkedLogProbFunction
-    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=partial(_score_per_chip, backend, function))
-    try:
+    with head_computed_by(partial(_score_per_chip, backend, trl.trainer.utils._ChunkedLogProbFunction)):
         yield
-    finally:
-        trl.trainer.utils._ChunkedLogProbFunction = function

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..backends.base import Backend
+
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
@@ -87,6 +89,27 @@ class ShardingPlan:
             shards = math.prod(mesh[axis] for axis in spec if axis is not None)
             num_bytes = parameter.numel() * parameter.element_size()
             self.parameters.append(PlannedParameter(name, shape, num_bytes, parameter.requires_grad, spec, shards))
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """What each parameter is split by, by its name."""
+        return {parameter.name: parameter.spec for parameter in self.parameters}
+
+    def apply(self, model: nn.Module, backend: Backend) -> None:
+        """
+        Put a model's parameters on their chips, and its buffers whole on every chip.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                The model of the plan, on the device.
+            backend ([`Backend`]):
+                The backend in use, with the plan's mesh.
+        """
+        specs = self.specs
+        for name, parameter in model.named_parameters():
+            backend.shard(parameter, specs[name])
+        for buffer in model.buffers():
+            backend.shard(buffer, (None,) * buffer.ndim)
 
     @property
     def weight_bytes_per_chip(self) -> int:

@@ -15,7 +15,6 @@ from ..backends.base import Backend
 from ..sharding import ShardingPlan, advise_sharding, describe_mesh, resolve_mesh
 from ..sharding.local_gradients import LocalGradients, draws_random_numbers
 from ..sharding.per_chip import score_tokens_per_chip
-from ..sharding.plan import PartitionSpec
 from .configs import ExtensionArguments
 
 
@@ -57,7 +56,6 @@ class ChipsMixin:
         self.mesh = resolve_mesh(self.compiled.mesh, chips)
         self.backend.use_mesh(self.mesh)
         self.sharding_plan: ShardingPlan | None = None
-        self._specs: dict[str, PartitionSpec] = {}
         self.local_gradients: LocalGradients | None = None
         self._splits_activations = False
         self._recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
@@ -67,11 +65,7 @@ class ChipsMixin:
     def _shard_model(self, model: nn.Module) -> None:
         """Put a model's parameters and buffers on their chips."""
         self.sharding_plan = ShardingPlan(model, self.mesh)
-        self._specs = {parameter.name: parameter.spec for parameter in self.sharding_plan.parameters}
-        for name, parameter in model.named_parameters():
-            self.backend.shard(parameter, self._specs[name])
-        for buffer in model.buffers():
-            self.backend.shard(buffer, (None,) * buffer.ndim)
+        self.sharding_plan.apply(model, self.backend)
 
     def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """
@@ -86,14 +80,15 @@ class ChipsMixin:
         if self.backend.num_chips == 1:
             return
         self._shard_model(model)
+        specs = self.sharding_plan.specs
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                self.backend.shard(parameter.grad, self._specs[name])
-            for value in optimizer.state.get(parameter, {}).values():
-                # Counters stay on the host.
-                if isinstance(value, torch.Tensor) and value.device == parameter.device:
-                    if value.shape == parameter.shape:
-                        self.backend.shard(value, self._specs[name])
+            for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
+                # Counters stay on the host, and factored moments where the partitioner has them.
+                if isinstance(value, torch.Tensor) and (value.device, value.shape) == (
+                    parameter.device,
+                    parameter.shape,
+                ):
+                    self.backend.shard(value, specs[name])
 
     # ---- Fully sharded: keep the partitioner to the scheme ----
 
@@ -167,9 +162,8 @@ class ChipsMixin:
             return "the loss is not a sum over tokens, of which every chip could take its own"
         if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
             return "the load-balancing loss of the experts looks at the rows of all chips"
-        if self.args.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha draws random numbers, which chips by themselves would all draw alike"
-        if (random := draws_random_numbers(model)) is not None:
+        random = draws_random_numbers(model) if self.args.neftune_noise_alpha is None else "neftune_noise_alpha"
+        if random is not None:
             return f"{random} draws random numbers, which chips by themselves would all draw alike"
         return None
 

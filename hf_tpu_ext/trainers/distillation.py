@@ -20,10 +20,10 @@ from ..distillation.teachers import (
     OnlineTeacher,
     Teacher,
     check_vocabulary,
-    head_computed_by,
 )
 from ..sharding.per_chip import LeaveChip
 from ..step.attention_mask import static_masks
+from ..step.replaced_head import head_computed_by
 from .configs import TPUSFTConfig
 from .dataset_checks import named_datasets
 
@@ -133,16 +133,12 @@ class DistillationMixin:
         scored = inputs["labels"][:, 1:].flatten() != -100
         masks = static_masks(inputs.get("segment_ids")) if self.backend.lazy else nullcontext()
         with masks, torch.no_grad():
-            visible = {key: value for key, value in inputs.items() if key != "segment_ids"}
-            teacher = self.teacher(self.model, visible)
-            for key in inputs.keys() - visible.keys() - {"segment_ids"}:
-                del inputs[key]
+            teacher = self.teacher(self.model, inputs)
         seen: list[TokenTerms] = []
 
         def score(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
             terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, seen)
-            by_name = {"entropy": terms.entropy, "is_top1": terms.is_top1}
-            return terms.log_probs, by_name["entropy"], None, None, by_name["is_top1"]
+            return terms.log_probs, terms.entropy, None, None, terms.is_top1
 
         with head_computed_by(score):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -161,7 +157,7 @@ class DistillationMixin:
         chips = self.backend.num_chips
         by_chip = chips > 1 and tokens == student.hidden.shape[0] * chips
         if by_chip:
-            teacher = _on_chip(teacher, self.backend)
+            teacher = teacher.enter_chip(self.backend)
         elif tokens != student.hidden.shape[0]:
             # On GPUs TRL scores the tokens with a label only.
             teacher = TopK(*(value[scored] for value in teacher))
@@ -198,14 +194,3 @@ class DistillationMixin:
             return
         for name, value in values.items():
             self._metrics[mode][name].append(value.item())
-
-
-def _on_chip(teacher: Head | TopK, backend) -> Head | TopK:
-    """A teacher's answer for the rows that each chip has."""
-    if isinstance(teacher, TopK):
-        return TopK(*(backend.enter_chip(value, by_rows=True) for value in teacher))
-    return teacher._replace(
-        hidden=backend.enter_chip(teacher.hidden, by_rows=True),
-        weight=backend.enter_chip(teacher.weight),
-        bias=None if teacher.bias is None else backend.enter_chip(teacher.bias),
-    )

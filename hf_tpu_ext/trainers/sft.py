@@ -97,7 +97,13 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
                 "Datasets with images do not train on XLA: the number of image tokens changes the program with every "
                 "batch. Train on CUDA (backend='cuda'), or drop the image column."
             )
-        floats = ("entropy", "mean_token_accuracy", "aux_loss", "batches", *KD_METRICS)
+        floats = [
+            "entropy",
+            "mean_token_accuracy",
+            "aux_loss",
+            "batches",
+            *(KD_METRICS if distills(self.args) else ()),
+        ]
         self._sums = {mode: DeviceSums(self.backend, floats, ("num_tokens",)) for mode in ("train", "eval")}
         super()._prepare_compiled_path()
 

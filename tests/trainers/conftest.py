@@ -1,7 +1,12 @@
 """A tiny model and tiny data, and one call each to train them with upstream's trainer and with this package's."""
 
+import json
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,3 +130,74 @@ def same_logs():
 @pytest.fixture
 def rows():
     return make_rows
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    """Directory of a teacher of another size than the tiny model, with its tokenizer."""
+    directory = tmp_path_factory.mktemp("teacher")
+    return str(make_model(directory, hidden_size=48, intermediate_size=64, num_hidden_layers=1, seed=5))
+
+
+@pytest.fixture
+def distil(runs):
+    """Trains with a teacher, on XLA or on the eager CPU."""
+
+    def train(backend="xla", **config):
+        from hf_tpu_ext import TPUSFTConfig
+        from hf_tpu_ext.backends import select_backend
+
+        try:
+            return runs.ours(config_cls=TPUSFTConfig, backend=backend, **{"max_steps": 4, "warmup_steps": 0, **config})
+        finally:
+            select_backend("xla")
+
+    return train
+
+
+def train_on_devices(count, model_dir, spec, directory):
+    """Run `chips_driver.py` on `count` devices; what it noted of each run, and what it printed."""
+    spec_file, output_file = directory / f"{count}.spec.json", directory / f"{count}.json"
+    spec_file.write_text(json.dumps(spec))
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("chips_driver.py"), model_dir, spec_file, output_file],
+        env={**os.environ, "CPU_NUM_DEVICES": str(count)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(output_file.read_text()), result.stdout + result.stderr
+
+
+def trainer_with(log):
+    """Something with the log of a run in another process."""
+    return SimpleNamespace(state=SimpleNamespace(log_history=log))
+
+
+@pytest.fixture(scope="session")
+def on_devices():
+    return train_on_devices
+
+
+@pytest.fixture(scope="session")
+def as_trainer():
+    return trainer_with
+
+
+@pytest.fixture
+def same_on_eight_chips(runs, rows, distil, same_logs, tmp_path):
+    """Checks that eight chips distil as the eager CPU does with the rows of all."""
+
+    def check(specs, **common):
+        common = {"max_steps": 3, "warmup_steps": 0, "per_device_train_batch_size": 2, **common}
+        spec = {name: {**common, **config} for name, config in specs.items()}
+        results, _ = train_on_devices(8, runs.model_dir, spec, tmp_path)
+        for name, theirs in results.items():
+            config = {key: value for key, value in {**common, **specs[name]}.items() if key != "mesh"}
+            config["per_device_train_batch_size"] = 16
+            one = distil("cpu", **config, kwargs={"train_dataset": rows(120)})
+            same_logs(trainer_with(theirs["log"]), one)
+            assert theirs["recompiles"] == 0
+
+    return check

@@ -1,19 +1,12 @@
 """Eight devices train as one does at the same global batch, and the work is really shared between them."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 
-DRIVER = Path(__file__).with_name("chips_driver.py")
 TWENTY = dict(per_device_train_batch_size=2, max_steps=20, warmup_steps=5)
 EVALUATED = dict(TWENTY, per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=10)
 RUNS = {
@@ -39,24 +32,8 @@ SILENT = {
 }
 
 
-def on_devices(count, model_dir, spec, directory):
-    """Run the driver on `count` devices."""
-    spec_file, output_file = directory / f"{count}.spec.json", directory / f"{count}.json"
-    spec_file.write_text(json.dumps(spec))
-    env = {**os.environ, "CPU_NUM_DEVICES": str(count)}
-    result = subprocess.run(
-        [sys.executable, DRIVER, model_dir, spec_file, output_file],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(output_file.read_text()), result.stdout + result.stderr
-
-
 @pytest.fixture(scope="module")
-def eight(tiny_model, tmp_path_factory):
+def eight(tiny_model, on_devices, tmp_path_factory):
     return on_devices(8, tiny_model, {**RUNS, **SILENT}, tmp_path_factory.mktemp("eight"))
 
 
@@ -66,15 +43,10 @@ def of_one_device(config):
     return {key: value * 8 if key.startswith("per_device") else value for key, value in rest.items()}
 
 
-def as_trainer(result):
-    """Something with the log of a run in another process."""
-    return SimpleNamespace(state=SimpleNamespace(log_history=result["log"]))
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_twenty_steps_are_those_of_stock_on_one_device(eight, runs, rows, same_logs, name):
+def test_twenty_steps_are_those_of_stock_on_one_device(eight, runs, rows, same_logs, as_trainer, name):
     stock = runs.stock(lora=RUNS[name].get("lora"), kwargs={"train_dataset": rows(120)}, **of_one_device(RUNS[name]))
-    same_logs(as_trainer(eight[0][name]), stock)
+    same_logs(as_trainer(eight[0][name]["log"]), stock)
 
 
 @pytest.mark.parametrize("name", [name for name in [*RUNS, *SILENT] if "eval_steps" not in {**RUNS, **SILENT}[name]])
@@ -125,7 +97,7 @@ def test_the_start_says_how_chips_share_the_work(eight):
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in output
 
 
-def test_a_run_moves_between_topologies(tiny_model, tmp_path, same_logs):
+def test_a_run_moves_between_topologies(tiny_model, on_devices, tmp_path):
     """8 chips, then 1, then 4 with split weights, then 8 in two groups, with one recipe; and 8 again, bit for bit."""
     recipe = dict(
         per_device_train_batch_size=2,

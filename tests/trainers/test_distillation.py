@@ -1,11 +1,6 @@
 """Fine-tuning with a teacher: the values, the counts, the settings."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,31 +12,6 @@ from hf_tpu_ext.examples.tiny import make_model
 
 
 KD_METRICS = {"ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement"}
-
-
-@pytest.fixture(scope="session")
-def teacher(tmp_path_factory):
-    """Directory of a teacher of another size than the student, with its tokenizer."""
-    return str(
-        make_model(
-            tmp_path_factory.mktemp("teacher"), hidden_size=48, intermediate_size=64, num_hidden_layers=1, seed=5
-        )
-    )
-
-
-@pytest.fixture
-def distil(runs):
-    """Trains with a teacher, on XLA or on the eager CPU."""
-
-    def train(backend="xla", **config):
-        from hf_tpu_ext.backends import select_backend
-
-        try:
-            return runs.ours(config_cls=TPUSFTConfig, backend=backend, **{"max_steps": 4, "warmup_steps": 0, **config})
-        finally:
-            select_backend("xla")
-
-    return train
 
 
 def naive_losses(runs, trainer, teacher_dir, temperature, alpha, top_k=None):
@@ -160,30 +130,15 @@ def test_resumed_bit_for_bit(distil, teacher, tmp_path):
         }
 
 
-def test_eight_chips(runs, rows, distil, same_logs, teacher, tmp_path):
+def test_eight_chips(same_on_eight_chips, teacher):
     """Data parallel by chips alone, and split weights, teacher included."""
-    specs = {
-        "data": dict(kd_teacher=teacher, gradient_accumulation_steps=2),
-        "fsdp": dict(kd_teacher=teacher, mesh="fsdp", kd_top_k=16, kd_temperature=2.0),
-        "both": dict(kd_teacher="base", lora={}, mesh="data=2,fsdp=4"),
-    }
-    common = dict(max_steps=3, warmup_steps=0, per_device_train_batch_size=2)
-    spec, output = tmp_path / "spec.json", tmp_path / "out.json"
-    spec.write_text(json.dumps({name: {**common, **config} for name, config in specs.items()}))
-    result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("chips_driver.py"), runs.model_dir, spec, output],
-        env={**os.environ, "CPU_NUM_DEVICES": "8"},
-        capture_output=True,
-        text=True,
-        timeout=600,
+    same_on_eight_chips(
+        {
+            "data": dict(kd_teacher=teacher, gradient_accumulation_steps=2),
+            "fsdp": dict(kd_teacher=teacher, mesh="fsdp", kd_top_k=16, kd_temperature=2.0),
+            "both": dict(kd_teacher="base", lora={}, mesh="data=2,fsdp=4"),
+        }
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    for name, theirs in json.loads(output.read_text()).items():
-        config = {key: value for key, value in {**common, **specs[name]}.items() if key != "mesh"}
-        config["per_device_train_batch_size"] = 16
-        one = distil("cpu", **config, kwargs={"train_dataset": rows(120)})
-        same_logs(SimpleNamespace(state=SimpleNamespace(log_history=theirs["log"])), one)
-        assert theirs["recompiles"] == 0
 
 
 BAD = [

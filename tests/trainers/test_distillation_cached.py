@@ -1,45 +1,18 @@
 """Fine-tuning from a teacher's cache: the same as beside the teacher itself, to the 16 bits that are kept."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import torch
 from test_counts import train_and_count
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache, weights_hash
 from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
-from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step.kernels import use_static_kernels
 
 
 VOCABULARY = 259
-
-
-@pytest.fixture(scope="session")
-def teacher(tmp_path_factory):
-    return str(make_model(tmp_path_factory.mktemp("teacher"), hidden_size=48, num_hidden_layers=1, seed=5))
-
-
-@pytest.fixture
-def distil(runs):
-    def train(backend="xla", **config):
-        from hf_tpu_ext.backends import select_backend
-
-        try:
-            return runs.ours(config_cls=TPUSFTConfig, backend=backend, **{"max_steps": 4, "warmup_steps": 0, **config})
-        finally:
-            select_backend("xla")
-
-    return train
 
 
 @pytest.fixture
@@ -93,26 +66,10 @@ def test_xla_is_eager_cpu(distil, make_cache, same_logs):
     same_logs(distil(**config), distil("cpu", **config))
 
 
-def test_eight_chips(runs, rows, distil, make_cache, same_logs, tmp_path):
+def test_eight_chips(rows, same_on_eight_chips, make_cache):
     cache = make_cache(train_dataset=rows(120))
-    common = dict(kd_cache=cache, max_steps=3, warmup_steps=0, per_device_train_batch_size=2)
     specs = {"data": dict(gradient_accumulation_steps=2), "fsdp": dict(mesh="fsdp", kd_temperature=2.0)}
-    spec, output = tmp_path / "spec.json", tmp_path / "out.json"
-    spec.write_text(json.dumps({name: {**common, **config} for name, config in specs.items()}))
-    result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("chips_driver.py"), runs.model_dir, spec, output],
-        env={**os.environ, "CPU_NUM_DEVICES": "8"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    for name, theirs in json.loads(output.read_text()).items():
-        config = {key: value for key, value in {**common, **specs[name]}.items() if key != "mesh"}
-        config["per_device_train_batch_size"] = 16
-        one = distil("cpu", **config, kwargs={"train_dataset": rows(120)})
-        same_logs(SimpleNamespace(state=SimpleNamespace(log_history=theirs["log"])), one)
-        assert theirs["recompiles"] == 0
+    same_on_eight_chips(specs, kd_cache=cache)
 
 
 def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, make_cache):
