@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..backends.base import Backend
+from ..backends.compile_cache import CacheUse
 
 
 @dataclass
@@ -89,13 +90,37 @@ class RunLines(TrainerCallback):
             spent = self._backend.counters() - self._at_start
             _say(
                 f"Trained {steps} steps: {spent.compiles} programs compiled in {spent.compile_seconds:.1f} s, "
-                f"{spent.executions} executions, {spent.reads} reads from the device, {spent.fallbacks} operators on the "
+                f"{spent.executions} executions ({spent.replays} replayed), {spent.reads} reads from the device, {spent.fallbacks} operators on the "
                 "host (evaluation, logs and saves included)"
             )
+        if (cache := self._backend.cache_use()) is not None:
+            _say(describe_cache_use(cache))
         losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
         if len(losses) > 1:
             _say(f"Held-out loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
         _say(f"Output: {os.path.abspath(args.output_dir)}")
+
+
+def describe_cache_use(cache: CacheUse) -> str:
+    """
+    Say what a process has had of its compile cache.
+
+    Args:
+        cache ([`CacheUse`]):
+            What it had.
+
+    Returns:
+        `str`: One line.
+    """
+    found = f"hits: {cache.hits}, misses: {cache.misses}"
+    if cache.unreadable:
+        found += f", found but not loaded: {cache.unreadable}"
+    saved = "unknown" if cache.saved_seconds is None else f"{cache.saved_seconds:.1f} s"
+    line = (
+        f"Compile cache: {found}; compiling: {cache.compile_seconds:.1f} s, saved: {saved}; programs: {cache.programs}, "
+        f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"
+    )
+    return line if cache.problem is None else f"{line}; new ones cannot be stored: {cache.problem}"
 
 
 def _say(line: str) -> None:

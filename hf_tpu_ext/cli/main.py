@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from .. import __version__
-from . import cache_teacher, prepare, pretrain, sft
+from . import cache_teacher, prepare, pretrain, sft, warmup
 
 
 DESCRIPTION = """\
@@ -19,7 +19,7 @@ first steps:
 """
 
 #: Sub-commands that read a recipe; their arguments are its keys.
-_TRAINING = {"sft": sft.run, "pretrain": pretrain.run, "cache-teacher": cache_teacher.run}
+_TRAINING = {"sft": sft.run, "pretrain": pretrain.run, "cache-teacher": cache_teacher.run, "warmup": warmup.run}
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
 _SPEAK_TO_USERS = {"hf_tpu_ext", "trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
 
@@ -64,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "cache-teacher",
         help="keep a teacher's predictions to learn from (`hf-tpu cache-teacher --help` lists the keys)",
+    )
+    commands.add_parser(
+        "warmup", help="compile a recipe's programs before it is run (`hf-tpu warmup --help` says how)"
     )
     prepare.add_parser(commands)
     return parser

@@ -1,8 +1,9 @@
 """`hf-tpu pretrain`: next-token training on plain text with `TPUTrainer`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .recipe import RecipeParser, open_recipe
+from .recipe import Recipe, RecipeParser, open_recipe
 
 
 DESCRIPTION = """\
@@ -14,6 +15,8 @@ examples:
   hf-tpu pretrain --model_name_or_path HuggingFaceTB/SmolLM2-135M --from_scratch --dataset_name roneneldan/TinyStories \\
       --max_length 512 --output_dir runs/stories
 """
+#: What `--smoke` trains on.
+TINY_DATA = "stories"
 
 
 @dataclass
@@ -83,8 +86,26 @@ def run(argv: list[str]) -> None:
     Raises:
         `ValueError`: Something in the recipe is missing, unknown or does not fit.
     """
-    recipe = open_recipe(argv, tiny_data="stories")
+    train(open_recipe(argv, TINY_DATA), "pretrain", DESCRIPTION)
 
+
+def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callable[[type], type] | None = None) -> None:
+    """
+    Train with a recipe, and save the model.
+
+    Args:
+        recipe ([`Recipe`]):
+            The recipe.
+        command (`str`):
+            Name of the command, for its help.
+        description (`str`):
+            First part of its help.
+        adapt_trainer (`Callable[[type], type]`, *optional*):
+            Makes the trainer class from [`TPUTrainer`], which it is by default.
+
+    Raises:
+        `ValueError`: Something in the recipe is missing, unknown or does not fit.
+    """
     import torch
     from datasets import Dataset, load_dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator, set_seed
@@ -92,7 +113,7 @@ def run(argv: list[str]) -> None:
 
     from ..trainers import TPUTrainer, TPUTrainingArguments
 
-    parser = RecipeParser((ScriptArguments, TPUTrainingArguments, PretrainArguments), "pretrain", DESCRIPTION)
+    parser = RecipeParser((ScriptArguments, TPUTrainingArguments, PretrainArguments), command, description)
     script_args, training_args, args = parser.parse(recipe)
     if script_args.dataset_name is None:
         raise ValueError("dataset_name is missing. For example: --dataset_name roneneldan/TinyStories")
@@ -121,7 +142,8 @@ def run(argv: list[str]) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name_or_path, revision=args.model_revision, dtype=torch.float32
         )
-    trainer = TPUTrainer(
+    trainer_cls = TPUTrainer if adapt_trainer is None else adapt_trainer(TPUTrainer)
+    trainer = trainer_cls(
         model,
         training_args,
         data_collator=default_data_collator,

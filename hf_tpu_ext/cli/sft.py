@@ -1,6 +1,9 @@
 """`hf-tpu sft`: TRL's supervised fine-tuning script in one process, with `TPUSFTTrainer`."""
 
-from .recipe import RecipeParser, open_recipe
+from collections.abc import Callable
+from typing import Any
+
+from .recipe import Recipe, RecipeParser, open_recipe
 
 
 DESCRIPTION = """\
@@ -12,6 +15,8 @@ examples:
   hf-tpu sft --config recipes/sft_lora_qwen3.yaml --learning_rate 1e-4 --max_steps 100
   hf-tpu sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --use_peft --output_dir runs/qwen3
 """
+#: What `--smoke` trains on.
+TINY_DATA = "data"
 
 
 def run(argv: list[str]) -> None:
@@ -25,26 +30,51 @@ def run(argv: list[str]) -> None:
     Raises:
         `ValueError`: Something in the recipe is missing, unknown or does not fit.
     """
-    recipe = open_recipe(argv, tiny_data="data")
+    _, training_args, model_args, _ = train(open_recipe(argv, TINY_DATA), "sft", DESCRIPTION)
+    loader = "peft.AutoPeftModelForCausalLM" if model_args.use_peft else "transformers.AutoModelForCausalLM"
+    print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r})")
+    print("Next: hf-tpu sft --config recipes/sft_lora_qwen3.yaml (add --smoke to try it on a tiny model first)")
 
+
+def train(
+    recipe: Recipe, command: str, description: str, adapt_trainer: Callable[[type], type] | None = None
+) -> tuple[Any, ...]:
+    """
+    Run TRL's script with a recipe.
+
+    Args:
+        recipe ([`Recipe`]):
+            The recipe.
+        command (`str`):
+            Name of the command, for its help.
+        description (`str`):
+            First part of its help.
+        adapt_trainer (`Callable[[type], type]`, *optional*):
+            Makes the trainer class from [`TPUSFTTrainer`], which it is by default.
+
+    Returns:
+        `tuple`: The arguments of the script.
+
+    Raises:
+        `ValueError`: Something in the recipe is missing, unknown or does not fit.
+    """
     import trl
     from trl.scripts.sft import main
 
     from ..trainers import TPUSFTConfig, TPUSFTTrainer
 
     dataclass_types = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
-    script_args, training_args, model_args, dataset_args = RecipeParser(dataclass_types, "sft", DESCRIPTION).parse(
-        recipe
-    )
+    arguments = RecipeParser(dataclass_types, command, description).parse(recipe)
+    script_args, _, model_args, dataset_args = arguments
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
     if script_args.dataset_name is None and not dataset_args.datasets:
         raise ValueError("dataset_name is missing. For example: --dataset_name trl-lib/Capybara")
 
     upstream = trl.SFTTrainer
-    trl.SFTTrainer = TPUSFTTrainer
+    trl.SFTTrainer = TPUSFTTrainer if adapt_trainer is None else adapt_trainer(TPUSFTTrainer)
     try:
-        main(script_args, training_args, model_args, dataset_args)
+        main(*arguments)
     except KeyError as error:
         splits = (script_args.dataset_train_split, script_args.dataset_test_split)
         if error.args[0] not in splits:
@@ -55,6 +85,4 @@ def run(argv: list[str]) -> None:
         ) from error
     finally:
         trl.SFTTrainer = upstream
-    loader = "peft.AutoPeftModelForCausalLM" if model_args.use_peft else "transformers.AutoModelForCausalLM"
-    print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r})")
-    print("Next: hf-tpu sft --config recipes/sft_lora_qwen3.yaml (add --smoke to try it on a tiny model first)")
+    return arguments

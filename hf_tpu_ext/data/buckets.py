@@ -36,7 +36,7 @@ def group_batches(lengths: Iterable[int], batch_size: int, train_sampling_strate
 
     Args:
         lengths (`Iterable[int]`):
-            Length of each row, in the order of the dataset.
+            Length of each row, in the order of the dataset, which counts for `"sequential"` only.
         batch_size (`int`):
             Rows of one batch.
         train_sampling_strategy (`str`, *optional*, defaults to `"random"`):
@@ -49,6 +49,9 @@ def group_batches(lengths: Iterable[int], batch_size: int, train_sampling_strate
     lengths = torch.tensor(list(lengths))
     rows = len(lengths)
     if train_sampling_strategy != "sequential":
+        # Sorted before it is shuffled, so that the same rows in another order give the same buckets, and so the same
+        # programs.
+        lengths = lengths.sort().values
         lengths = lengths[torch.randperm(rows, generator=torch.Generator().manual_seed(0))]
     if train_sampling_strategy == "group_by_length":
         # The rule of transformers' LengthGroupedSampler: sorted within groups of up to 50 batches.

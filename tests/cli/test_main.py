@@ -21,7 +21,7 @@ def test_help_names_the_commands(argv, capsys):
         main(argv)
     assert stop.value.code == 0
     help_text = capsys.readouterr().out
-    for command in ("sft", "pretrain", "prepare"):
+    for command in ("sft", "pretrain", "warmup", "prepare"):
         assert f"\n    {command} " in help_text
 
 

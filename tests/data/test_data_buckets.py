@@ -73,6 +73,13 @@ def test_batch_lengths_in_the_order_of_the_dataset():
     assert batch_lengths([3, 9, 4, 1, 7], 2, "sequential") == [9, 4, 7]
 
 
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_batch_lengths_do_not_depend_on_the_order_of_shuffled_rows(strategy):
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 500) for _ in range(100)]
+    assert batch_lengths(rng.sample(lengths, 100), 8, strategy) == batch_lengths(lengths, 8, strategy)
+
+
 @pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
 def test_batch_lengths_hold_the_longest_row(strategy):
     rng = random.Random(0)

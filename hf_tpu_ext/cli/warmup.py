@@ -1,0 +1,62 @@
+"""`hf-tpu warmup`: compile the programs of a recipe before it is run."""
+
+import tempfile
+from functools import partial
+
+from . import pretrain, sft
+from .recipe import open_recipe
+
+
+DESCRIPTION = """\
+Compile what a recipe needs, and keep it for the run itself, which then starts at once. A program is compiled for each
+length that batches are padded to (max_length, length_buckets), for training and for evaluation; a large model's take
+minutes each. Give the command with the recipe, and the changes to it, that the run will be given:
+
+  hf-tpu warmup --config recipes/sft_lora_qwen3.yaml
+  hf-tpu sft    --config recipes/sft_lora_qwen3.yaml
+
+It loads the model and the data, runs a few steps of each kind, and forgets what they did: nothing is written to
+output_dir, nothing is logged or reported, no checkpoint is made. Programs go to compile_cache_dir. Runs use them as long
+as model, batch size, lengths, accumulation, precision, chips and software stay the same; learning rate, schedule, number of
+steps, output_dir, run_name and the order of the data may change. For a recipe of `hf-tpu pretrain`:
+
+  hf-tpu warmup pretrain --config recipes/pretrain_tinystories.yaml
+"""
+_COMMANDS = {"sft": sft, "pretrain": pretrain}
+
+
+def run(argv: list[str]) -> None:
+    """
+    Compile the programs of a recipe.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `hf-tpu warmup`.
+
+    Raises:
+        `ValueError`: Something in the recipe is missing, unknown or does not fit, or there is nowhere to keep programs.
+    """
+    named = [argv[0]] if argv[:1] and argv[0] in _COMMANDS else []
+    command = named[0] if named else "sft"
+    module = _COMMANDS[command]
+    recipe = open_recipe(argv[len(named) :], module.TINY_DATA)
+
+    from ..callbacks.run_lines import describe_cache_use
+    from ..trainers.warm_up import WarmedUp, warming_up
+
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            module.train(recipe, " ".join(["warmup", *named]), DESCRIPTION, partial(warming_up, output_dir=directory))
+        except WarmedUp as done:
+            print(_table(done.programs))
+            print(describe_cache_use(done.cache))
+            print(f"Next: hf-tpu {command} with the same recipe")
+
+
+def _table(programs) -> str:
+    lines = [f"{'program':<20}{'batch':<16}{'compiled':>10}{'loaded':>10}{'seconds':>10}"]
+    for (kind, shape), spent in programs.items():
+        if shape or spent.compiles or spent.loads:
+            batch = " x ".join(map(str, shape))
+            lines.append(f"{kind:<20}{batch:<16}{spent.compiles:>10}{spent.loads:>10}{spent.compile_seconds:>10.1f}")
+    return "\n".join(lines)

@@ -1,0 +1,237 @@
+"""Compiling the programs of a run before the run, by training on made batches and keeping nothing."""
+
+from bisect import bisect_left
+from collections.abc import Hashable
+from typing import Any
+
+import datasets
+import torch
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
+from ..backends import select_backend
+from ..backends.base import Counters
+from ..backends.compile_cache import CacheUse, cache_root
+from ..callbacks.run_lines import RunLines
+from ..callbacks.samples import ShowSamples
+from .configs import ExtensionArguments
+from .lengths import row_lengths
+
+
+# A step may be run otherwise once it was seen, and otherwise again once the two were compared.
+_STEPS_PER_SHAPE = 3
+
+
+class WarmedUp(Exception):
+    """
+    Ends a warm-up, in place of a return into a script that would save what was not trained.
+
+    Args:
+        programs (`dict[tuple[str, tuple[int, ...]], Counters]`):
+            What was spent on each kind of step and shape of its batch.
+        cache (`CacheUse`):
+            The compile cache.
+    """
+
+    def __init__(self, programs: dict[tuple[str, tuple[int, ...]], Counters], cache: CacheUse):
+        super().__init__()
+        self.programs = programs
+        self.cache = cache
+
+
+def open_compile_cache(args: ExtensionArguments) -> list[str]:
+    """
+    Open the compile cache that a warm-up is to fill.
+
+    Args:
+        args ([`ExtensionArguments`]):
+            Arguments of the run.
+
+    Returns:
+        `list[str]`: One line for each thing that a person should know.
+
+    Raises:
+        `ValueError`: There is nothing to compile, or nowhere to keep it.
+    """
+    backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
+    if not backend.lazy:
+        raise ValueError(
+            f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Give this command on "
+            "the machine with the TPU."
+        )
+    lines = backend.use_compile_cache(args.compile_cache_dir)
+    cache = backend.cache_use()
+    if cache is None and lines:
+        raise ValueError(f"{lines[0]}.")
+    if cache_root(args.compile_cache_dir)[0] is None:
+        raise ValueError(
+            "There is nowhere to keep programs: compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out."
+        )
+    if cache is None:
+        raise ValueError(
+            f"There is nowhere to keep programs: on this device ({backend.device_name}) stored ones cannot be loaded, so "
+            "none are stored. Give this command on the machine with the TPU. To store them all the same, to compare their "
+            "keys, name a directory: --compile_cache_dir DIR"
+        )
+    if cache.problem is not None:
+        raise ValueError(f"{lines[0]}. Set compile_cache_dir to a directory that can be written.")
+    return lines
+
+
+class WarmUpMixin:
+    """
+    Makes `train` of a trainer compile the programs of training and evaluation, for every length that they need.
+
+    They are compiled by running them: a few optimizer steps for each length, and one evaluation, over rows of the data that
+    have that length. Nothing is saved, logged or reported, and the recipe's `output_dir` is not touched.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `str`):
+            As upstream.
+        args ([`ExtensionArguments`]):
+            Arguments of the run. They are changed.
+        *rest:
+            Upstream's other positional arguments.
+        **kwargs:
+            Upstream's other keyword arguments.
+
+    Raises:
+        `ValueError`: There is nothing to compile, or nowhere to keep it.
+    """
+
+    #: In place of the recipe's.
+    output_dir: str
+
+    def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
+        for line in open_compile_cache(args):
+            tqdm.write(line)
+        args.output_dir = self.output_dir
+        args.report_to = []
+        args.save_strategy = SaveStrategy.NO
+        args.load_best_model_at_end = args.push_to_hub = False
+        super().__init__(model, args, *rest, **kwargs)
+
+    def train(self, *args, **kwargs) -> None:
+        """
+        Compile the programs, in place of training.
+
+        Args:
+            *args:
+                Not used.
+            **kwargs:
+                Not used.
+
+        Raises:
+            [`WarmedUp`]: When they are compiled.
+            `ValueError`: The rows are not tokens.
+        """
+        assert self.lengths, "the commands that take a recipe ask for max_length"
+        accumulation = self.args.gradient_accumulation_steps
+        train_rows = self._row_per_length(self.train_dataset)
+        self.train_dataset = _repeat(train_rows, self._train_batch_size * accumulation, times=_STEPS_PER_SHAPE)
+        num_programs = len(train_rows) * (2 if accumulation > 1 else 1)
+        if self.eval_dataset is not None:
+            eval_rows = self._row_per_length(self.eval_dataset)
+            self.eval_dataset = _repeat(eval_rows, self.args.eval_batch_size)
+            num_programs += len(eval_rows)
+        self.args.train_sampling_strategy = "sequential"
+        self.args.max_steps = len(train_rows) * _STEPS_PER_SHAPE
+        for callback in (ProgressCallback, PrinterCallback, RunLines):
+            self.remove_callback(callback)
+        with tqdm(total=num_programs, desc="compiling", unit="program", disable=self.args.disable_tqdm) as bar:
+            compiling = _Compiling(self, self.pop_callback(ShowSamples), bar)
+            self.add_callback(compiling)
+            super().train()
+        raise WarmedUp(compiling.programs, self.backend.cache_use())
+
+    def _row_per_length(self, dataset) -> datasets.Dataset:
+        """One row for each declared length that batches of a dataset are padded to."""
+        lengths = row_lengths(dataset)
+        if lengths is not None:
+            found: dict[int, int] = {}
+            for index, length in enumerate(lengths):
+                found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
+            return dataset.select([found[place] for place in sorted(found)])
+        row = next(iter(dataset))
+        if "input_ids" not in row:
+            raise ValueError(
+                "hf-tpu warmup takes rows of tokens, and the rows of this dataset are made into tokens batch by batch "
+                "(images). Start the run itself: its programs are kept as well."
+            )
+        return datasets.Dataset.from_list([_stretch(row, length) for length in self.lengths])
+
+
+class _Compiling(TrainerCallback):
+    """Notes what is spent on each program, evaluates at the end, and keeps the progress."""
+
+    def __init__(self, trainer: WarmUpMixin, samples: ShowSamples | None, bar: tqdm):
+        self.programs: dict[Hashable, Counters] = {}
+        self._trainer = trainer
+        self._samples = samples
+        self._bar = bar
+        self._before = trainer.backend.counters()
+
+    def _note(self, kind: str, shape: tuple[int, ...] = ()) -> None:
+        now = self._trainer.backend.counters()
+        spent, self._before = now - self._before, now
+        if (kind, shape) in self.programs:
+            spent = self.programs[kind, shape] + spent
+        elif shape:
+            self._bar.update()
+        self.programs[kind, shape] = spent
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self._note("start of training")
+        if self._samples is not None:
+            self._samples.on_train_begin(args, state, control, model)
+            self._note("samples")
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._note("micro-step", self._trainer._batch_shape)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._note("training step", self._trainer._batch_shape)
+        control.should_save = False
+        if state.global_step == state.max_steps:
+            control.should_log = True
+            control.should_evaluate = self._trainer.eval_dataset is not None
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self._note("evaluation step", self._trainer._batch_shape)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._note("logs")
+
+
+def warming_up(trainer: type, output_dir: str) -> type:
+    """
+    Make the class that warms up for another.
+
+    Args:
+        trainer (`type`):
+            Trainer class of the run.
+        output_dir (`str`):
+            Directory for what a trainer needs one for.
+
+    Returns:
+        `type`: A class whose `train` raises [`WarmedUp`].
+    """
+    return type(f"WarmUp{trainer.__name__}", (WarmUpMixin, trainer), {"output_dir": output_dir})
+
+
+def _repeat(rows: datasets.Dataset, count: int, times: int = 1) -> datasets.Dataset:
+    """Each row `count` times one after the other, and that `times` times."""
+    return rows.select(torch.arange(len(rows)).repeat_interleave(count).repeat(times).tolist())
+
+
+def _stretch(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """A row of another length: what there is for each token is repeated, or cut off."""
+    tokens = len(row["input_ids"])
+    stretched = {
+        key: (value * -(-length // tokens))[:length] if isinstance(value, list) and len(value) == tokens else value
+        for key, value in row.items()
+    }
+    if "seq_lengths" in row:
+        stretched["seq_lengths"] = [length]
+    return stretched

@@ -1,0 +1,306 @@
+"""The compile cache: where it is, what it keeps, what it removes, and what it says."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_tpu_ext.backends import compile_cache
+from hf_tpu_ext.backends.compile_cache import CompileCache, cache_root, compiler_settings, library_id
+from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.callbacks.run_lines import describe_cache_use
+
+
+USE = {"misses": 0, "unreadable": 0, "compile_seconds": 0.0, "load_seconds": 0.5}
+
+
+def store(cache, key, size=100, seconds=None):
+    """What the runtime does with a program, and then the backend."""
+    (cache.directory / key).write_bytes(b"x" * size)
+    cache.note([] if seconds is None else [seconds])
+
+
+def keys(cache):
+    return sorted(path.name for path in cache.directory.iterdir() if path.name.isdecimal())
+
+
+@pytest.fixture
+def reopen(tmp_path):
+    return lambda **toolchain: CompileCache(tmp_path / "cache", "test", toolchain)
+
+
+# ---- Where ----
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "expected"),
+    [
+        ("auto", None, ("xdg/hf_tpu_ext/compile", False)),
+        ("auto", "auto", ("xdg/hf_tpu_ext/compile", False)),
+        ("auto", "", ("xdg/hf_tpu_ext/compile", False)),
+        ("auto", "off", (None, True)),
+        ("auto", "{}/there", ("there", True)),
+        ("off", "{}/there", (None, True)),
+        ("{}/here", "off", ("here", True)),
+    ],
+)
+def test_root(setting, variable, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(compile_cache.VARIABLE, variable.format(tmp_path))
+    name, chosen = expected
+    assert cache_root(setting.format(tmp_path)) == (None if name is None else tmp_path / name, chosen)
+
+
+def test_root_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_root("auto") == (tmp_path / ".cache" / "hf_tpu_ext" / "compile", False)
+    assert cache_root("~/other") == (tmp_path / "other", True)
+
+
+def test_empty_setting():
+    with pytest.raises(ValueError, match="compile_cache_dir is empty. Set it to 'auto'"):
+        cache_root("")
+
+
+def test_another_toolchain_is_another_directory(reopen):
+    one, other = reopen(torch="2.9.0"), reopen(torch="2.9.1")
+    assert one.directory != other.directory
+    assert one.directory == reopen(torch="2.9.0").directory
+    assert json.loads((one.directory / "toolchain.json").read_text()) == {"torch": "2.9.0"}
+
+
+def test_environment(monkeypatch):
+    before = compiler_settings()
+    monkeypatch.setenv("XLA_FNTRACKER_FILE", "of this process")
+    monkeypatch.setenv("XLA_PERSISTENT_CACHE_PATH", "anywhere")
+    assert compiler_settings() == before
+    monkeypatch.setenv("XLA_USE_32BIT_LONG", "1")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=1")
+    changed = {"XLA_USE_32BIT_LONG": "1", "LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=1"}
+    assert compiler_settings() == before | changed
+
+
+def test_library_is_told_by_its_first_page_and_size(tmp_path):
+    library = tmp_path / "lib.so"
+    ids = set()
+    for content in (b"a" * 5000, b"a" * 5001, b"b" + b"a" * 4999):
+        library.write_bytes(content)
+        ids.add(library_id(str(library)))
+    assert len(ids) == 3
+
+
+# ---- What is kept ----
+
+
+def test_programs_and_their_seconds_outlive_a_process(reopen):
+    store(reopen(), "12", size=10, seconds=3.0)
+    cache = reopen()
+    assert keys(cache) == ["12"]
+    assert json.loads((cache.directory / "12.json").read_text()) == {"bytes": 10, "seconds": 3.0}
+    use = cache.use(hits=0, **USE)
+    assert (use.programs, use.size, use.saved_seconds, use.problem) == (1, 10, 0.0, None)
+
+
+def test_saved_seconds_are_those_of_the_programs_that_were_read(reopen):
+    cache = reopen()
+    for key, seconds in (("1", 10.0), ("2", 20.0), ("3", 40.0)):
+        store(cache, key, seconds=seconds)
+    cache = reopen()
+    assert cache.use(hits=0, **USE).saved_seconds == 0
+    for key in ("1", "3"):
+        (cache.directory / key).read_bytes()
+    if not (cache.directory / "1").stat().st_atime_ns:
+        pytest.skip("this file system does not keep when a file was last read")
+    assert cache.use(hits=2, **USE).saved_seconds == 49.5
+    # Another process has read one as well.
+    assert cache.use(hits=1, **USE).saved_seconds is None
+
+
+def test_seconds_are_unknown_where_another_process_stores_too(reopen):
+    cache = reopen()
+    (cache.directory / "1").write_bytes(b"of another process")
+    store(cache, "2", seconds=3.0)
+    notes = [json.loads((cache.directory / f"{key}.json").read_text()) for key in (1, 2)]
+    assert [note["seconds"] for note in notes] == [None, None]
+
+
+def test_program_stored_anew_is_noted_anew(reopen):
+    cache = reopen()
+    store(cache, "1", size=10, seconds=3.0)
+    (cache.directory / "1").unlink()
+    store(cache, "1", size=20, seconds=4.0)
+    assert json.loads((cache.directory / "1.json").read_text()) == {"bytes": 20, "seconds": 4.0}
+
+
+@pytest.mark.parametrize("damage", ["cut off", "without a note", "unreadable note"])
+def test_incomplete_program_is_removed(damage, reopen):
+    cache = reopen()
+    for key in ("1", "2"):
+        store(cache, key, seconds=1.0)
+    note = cache.directory / "1.json"
+    if damage == "cut off":
+        (cache.directory / "1").write_bytes(b"x" * 99)
+    elif damage == "without a note":
+        note.unlink()
+    else:
+        note.write_text("{")
+    assert keys(reopen()) == ["2"]
+
+
+def test_programs_not_used_for_longest_make_room(reopen, monkeypatch):
+    old, new = reopen(torch="old"), reopen(torch="new")
+    for cache, key, days in ((old, "1", 1), (old, "2", 9), (new, "3", 5), (new, "4", 2)):
+        store(cache, key, seconds=1.0)
+        moment = time.time() - days * 86400
+        os.utime(cache.directory / f"{key}.json", (moment, moment))
+    theirs = old.directory.parent / "notes.txt"
+    theirs.write_text("not ours")
+    monkeypatch.setattr(compile_cache, "MOST_BYTES", 250)
+    assert keys(reopen(torch="new")) == ["4"]
+    assert keys(old) == ["1"]
+    assert not (old.directory / "2.json").exists()
+    assert theirs.exists()
+
+
+def test_use_is_noted(reopen):
+    store(reopen(), "1", seconds=1.0)
+    cache = reopen()
+    note = cache.directory / "1.json"
+    os.utime(note, (1e9, 1e9))
+    (cache.directory / "1").read_bytes()
+    if not (cache.directory / "1").stat().st_atime_ns:
+        pytest.skip("this file system does not keep when a file was last read")
+    cache.use(hits=1, **USE)
+    assert note.stat().st_mtime > 1e9
+
+
+# ---- What goes wrong ----
+
+
+def test_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        CompileCache(tmp_path / "file" / "cache", "test", {})
+
+
+def test_directory_that_cannot_be_written_is_read(reopen):
+    cache = reopen()
+    store(cache, "1", seconds=1.0)
+    (cache.directory / "toolchain.json").unlink()
+    (cache.directory / "toolchain.json").mkdir()
+    (cache.directory / "2").write_bytes(b"of a process that may write")
+    cache = reopen()
+    assert cache.read_only and cache.problem == "Is a directory"
+    cache.note([1.0])
+    assert keys(cache) == ["1", "2"]
+    assert not (cache.directory / "2.json").exists()
+
+
+def test_program_that_cannot_be_noted_is_not_kept(reopen):
+    # As on a full disk, where the program is cut off.
+    cache = reopen()
+    (cache.directory / "1.json" / "in_the_way").mkdir(parents=True)
+    (cache.directory / "1").write_bytes(b"x")
+    store(cache, "2", seconds=1.0)
+    assert keys(cache) == ["2"]
+    assert "; new ones cannot be stored: Is a directory" in describe_cache_use(cache.use(hits=0, **USE))
+
+
+def test_removed_directory(reopen):
+    cache = reopen()
+    store(cache, "1", seconds=1.0)
+    for path in cache.directory.iterdir():
+        path.unlink()
+    cache.directory.rmdir()
+    cache.note([1.0])
+    assert cache.use(hits=0, **USE).programs == 0
+
+
+# ---- In a backend ----
+
+
+def test_without_effect_on_eager_devices(tmp_path):
+    backend = CPUBackend("for the test")
+    for setting in ("auto", "off"):
+        assert backend.use_compile_cache(setting) == []
+    expected = f"compile_cache_dir={tmp_path} has no effect on cpu: nothing is compiled"
+    assert backend.use_compile_cache(str(tmp_path)) == [expected]
+    assert backend.cache_use() is None
+
+
+IN_A_PROCESS = """
+import json, os, sys
+import torch
+from hf_tpu_ext.backends.xla import XLABackend
+
+backend = XLABackend("for the test", "CPU")
+def compile(size):
+    x = backend.send(torch.ones(size)) * 3
+    backend.end_step()
+said = {}
+for setting in sys.argv[1:]:
+    if setting == "compile":
+        compile(7)
+    else:
+        said[setting] = backend.use_compile_cache(setting)
+compile(5)
+use = backend.cache_use()
+print(json.dumps([said, use and {"misses": use.misses, "unreadable": use.unreadable, "programs": use.programs}]))
+"""
+
+
+def in_a_process(*argv, **env):
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(IN_A_PROCESS), *map(str, argv)],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_host_stores_and_finds_again(tmp_path):
+    cache, other, below_a_file = tmp_path / "cache", tmp_path / "other", Path(__file__) / "cache"
+    said, use = in_a_process("auto", "off", below_a_file, cache, cache, "auto", other, "off")
+    assert said["auto"] == []
+    assert said["off"] == [f"compile_cache_dir=off has no effect: this process keeps its programs in {cache}"]
+    assert said[str(below_a_file)] == [
+        f"Compiled programs are not kept on disk: {below_a_file} cannot be made (Not a directory). Set compile_cache_dir "
+        "to another directory, or to off"
+    ]
+    assert said[str(cache)] == []  # the second time
+    assert said[str(other)] == [f"compile_cache_dir={other} has no effect: this process keeps its programs in {cache}"]
+    assert use == {"misses": 1, "unreadable": 0, "programs": 1}
+
+    said, use = in_a_process("auto", HF_TPU_EXT_COMPILE_CACHE=str(cache))
+    assert said["auto"] == [
+        f"compile_cache_dir={cache} saves nothing here: XLA on the host stores programs, but cannot load them"
+    ]
+    assert use == {"misses": 0, "unreadable": 1, "programs": 1}
+
+
+def test_too_late(tmp_path):
+    said, use = in_a_process("compile", tmp_path)
+    assert said[str(tmp_path)] == [
+        "Compiled programs are not kept on disk: this process had compiled one before its first trainer was made"
+    ]
+    assert use is None and list(tmp_path.iterdir()) == []
+
+
+def test_directory_of_the_runtime_itself(tmp_path):
+    said, use = in_a_process(tmp_path / "ours", XLA_PERSISTENT_CACHE_PATH=str(tmp_path / "theirs"))
+    assert said[str(tmp_path / "ours")] == [
+        f"compile_cache_dir={tmp_path / 'ours'} has no effect: XLA_PERSISTENT_CACHE_PATH={tmp_path / 'theirs'} is set"
+    ]
+    assert use is None and len(list((tmp_path / "theirs").iterdir())) == 1

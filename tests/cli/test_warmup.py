@@ -1,0 +1,179 @@
+"""`hf-tpu warmup` compiles what a run needs, and a second process of a recipe misses nothing."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_stories
+
+
+RECIPE = {
+    "dataset_train_split": "train",
+    "dataset_test_split": "test",
+    "length_buckets": [64, 96],
+    "max_length": 96,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "report_to": "none",
+    "bf16": False,
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Directory with a model, its data, and the same data in another order."""
+    directory = tmp_path_factory.mktemp("prepared")
+    make_model(directory / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    make_arithmetic(directory / "data")
+    make_stories(directory / "stories")
+    (directory / "reversed").mkdir()
+    for split in ("train", "test"):
+        rows = (directory / "data" / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        (directory / "reversed" / f"{split}.jsonl").write_text("".join(reversed(rows)))
+    return directory
+
+
+def contents(directory):
+    return {path: hashlib.sha256(path.read_bytes()).digest() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def command(prepared, tmp_path):
+    """Gives a command in a process of its own, with a cache that all of a test share; its counts and its output."""
+
+    def run(name, *argv, devices=1, data="data", status=0, **changes):
+        values = {**RECIPE, "model_name_or_path": str(prepared / "model"), "dataset_name": str(prepared / data)}
+        values |= {"compile_cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run"), **changes}
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
+        result = subprocess.run(
+            [sys.executable, "-m", "hf_tpu_ext.cli.main", *name.split(), "--config", recipe, *argv],
+            env=os.environ | {"CPU_NUM_DEVICES": str(devices)},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert result.returncode == status, result.stderr[-3000:]
+        if status:
+            return None, result
+        line = next(line for line in result.stdout.splitlines() if line.startswith("Compile cache: "))
+        assert "hits: 0" in line, "XLA on the host cannot load programs"
+        unread = re.search("found but not loaded: ([0-9]+)", line)
+        return (int(re.search("misses: ([0-9]+)", line)[1]), int(unread[1]) if unread else 0), result
+
+    return run
+
+
+def test_run_after_warmup_misses_nothing(command, prepared, tmp_path):
+    before = contents(prepared)
+    (misses, found), result = command("warmup")
+    assert (misses, found) == (7, 0)
+    for kind, rows in (("micro-step", 2), ("training step", 2), ("evaluation step", 4)):
+        for length in (64, 96):
+            assert re.search(rf"^{kind} +{rows} x {length} +1 +0 ", result.stdout, re.MULTILINE)
+    assert "compiling: 100%" in result.stderr
+    assert "was compiled again" not in result.stderr
+    assert not (tmp_path / "run").exists()
+    assert contents(prepared) == before
+
+    changes = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "seed": 5, "run_name": "other", "max_steps": 6}
+    changes |= {"logging_steps": 2, "eval_steps": 2, "output_dir": str(tmp_path / "deeper" / "other")}
+    (misses, found), _ = command("sft", data="reversed", **changes)
+    assert misses == 0 and found >= 4
+    assert (tmp_path / "deeper" / "other" / "model.safetensors").exists()
+
+    (misses, _), _ = command("sft", per_device_train_batch_size=3, max_steps=1, eval_strategy="no")
+    assert misses > 0
+
+    [toolchain] = (tmp_path / "cache").glob("*/toolchain.json")
+    assert json.loads(toolchain.read_text())["chips"] == 1
+    toolchain.unlink()
+    toolchain.mkdir()
+    _, result = command("warmup", status=2)
+    expected = (
+        "cannot be written (Is a directory): programs are only loaded from it. Set compile_cache_dir to a directory"
+    )
+    assert expected in result.stderr
+
+
+@pytest.mark.parametrize(("devices", "mesh"), [(4, "data"), pytest.param(8, "data=2,fsdp=4", marks=pytest.mark.slow)])
+def test_second_process_misses_nothing_on_a_mesh(devices, mesh, command, tmp_path):
+    common = {"devices": devices, "mesh": mesh, "length_buckets": None, "max_steps": 2, "eval_steps": 2}
+    (first, found), _ = command("sft", **common)
+    assert first >= 4 and found == 0
+    (misses, found), _ = command(
+        "sft", data="reversed", seed=5, run_name="other", **common | {"output_dir": str(tmp_path / "other")}
+    )
+    assert (misses, found) == (0, first)
+
+
+@pytest.mark.slow
+def test_warmup_on_a_mesh(command):
+    common = {"devices": 4, "mesh": "fsdp", "use_peft": True}
+    command("warmup", **common)
+    (misses, _), _ = command("sft", max_steps=6, **common)
+    assert misses == 0
+
+
+def test_streamed_rows_take_all_lengths(command):
+    (misses, _), result = command(
+        "warmup", "--dataset_streaming", "--gradient_accumulation_steps", "1", length_buckets=[32, 64]
+    )
+    for length in (32, 64, 96):
+        assert re.search(rf"^training step +2 x {length} +1 +0 ", result.stdout, re.MULTILINE)
+        assert re.search(rf"^evaluation step +4 x {length} +1 +0 ", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_pretraining(command):
+    changes = {"length_buckets": None, "max_length": 64}
+    command("warmup pretrain", data="stories", **changes)
+    (misses, _), _ = command("pretrain", data="stories", **changes)
+    assert misses == 0
+
+
+# ---- What cannot be warmed up ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--backend", "cpu"], "nothing is compiled on cpu (backend='cpu' was asked for)"),
+        ([], "on this device (CPU, compiled by XLA) stored ones cannot be loaded"),
+        (["--compile_cache_dir", "off"], "compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out"),
+        (["--compile_cache_dir", "{}/model/config.json/cache"], "Compiled programs are not kept on disk"),
+        (["--compile_cache_dir", ""], "compile_cache_dir is empty"),
+        (["--no_such_key", "1"], "unknown key 'no_such_key' on the command line. `hf-tpu warmup --help`"),
+        (["recipe.yaml"], "A recipe is given as: --config recipe.yaml"),
+    ],
+)
+def test_mistakes(argv, message, prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("HF_TPU_EXT_COMPILE_CACHE", raising=False)
+    model, data = str(prepared / "model"), str(prepared / "data")
+    common = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", str(tmp_path / "run")]
+    assert main(["warmup", *(word.format(prepared) for word in argv), *common]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["warmup", "--help"])
+    told = capsys.readouterr().out
+    assert "hf-tpu warmup --config recipes/sft_lora_qwen3.yaml" in told
+    assert "--length_buckets" in told and "--compile_cache_dir" in told
