@@ -1,8 +1,21 @@
-"""Activation checkpointing with the function that saves memory on the device in use."""
+"""Activation checkpointing: what of a layer the forward pass keeps for the backward pass, and what is computed again."""
 
+import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..backends.base import Backend
+
+
+#: Policies with a name of their own; any other is a list of modules.
+POLICIES = ("none", "full", "dots")
+# Products with weights. Those of attention, `bmm`, are as large as the square of the length, and computed again.
+_DOTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def use_checkpoint_function(model: nn.Module, function: Callable) -> int:
@@ -25,3 +38,167 @@ def use_checkpoint_function(model: nn.Module, function: Callable) -> int:
     for layer in layers:
         layer._gradient_checkpointing_func = function
     return len(layers)
+
+
+class Dots(TorchDispatchMode):
+    """
+    Context that records the matrix products with weights, or gives those recorded before instead of computing them.
+
+    Args:
+        recorded (`list[torch.Tensor]`, *optional*):
+            The `results` of an earlier context, in which the same was computed.
+    """
+
+    def __init__(self, recorded: list[Tensor] | None = None):
+        super().__init__()
+        self.results: list[Tensor] = []
+        self._recorded = None if recorded is None else iter(recorded)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function not in _DOTS:
+            return function(*args, **(kwargs or {}))
+        if self._recorded is None:
+            result = function(*args, **(kwargs or {}))
+        else:
+            result = next(self._recorded)
+            # Operators come here without the wrapper that tensors of lazy devices have for mutations.
+            if torch._is_functional_tensor(result):
+                result = torch._from_functional_tensor(result)
+        self.results.append(result)
+        return result
+
+
+class _KeepDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function: Callable, backend: Backend, *inputs: Any) -> Any:
+        device_type = backend.device.type
+        ctx.function, ctx.backend, ctx.rng_state = function, backend, backend.rng_state()
+        ctx.autocast = partial(
+            torch.autocast,
+            device_type,
+            dtype=torch.get_autocast_dtype(device_type),
+            enabled=torch.is_autocast_enabled(device_type),
+        )
+        with torch.no_grad(), Dots() as dots:
+            outputs = function(*inputs)
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.places = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(inputs[index] for index in ctx.places), *dots.results)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor | None) -> tuple:
+        backend, count = ctx.backend, len(ctx.places)
+        # What is computed again depends on the gradient, so it is not what was computed before.
+        backend.separate([*ctx.saved_tensors, *(gradient for gradient in gradients if gradient is not None)])
+        inputs = list(ctx.others)
+        for index, value in zip(ctx.places, ctx.saved_tensors[:count], strict=True):
+            inputs[index] = value.detach().requires_grad_(ctx.needs_input_grad[2 + index])
+        now = backend.rng_state()
+        backend.set_rng_state(ctx.rng_state)
+        with torch.enable_grad(), ctx.autocast(), Dots(list(ctx.saved_tensors[count:])):
+            outputs = ctx.function(*inputs)
+        backend.set_rng_state(now)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and gradient is not None
+        ]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs)
+
+
+def keep_dots(backend: Backend, function: Callable, *inputs: Any) -> Any:
+    """
+    Run a layer, and keep its matrix products with weights: in the backward pass only the rest is computed again, which is
+    attention and what works element by element.
+
+    A policy of PyTorch's own (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) would save nothing on XLA: the
+    program would hold the same operators twice, and the compiler keep one of them.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use, a lazy one.
+        function (`Callable`):
+            The layer. Its weights get their gradients from `torch.autograd.backward`.
+        *inputs:
+            What it is called with, at least one of them a tensor that requires a gradient.
+
+    Returns:
+        `Any`: What it returned.
+    """
+    return _KeepDots.apply(function, backend, *inputs)
+
+
+def _checkpointed(module: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    forward = type(module).forward
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(module, *args, **kwargs)
+    # Gradients reach what is passed by position only.
+    names, values = tuple(kwargs), (*args, *kwargs.values())
+
+    def run(*values: Any) -> Any:
+        return forward(module, *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+    return function(run, *values)
+
+
+def checkpoint_modules(model: nn.Module, names: str, function: Callable) -> list[nn.Module]:
+    """
+    Checkpoint the modules that are named, instead of whole layers.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model.
+        names (`str`):
+            Ends of the names of modules, e.g. `"mlp"` or `"self_attn,mlp"`.
+        function (`Callable`):
+            Called as `function(run, *inputs)`.
+
+    Returns:
+        `list[torch.nn.Module]`: The modules. Deleting `forward` of each undoes it.
+
+    Raises:
+        `ValueError`: A name is that of no module.
+    """
+    found: list[nn.Module] = []
+    for name in names.split(","):
+        chosen = [module for path, module in model.named_modules() if f".{path}".endswith(f".{name.strip()}")]
+        if not chosen:
+            known = {
+                re.split(r"\.\d+\.", path)[-1] for path, _ in model.named_modules() if re.search(r"\.\d+\.", path)
+            }
+            raise ValueError(
+                f"rematerialization={names!r}: the model has no module {name.strip()!r}. Allowed: "
+                f"{', '.join(POLICIES)}, or names of its modules, separated by commas: {', '.join(sorted(known))}."
+            )
+        found.extend(chosen)
+    for module in found:
+        module.forward = partial(_checkpointed, module, function)
+    return found
+
+
+def rematerialize(model: nn.Module, policy: str, backend: Backend) -> list[nn.Module]:
+    """
+    Make a model compute again in the backward pass what a policy says.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            Model on the device. For `"full"` and `"dots"`, with activation checkpointing enabled.
+        policy (`str`):
+            One of [`POLICIES`], or names of modules as [`checkpoint_modules`] takes them.
+        backend ([`Backend`]):
+            The backend in use, a lazy one.
+
+    Returns:
+        `list[torch.nn.Module]`: Modules whose `forward` was replaced; deleting it undoes that.
+    """
+    if policy == "none":
+        return []
+    # The functions need inputs that require gradients, which frozen embeddings do not give.
+    model.enable_input_require_grads()
+    if policy not in POLICIES:
+        return checkpoint_modules(model, policy, backend.checkpoint_function)
+    use_checkpoint_function(model, backend.checkpoint_function if policy == "full" else partial(keep_dots, backend))
+    return []

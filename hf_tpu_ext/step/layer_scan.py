@@ -1,0 +1,266 @@
+"""Layers that are alike as the turns of one loop: a program that does not grow with their number."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..backends.base import Backend
+from .activation_checkpointing import Dots
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _LayerLoop(torch.autograd.Function):
+    """
+    Runs stacked layers one after the other. The backward pass is a loop over them in reverse, which computes each layer anew
+    from its input, and from its matrix products where they were kept.
+    """
+
+    @staticmethod
+    def forward(ctx, layer: Callable, keeps_dots: bool, backend: Backend, constants: Any, hidden: Tensor, *weights):
+        device_type = hidden.device.type
+        ctx.layer, ctx.backend, ctx.keeps_dots = layer, backend, keeps_dots
+        ctx.autocast = partial(
+            torch.autocast,
+            device_type,
+            dtype=torch.get_autocast_dtype(device_type),
+            enabled=torch.is_autocast_enabled(device_type),
+        )
+        # The seeds of the turns are drawn from this state, here and in the backward pass.
+        ctx.rng_state = backend.rng_state()
+        backend.set_rng_state(ctx.rng_state)
+        leaves, ctx.constants = tree_flatten(constants)
+        # The loop would compute anew in each turn what it does not carry.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        assert not any(tensor.requires_grad for tensor in tensors)
+        ctx.plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+
+        def turn(carry: tuple, entries: tuple) -> tuple:
+            hidden, tensors = carry
+            with Dots() if keeps_dots else torch.no_grad() as dots:
+                output = layer(hidden, entries, _restore(ctx, tensors))
+            assert output.dtype == hidden.dtype
+            return (output, tensors), (hidden, *(dots.results if keeps_dots else ()))
+
+        with torch.no_grad():
+            detached = tuple(weight.detach() for weight in weights)
+            (output, _), (inputs, *kept) = backend.scan(turn, (hidden.detach(), tuple(tensors)), detached)
+        ctx.counts = (len(kept), len(tensors))
+        ctx.save_for_backward(inputs, *kept, *tensors, *weights)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        inputs, *saved = ctx.saved_tensors
+        num_kept, num_tensors = ctx.counts
+        kept, tensors, weights = saved[:num_kept], saved[num_kept:][:num_tensors], saved[num_kept + num_tensors :]
+        needed = ctx.needs_input_grad[5:]
+
+        def turn(carry: tuple, entries: tuple) -> tuple:
+            gradient, tensors = carry
+            hidden, *entries = entries
+            kept, entries = entries[:num_kept], entries[num_kept:]
+            # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a loop's
+            # body have no data.
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                hidden = hidden.detach().requires_grad_()
+                entries = [
+                    entry.detach().requires_grad_(is_needed) for entry, is_needed in zip(entries, needed, strict=True)
+                ]
+                with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
+                    output = ctx.layer(hidden, entries, _restore(ctx, tensors))
+                wanted = [hidden, *(entry for entry in entries if entry.requires_grad)]
+                gradients = torch.autograd.grad(output, wanted, gradient)
+            return (gradients[0], tensors), tuple(gradients[1:])
+
+        now = ctx.backend.rng_state()
+        ctx.backend.set_rng_state(ctx.rng_state)
+        entries = (inputs, *kept, *(weight.detach() for weight in weights))
+        (hidden_grad, _), found = ctx.backend.scan(turn, (gradient, tuple(tensors)), entries, reverse=True)
+        ctx.backend.set_rng_state(now)
+        found = iter(found)
+        return None, None, None, None, hidden_grad, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _restore(ctx, tensors: tuple[Tensor, ...]) -> Any:
+    tensors = iter(tensors)
+    leaves = [next(tensors) if is_tensor else plain for plain, is_tensor in zip(ctx.plain, ctx.is_tensor, strict=True)]
+    return tree_unflatten(leaves, ctx.constants)
+
+
+class LayerStack(nn.ModuleList):
+    """
+    Stands in for the layers of a model, with one parameter for each name, of all layers: `(layers, ...)`.
+
+    Its state dict has the names and the tensors of the layers, and so can be saved and loaded. To the model it is a list of one
+    layer, which runs them all.
+
+    Args:
+        layers ([`~torch.nn.ModuleList`]):
+            Layers that are alike, see [`why_not_alike`]. They have no parameters while the stack is in use.
+        backend ([`Backend`]):
+            The backend in use.
+        keeps_dots (`bool`):
+            Whether matrix products with weights are kept for the backward pass, rather than computed again.
+    """
+
+    def __init__(self, layers: nn.ModuleList, backend: Backend, keeps_dots: bool):
+        super().__init__()
+        self.add_module("0", layers[0])
+        self._backend, self._keeps_dots = backend, keeps_dots
+        self.layers = list(layers)
+        self._names = [name for name, _ in layers[0].named_parameters()]
+        #: The parameters by their name in a layer.
+        self.stacked: dict[str, nn.Parameter] = {}
+        self._checkpoints = False
+        self.register_state_dict_post_hook(_split_state)
+        self.register_load_state_dict_pre_hook(_stack_state)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: slice) -> list[Callable]:
+        return [self._run]
+
+    def __iter__(self) -> Iterator[Callable]:
+        return iter([self._run])
+
+    @property
+    def _template(self) -> nn.Module:
+        return self._modules["0"]
+
+    @torch.no_grad()
+    def stack(self) -> None:
+        """Take the parameters of the layers. A second time, into the same tensors."""
+        for name in self._names:
+            parts = [layer.get_parameter(name) for layer in self.layers]
+            if name in self.stacked:
+                self.stacked[name].copy_(torch.stack(parts))
+            else:
+                self.stacked[name] = nn.Parameter(torch.stack(parts), parts[0].requires_grad)
+            for layer in self.layers:
+                _put(layer, name, None)
+            _put(self._template, name, self.stacked[name])
+        # The loop computes the layer again by itself.
+        self._checkpoints, self._template.gradient_checkpointing = self._template.gradient_checkpointing, False
+
+    @torch.no_grad()
+    def unstack(self) -> None:
+        """Give the layers their parameters back."""
+        self._template.gradient_checkpointing = self._checkpoints
+        for name in self._names:
+            for layer, part in zip(self.layers, self.stacked[name].unbind(), strict=True):
+                _put(layer, name, nn.Parameter(part.clone(), self.stacked[name].requires_grad))
+
+    def _run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        weights = [self.stacked[name] for name in self._names]
+        if kwargs.get("past_key_values") is not None:
+            # Answers to prompts, in the middle of training: each layer has its own place in the cache.
+            for index, layer in enumerate(self.layers):
+                parts = {name: weight[index] for name, weight in zip(self._names, weights, strict=True)}
+                hidden = functional_call(layer.train(self._template.training), parts, (hidden,), kwargs)
+            return hidden
+        return _LayerLoop.apply(self._call, self._keeps_dots, self._backend, kwargs, hidden, *weights)
+
+    def _call(self, hidden: Tensor, weights: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
+        return functional_call(self._template, dict(zip(self._names, weights, strict=True)), (hidden,), kwargs)
+
+
+def _put(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    module, _, attribute = name.rpartition(".")
+    layer.get_submodule(module)._parameters[attribute] = parameter
+
+
+def _split_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, _) -> None:
+    own = {name: f"{prefix}0.{name}" for name in stack.stacked if f"{prefix}0.{name}" in state_dict}
+    # On the host: on the device they would be there twice.
+    fetched = stack._backend.fetch({name: state_dict.pop(key) for name, key in own.items()})
+    for index in range(len(stack)):
+        for name, tensor in fetched.items():
+            state_dict[f"{prefix}{index}.{name}"] = tensor[index].clone()
+
+
+def _stack_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
+    for name in stack.stacked:
+        keys = [f"{prefix}{index}.{name}" for index in range(len(stack))]
+        if keys[-1] in state_dict:
+            parts = [state_dict.pop(key) for key in keys]
+            state_dict[keys[0]] = torch.stack(parts)
+
+
+def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """
+    Find the layers of a model.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model.
+
+    Returns:
+        `tuple` or `None`: The module that has them, and under which name, if there is one list of layers.
+    """
+    found = [
+        (module, name)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def why_not_alike(layers: nn.ModuleList) -> str | None:
+    """
+    Say why layers cannot be the turns of one loop.
+
+    Args:
+        layers ([`~torch.nn.ModuleList`]):
+            The layers.
+
+    Returns:
+        `str` or `None`: What differs.
+    """
+    first = _traits(layers[0])
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if any(vars(module)[hooks] for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")):
+                return f"a hook is registered on {name or 'the whole'} of layer {index}"
+            if any(True for _ in module.buffers(recurse=False)):
+                return f"{name or 'the whole'} of layer {index} has buffers"
+        traits = _traits(layer)
+        if traits.keys() != first.keys():
+            return f"layer {index} has other modules than layer 0"
+        for name, trait in traits.items():
+            if trait != first[name]:
+                return f"{name or 'the whole'} of layer {index} differs from that of layer 0"
+    return None
+
+
+def _traits(layer: nn.Module) -> dict[str, tuple]:
+    """What has to be the same of each module."""
+    return {
+        name: (
+            type(module),
+            {key: value for key, value in vars(module).items() if key != "layer_idx" and _is_plain(value)},
+            [
+                (key, weight.shape, weight.dtype, weight.requires_grad)
+                for key, weight in module.named_parameters(recurse=False)
+            ],
+        )
+        for name, module in layer.named_modules()
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(item, _PLAIN) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, _PLAIN)

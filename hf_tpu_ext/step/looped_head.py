@@ -1,0 +1,201 @@
+"""TRL's fused language model head as a loop: neither its memory nor the program grow with the vocabulary."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, _backward_tile, _forward_tile
+
+from ..backends.base import Backend
+
+
+# Elements of a tile of logits, which all tokens and a slice of the vocabulary span; and the narrowest slice.
+_TILE_ELEMENTS = 2**24
+_LEAST_SLICE = 1024
+
+
+class LoopedLogProbs(torch.autograd.Function):
+    """
+    `trl.kernels.ChunkedLogProbFunction`, with the slices of the vocabulary as the turns of one loop.
+
+    Upstream's is a loop of Python, of which XLA sees every turn: the program grows with the tokens and with the
+    vocabulary, and with it the memory, since the compiler overlaps the turns. What a turn computes is upstream's, too. The
+    backward pass computes each tile of logits anew, and the gradient of a slice of the head in the turn of that slice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend):
+        ctx.set_materialize_grads(False)
+        device_type = hidden.device.type
+        autocasts = torch.is_autocast_enabled(device_type)
+        ctx.dtype = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
+        ctx.backend = backend
+        ctx.transform = {
+            "logit_scale": scale,
+            "softcap": softcap or 1.0,
+            "inv_t": 1 / temperature,
+            "HAS_SOFTCAP": softcap is not None,
+            "BLOCK_SIZE": None,
+        }
+        wanted = {f"HAS_{name.upper()}": name in outputs for name in OPTIONAL_OUTPUTS}
+        (tokens, _), vocabulary = hidden.shape, weight.shape[0]
+
+        def fold(start: Tensor, size: int, constants: tuple, sums: tuple) -> tuple:
+            hidden, weight, bias, targets = constants
+            tile = _logits(hidden, weight, bias, start, size, ctx)
+            _forward_tile(tile, None, targets - start, *sums, 0, size, **wanted, **ctx.transform)
+            return sums
+
+        zero = torch.zeros((tokens,), dtype=torch.float32, device=hidden.device)
+        lowest = torch.full_like(zero, -torch.inf)
+        # The largest logit z; sums of exp(z), z exp(z), exp(z)**2 and z; the largest before the target, and the target's.
+        sums = tuple(start.clone() for start in (lowest, zero, zero, zero, zero, lowest, zero))
+        sums = _over_slices(fold, (hidden, weight, bias, targets), sums, tokens, vocabulary, backend)
+        largest, total, z_total, square_total, z_sum, before_target, target = sums
+        log_total = largest + total.log()
+        found = {
+            "entropy": log_total - z_total / total,
+            "log_sum_sq_probs": square_total.log() - 2 * total.log(),
+            "mean_logits": z_sum / vocabulary,
+            "is_top1": (target >= largest) & (target > before_target),
+        }
+        results = tuple(found[name] if name in outputs else None for name in OPTIONAL_OUTPUTS)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total, found["entropy"])
+        ctx.mark_non_differentiable(*(result for result in results[1:] if result is not None))
+        return target - log_total, *results
+
+    @staticmethod
+    def backward(ctx, log_probs_grad, entropy_grad, *_):
+        hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
+        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        tokens, vocabulary = hidden.shape[0], weight.shape[0]
+
+        def differentiate(start: Tensor, size: int, constants: tuple, gradients: tuple) -> tuple:
+            hidden, weight, bias, targets, *by_token = constants
+            hidden_grad, weight_grad, bias_grad = gradients
+            tile = _logits(hidden, weight, bias, start, size, ctx)
+            slots = [log_total if tensor is None else tensor for tensor in by_token]
+            _backward_tile(
+                tile,
+                None,
+                targets - start,
+                *slots,
+                0,
+                size,
+                HAS_LOGPROB_GRAD=log_probs_grad is not None,
+                HAS_ENTROPY_GRAD=entropy_grad is not None,
+                **ctx.transform,
+            )
+            # From the dtype of the tile to sums in float32, as upstream has it.
+            tile = tile.float()
+            rows = ctx.backend.take_rows(weight, start, size)
+            hidden_grad = hidden_grad + tile @ rows.to(ctx.dtype).float()
+            if needs_weight:
+                weight_grad = ctx.backend.put_rows(weight_grad, start, tile.T @ hidden.to(ctx.dtype).float())
+            if needs_bias:
+                bias_grad = ctx.backend.put_rows(bias_grad, start, tile.sum(0))
+            return hidden_grad, weight_grad, bias_grad
+
+        def zeros(tensor: Tensor, needed: bool) -> Tensor | None:
+            return torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if needed else None
+
+        gradients = (zeros(hidden, True), zeros(weight, needs_weight), zeros(bias, needs_bias))
+        constants = (hidden, weight, bias, targets, log_total, entropy, log_probs_grad, entropy_grad)
+        gradients = _over_slices(differentiate, constants, gradients, tokens, vocabulary, ctx.backend)
+        gradients = (
+            None if gradient is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(gradients, (hidden, weight, bias), strict=True)
+        )
+        return *gradients, *[None] * 6
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: Tensor, size: int, ctx) -> Tensor:
+    """A tile `(tokens, size)` of logits in the dtype of the matrix product, before upstream's scale and softcap."""
+    tile = hidden.to(ctx.dtype) @ ctx.backend.take_rows(weight, start, size).to(ctx.dtype).T
+    return tile if bias is None else tile + ctx.backend.take_rows(bias, start, size).to(ctx.dtype)
+
+
+def _over_slices(
+    turn: Callable, constants: tuple, carry: tuple, tokens: int, vocabulary: int, backend: Backend
+) -> tuple:
+    """
+    Go through the vocabulary.
+
+    Whole slices are the turns of the loop; what is left is a turn of its own, with fewer columns.
+
+    Args:
+        turn (`Callable`):
+            Called as `turn(start, size, constants, carry)`; returns the next `carry`.
+        constants (`tuple[torch.Tensor | None, ...]`):
+            What every turn uses. The loop carries them as well: it would compute them anew in each turn.
+        carry (`tuple[torch.Tensor | None, ...]`):
+            What the first turn gets.
+        tokens (`int`):
+            Number of tokens.
+        vocabulary (`int`):
+            Size of the vocabulary.
+        backend ([`Backend`]):
+            The backend in use.
+
+    Returns:
+        `tuple[torch.Tensor | None, ...]`: What the last turn returned.
+    """
+    size = min(vocabulary, max(_LEAST_SLICE, _TILE_ELEMENTS // tokens // _LEAST_SLICE * _LEAST_SLICE))
+    count, left = divmod(vocabulary, size)
+    starts = torch.arange(0, count * size, size, device=constants[0].device)
+
+    def one_turn(carried: tuple, entries: tuple) -> tuple:
+        constants, carry = carried
+        return (constants, turn(entries[0], size, constants, carry)), ()
+
+    # The dtypes are the turn's business.
+    with torch.no_grad(), torch.autocast(starts.device.type, enabled=False):
+        (_, carry), _ = backend.scan(one_turn, (constants, carry), (starts,))
+        if left:
+            carry = turn(torch.full((), count * size, device=starts.device), left, constants, carry)
+    return carry
+
+
+def score_tokens(
+    backend: Backend,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
+) -> tuple[Tensor | None, ...]:
+    """
+    What `trl.kernels.ChunkedLogProbFunction.apply` computes, by [`LoopedLogProbs`].
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        hidden (`torch.Tensor` of shape `(tokens, hidden_size)`):
+            Last hidden states.
+        weight (`torch.Tensor` of shape `(vocabulary, hidden_size)`):
+            Weight of the head. No gradient is computed for it where it is frozen.
+        bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*):
+            Its bias.
+        targets (`torch.Tensor` of shape `(tokens,)`):
+            Next tokens, each within the vocabulary.
+        temperature (`float`):
+            What the logits are divided by.
+        chunk_size (`int`):
+            Width of upstream's slices, which is not that of these.
+        softcap (`float`, *optional*):
+            `final_logit_softcapping` of the model.
+        scale (`float`, *optional*, defaults to `1.0`):
+            What the logits are multiplied by.
+        outputs (`tuple[str, ...]`, *optional*):
+            Which of upstream's optional outputs to compute.
+
+    Returns:
+        `tuple[torch.Tensor | None, ...]` of shape `(tokens,)`: Log-probability of the target, entropy, logarithm of the sum
+        of squared probabilities, mean logit, and whether the target is the most likely token. `None` for what is not asked
+        for. The first two have gradients.
+    """
+    return LoopedLogProbs.apply(hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend)

@@ -1,0 +1,188 @@
+"""Training with the layers as one loop: when it is done, and what it means for the optimizer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..step.layer_scan import LayerStack, find_layers, why_not_alike
+from ..step.optimizer import LazyAdamW
+
+
+#: Families for which a loop was found to give the same losses as layers one by one.
+VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+# With fewer layers there is little to gain.
+_LEAST_LAYERS = 8
+
+
+class LayerScanMixin:
+    """
+    The part of [`TPUTrainerMixin`] that trains with stored-stacked layers, see [`LayerStack`].
+
+    The parameters are stacked once the optimizer was made, which then trains the stacked ones, and are given back to the layers
+    when training ends. Checkpoints of the model and of the optimizer are those of the layers.
+    """
+
+    #: The layers of the run under way, or of the last one.
+    layer_stack: LayerStack | None = None
+
+    def scan_layers(self, optimizer: torch.optim.Optimizer) -> None:
+        """
+        Run the layers as one loop from now on, if that is wanted and possible.
+
+        Args:
+            optimizer ([`~torch.optim.Optimizer`]):
+                The optimizer of the model's parameters.
+
+        Raises:
+            `ValueError`: It is wanted and not possible.
+        """
+        wanted = self.compiled.scan_layers
+        if wanted == "off":
+            return
+        if self.layer_stack is None:
+            reason = self._why_not_scan(optimizer)
+            if reason is not None:
+                if wanted == "on":
+                    raise ValueError(f"scan_layers='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
+                return
+            parent, name = find_layers(self.model)
+            keeps_dots = self.compiled.rematerialization == "dots"
+            self.layer_stack = LayerStack(getattr(parent, name), self.backend, keeps_dots)
+            self._place_of_layers = (parent._modules, name, parent._modules[name])
+            places = {
+                id(layer.get_parameter(parameter)): (parameter, index)
+                for index, layer in enumerate(self.layer_stack.layers)
+                for parameter, _ in layer.named_parameters()
+            }
+            self.layer_stack.stack()
+            _StackedGroups(optimizer, places, self.layer_stack.stacked)
+        else:
+            self.layer_stack.stack()
+        modules, name, _ = self._place_of_layers
+        modules[name] = self.layer_stack
+        self.backend.wait()
+
+    def unscan_layers(self) -> None:
+        """Give the layers their parameters back, if they run as one loop."""
+        if self.layer_stack is None:
+            return
+        modules, name, layers = self._place_of_layers
+        if modules[name] is self.layer_stack:
+            self.layer_stack.unstack()
+            modules[name] = layers
+            self.backend.wait()
+
+    @contextmanager
+    def layers_in_place(self) -> Iterator[None]:
+        """Within this context, the model has the modules of all layers, though not their parameters: PEFT goes by modules."""
+        if self.layer_stack is None:
+            yield
+            return
+        modules, name, layers = self._place_of_layers
+        before, modules[name] = modules[name], layers
+        try:
+            yield
+        finally:
+            modules[name] = before
+
+    def _why_not_scan(self, optimizer: torch.optim.Optimizer) -> str | None:
+        if self.compiled.rematerialization not in ("full", "dots"):
+            return "the loop computes layers again in the backward pass, which needs gradient_checkpointing=True"
+        if (self.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
+            return "all layers of the loop are computed again, and every_n_layers asks for some"
+        if self.backend.num_chips > 1:
+            return "it works on one chip (num_chips=1)"
+        if not isinstance(optimizer, LazyAdamW):
+            return f"{type(optimizer).__name__} may look at parameters as a whole (optim='adamw_torch' does not)"
+        model = unwrap_peft_model(self.model)
+        if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
+            return "the model has no list of layers, or several"
+        layers = getattr(*found)
+        config = model.config.get_text_config()
+        if len(set(vars(config).get("layer_types") or ["all"])) > 1:
+            return "the layers are of several types"
+        if (reason := why_not_alike(layers)) is not None:
+            return reason
+        if self.compiled.scan_layers == "auto" and (config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS):
+            return f"{config.model_type} with {len(layers)} layers is left as it is"
+        return None
+
+
+class _StackedGroups:
+    """
+    Makes an optimizer train stacked parameters, and keeps its state dict that of the single ones.
+
+    Args:
+        optimizer ([`~torch.optim.Optimizer`]):
+            Optimizer of the single parameters, without state.
+        places (`dict[int, tuple[str, int]]`):
+            Name and layer of each, by its `id`.
+        stacked (`dict[str, torch.nn.Parameter]`):
+            Stacked parameters by name.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, places: dict[int, tuple[str, int]], stacked: dict[str, nn.Parameter]
+    ):
+        #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
+        self._parts: list[tuple[int, int | None]] = []
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._stacked_sizes = []
+        count = 0
+        for group in optimizer.param_groups:
+            trained: list[nn.Parameter] = []
+            positions: dict[str, int] = {}
+            for parameter in group["params"]:
+                name, index = places.get(id(parameter), (None, None))
+                if name is None:
+                    trained.append(parameter)
+                    self._parts.append((count + len(trained) - 1, None))
+                    continue
+                if name not in positions:
+                    positions[name] = count + len(trained)
+                    trained.append(stacked[name])
+                self._parts.append((positions[name], index))
+            group["params"] = trained
+            count += len(trained)
+            self._stacked_sizes.append(len(trained))
+        optimizer.register_state_dict_post_hook(self._split)
+        optimizer.register_load_state_dict_pre_hook(self._stack)
+
+    def _split(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = state_dict["state"]
+        split = {
+            number: {
+                name: value.clone() if index is None or not value.ndim else value[index].clone()
+                for name, value in state[position].items()
+            }
+            for number, (position, index) in enumerate(self._parts)
+            if position in state
+        }
+        return {"state": split, "param_groups": _numbered(state_dict["param_groups"], self._sizes)}
+
+    def _stack(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
+        parts: dict[int, list[dict[str, Any]]] = {}
+        for number, (position, _) in enumerate(self._parts):
+            if number in state_dict["state"]:
+                parts.setdefault(position, []).append(state_dict["state"][number])
+        single = {position for position, index in self._parts if index is None}
+        state = {
+            position: {
+                name: value if position in single or not value.ndim else torch.stack([part[name] for part in found])
+                for name, value in found[0].items()
+            }
+            for position, found in parts.items()
+        }
+        return {"state": state, "param_groups": _numbered(state_dict["param_groups"], self._stacked_sizes)}
+
+
+def _numbered(groups: list[dict[str, Any]], sizes: list[int]) -> list[dict[str, Any]]:
+    numbers = iter(range(sum(sizes)))
+    return [
+        {**group, "params": [next(numbers) for _ in range(size)]} for group, size in zip(groups, sizes, strict=True)
+    ]

@@ -1,0 +1,191 @@
+"""Layers as one loop: the same training, checkpoints of the plain form, and a program that does not grow with depth."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.trainers.layers import VERIFIED
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    directories = {}
+
+    def load(family="qwen3", **sizes):
+        key = (family, *sizes.items())
+        if key not in directories:
+            directory = tmp_path_factory.mktemp(family)
+            sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, **sizes}
+            directories[key] = make_model(directory, model_type=family, **sizes)
+        return AutoModelForCausalLM.from_pretrained(directories[key], dtype=torch.float32)
+
+    return load
+
+
+@pytest.fixture
+def scanned(runs):
+    def train(model, **config):
+        trainer = runs.ours(model=model, config_cls=TPUSFTConfig, **{"scan_layers": "on", **config})
+        if config.get("train", True):
+            assert (trainer.layer_stack is None) == (config.get("scan_layers") == "off")
+        return trainer
+
+    return train
+
+
+@pytest.fixture
+def same_steps(same_logs):
+    def check(*trainers):
+        for trainer in trainers:
+            # Left out: the closing summary, which covers only the steps of its own call.
+            trainer.state.log_history = [entry for entry in trainer.state.log_history if "train_loss" not in entry]
+        same_logs(*trainers)
+
+    return check
+
+
+@pytest.mark.parametrize("family", VERIFIED)
+def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
+    config = dict(max_steps=4, warmup_steps=1, eval_strategy="steps", eval_steps=2)
+    same_logs(scanned(make(family), **config), runs.stock(model=make(family), **config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(lora={}),
+        dict(lora={}, rematerialization="dots", learning_rate=1e-2),
+        dict(rematerialization="dots", max_grad_norm=0.5),
+        dict(gradient_accumulation_steps=2, max_steps=3),
+        dict(packing=True, packing_strategy="wrapped", max_steps=3),
+        dict(step_replay=False, max_steps=3),
+    ],
+    ids=lambda config: "-".join(f"{key}={value}" for key, value in config.items()),
+)
+def test_setting_is_upstreams(runs, scanned, same_logs, make, config):
+    config = {"max_steps": 4, **config}
+    ours = scanned(make(), **config)
+    stock = {key: value for key, value in config.items() if key not in ("rematerialization", "step_replay")}
+    same_logs(ours, runs.stock(model=make(), **stock))
+
+
+def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, make, tmp_path):
+    """Written by a run of either kind, resumed by a run of either kind."""
+    config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora=None)
+    one = scanned(make(), output_dir=str(tmp_path / "on"), **config)
+    other = scanned(make(), output_dir=str(tmp_path / "off"), scan_layers="off", **config)
+    same_logs(one, other)
+    for step in (2, 4):
+        weights, expected = (
+            load_file(tmp_path / kind / f"checkpoint-{step}" / "model.safetensors") for kind in ("on", "off")
+        )
+        assert weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5)
+        state, expected = (
+            torch.load(tmp_path / kind / f"checkpoint-{step}" / "optimizer.pt") for kind in ("on", "off")
+        )
+        assert state["param_groups"] == expected["param_groups"]
+        assert state["state"].keys() == expected["state"].keys()
+        for number, moments in expected["state"].items():
+            assert moments.keys() == state["state"][number].keys()
+            for name, tensor in moments.items():
+                torch.testing.assert_close(state["state"][number][name], tensor, rtol=1e-4, atol=1e-6)
+    for written, scan_layers in (("on", "off"), ("off", "on")):
+        resumed = scanned(
+            make(),
+            output_dir=str(tmp_path / "resumed"),
+            scan_layers=scan_layers,
+            train=False,
+            **{**config, "save_strategy": "no"},
+        )
+        resumed.train(resume_from_checkpoint=str(tmp_path / written / "checkpoint-2"))
+        same_steps(resumed, other)
+
+
+def test_adapters_are_saved_and_resumed(scanned, same_steps, make, tmp_path):
+    config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora={})
+    whole = scanned(make(), output_dir=str(tmp_path / "whole"), **config)
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    names = {name.replace(".default", "") for name, _ in whole.model.named_parameters() if "lora_" in name}
+    assert load_file(checkpoint / "adapter_model.safetensors").keys() == names
+    resumed = scanned(make(), output_dir=str(tmp_path / "resumed"), train=False, **{**config, "save_strategy": "no"})
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    same_steps(resumed, whole)
+
+
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_the_best_model_is_loaded(runs, scanned, make, lora):
+    every_step = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+    # The best is the first, then.
+    trainer = scanned(
+        make(),
+        lora=lora,
+        max_steps=3,
+        warmup_steps=0,
+        load_best_model_at_end=True,
+        greater_is_better=True,
+        **every_step,
+    )
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[-1] < losses[0]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, make):
+    model = make()
+    expected = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    layers = model.model.layers
+    trainer = scanned(model, max_steps=2)
+    assert trainer.model.model.layers is layers
+    assert [(name, parameter.shape) for name, parameter in trainer.model.named_parameters()] == expected
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+
+
+def test_auto_is_on_for_deep_models_that_checkpoint(runs, scanned, make):
+    deep = make(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    assert runs.ours(model=deep, max_steps=1).layer_stack is not None
+    assert runs.ours(model=make(), max_steps=1).layer_stack is None
+
+
+def test_the_steps_are_one_program(xla, scanned, make):
+    """Twice as many steps compile nothing more."""
+    compiles = []
+    for steps in (3, 6):
+        before = xla.compiles()
+        scanned(make(), max_steps=steps, logging_steps=3)
+        compiles.append(xla.compiles() - before)
+    assert compiles[1] <= compiles[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("qwen3", dict(gradient_checkpointing=False), "needs gradient_checkpointing=True"),
+        ("qwen3", dict(rematerialization="mlp"), "needs gradient_checkpointing=True"),
+        ("qwen3", dict(optim="sgd"), "SGD may look at parameters as a whole"),
+        ("qwen3", dict(lora={"layers_to_transform": [0]}), "layer 1 has other modules than layer 0"),
+        ("gemma2", {}, "the layers are of several types"),
+        ("gpt_neox", dict(gradient_checkpointing_kwargs={"every_n_layers": 2}), "every_n_layers asks for some"),
+    ],
+)
+def test_what_cannot_be_a_loop_is_refused_with_the_reason(runs, make, family, config, message):
+    with pytest.raises(ValueError, match=f"scan_layers='on' is not possible: .*{message}.*'auto'"):
+        runs.ours(model=make(family), config_cls=TPUSFTConfig, scan_layers="on", **config)
+
+
+def test_yaml_reads_on_and_off_as_booleans():
+    assert [TPUSFTConfig("x", scan_layers=value).scan_layers for value in (True, False)] == ["on", "off"]
+    with pytest.raises(ValueError, match="scan_layers='yes'"):
+        TPUSFTConfig("x", scan_layers="yes")
+
+
+def test_the_base_as_a_teacher(scanned, same_logs, make):
+    """The same stack, with its adapters switched off."""
+    config = dict(lora={}, kd_teacher="base", max_steps=3, learning_rate=1e-2, warmup_steps=0)
+    same_logs(scanned(make(), **config), scanned(make(), scan_layers="off", **config))
