@@ -1,13 +1,16 @@
 """The seam between the trainers and an accelerator: one small interface, one file per accelerator."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from .compile_cache import CacheUse, cache_root
+from .program import Recording
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Counters:
             Transfers from the device to the host.
         fallbacks (`int`):
             Operators that ran on the host because the device has none of them.
+        loads (`int`):
+            Programs loaded from the compile cache.
+        replays (`int`):
+            Those of them that were run by their handle, without being traced.
     """
 
     compiles: int = 0
@@ -33,15 +40,14 @@ class Counters:
     executions: int = 0
     reads: int = 0
     fallbacks: int = 0
+    replays: int = 0
+    loads: int = 0
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, earlier: "Counters") -> "Counters":
-        return Counters(
-            self.compiles - earlier.compiles,
-            self.compile_seconds - earlier.compile_seconds,
-            self.executions - earlier.executions,
-            self.reads - earlier.reads,
-            self.fallbacks - earlier.fallbacks,
-        )
+        return Counters(*(mine - less for mine, less in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class Backend(ABC):
@@ -96,6 +102,29 @@ class Backend(ABC):
         Raises:
             `ValueError`: This machine does not have them, or the runtime already drives another number.
         """
+
+    def use_compile_cache(self, setting: str) -> list[str]:
+        """
+        Keep compiled programs on disk, for other processes. Before anything is compiled.
+
+        Args:
+            setting (`str`):
+                As `compile_cache_dir` in [`~hf_tpu_ext.trainers.ExtensionArguments`].
+
+        Returns:
+            `list[str]`: One line for each thing that a person should know.
+        """
+        directory, chosen = cache_root(setting)
+        if directory is None or not chosen:
+            return []
+        return [f"compile_cache_dir={directory} has no effect on {self.name}: nothing is compiled"]
+
+    def note_programs(self) -> None:  # noqa: B027
+        """Note what the compile cache should know about programs that were compiled since the last call. Cheap."""
+
+    def cache_use(self) -> CacheUse | None:
+        """What this process has had of its compile cache so far, or `None` where there is none."""
+        return None
 
     # ---- Mesh: without effect on one device ----
 
@@ -169,7 +198,9 @@ class Backend(ABC):
 
     # ---- Steps ----
 
-    def scan(self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple, tuple]:
+    def scan(
+        self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...], reverse: bool = False
+    ) -> tuple[tuple, tuple]:
         """
         Run a function over the first dimension of tensors, one entry after the other.
 
@@ -183,19 +214,91 @@ class Backend(ABC):
                 What the first turn gets.
             tensors (`tuple[torch.Tensor, ...]` of shapes `(turns, ...)`):
                 What to go through.
+            reverse (`bool`, *optional*, defaults to `False`):
+                Whether to begin with the last entry. The results are in the order of the entries all the same.
 
         Returns:
             `tuple`: What the last turn carried on, and the results of all turns, stacked.
         """
         results = []
+        order = slice(None, None, -1 if reverse else 1)
         with torch.no_grad():
-            for entries in zip(*tensors, strict=True):
+            for entries in list(zip(*tensors, strict=True))[order]:
                 carry, result = turn(carry, entries)
                 results.append(result)
+            results = results[order]
             return carry, tuple(torch.stack(result) for result in zip(*results, strict=True))
+
+    def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
+        """
+        Take successive rows, from where a tensor on the device says.
+
+        Autograd does not follow it.
+
+        Args:
+            tensor (`torch.Tensor` of shape `(rows, ...)`):
+                Where to take them from.
+            start (`torch.Tensor` of shape `()`):
+                The first one.
+            size (`int`):
+                How many.
+
+        Returns:
+            `torch.Tensor` of shape `(size, ...)`: The rows.
+        """
+        return tensor.detach()[start : start + size]
+
+    def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """
+        Replace successive rows, from where a tensor on the device says.
+
+        Autograd does not follow it.
+
+        Args:
+            tensor (`torch.Tensor` of shape `(rows, ...)`):
+                Where to put them. It is not to be used afterwards.
+            start (`torch.Tensor` of shape `()`):
+                The first one.
+            rows (`torch.Tensor` of shape `(size, ...)`):
+                The new rows.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, ...)`: The tensor with the new rows.
+        """
+        tensor.detach()[start : start + rows.shape[0]] = rows
+        return tensor
 
     def end_step(self) -> None:  # noqa: B027
         """Close the program recorded so far and start it, without waiting for it."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Start what was recorded so far, if there is anything."""
+
+    def record(self, state: Sequence[torch.Tensor]) -> Recording:
+        """
+        Begin to record a program. What was traced before is run first.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                Tensors that the program reads and may change in place.
+
+        Returns:
+            [`Recording`]: The recording.
+
+        Raises:
+            `CannotReplay`: The state does not allow it.
+        """
+        raise NotImplementedError
+
+    def keeps_program(self, compiles: int) -> bool:
+        """
+        Whether a compiled program is still there.
+
+        Args:
+            compiles (`int`):
+                [`~Backend.compiles`] when it was run last.
+        """
+        raise NotImplementedError
 
     def wait(self) -> None:  # noqa: B027
         """Close the program recorded so far, and return when the device has finished all of them."""
@@ -280,6 +383,15 @@ class Backend(ABC):
     def checkpoint_function(self) -> Callable | None:
         """The activation checkpoint function that saves memory here, or `None` where PyTorch's own does."""
         return None
+
+    def separate(self, tensors: list[torch.Tensor]) -> None:  # noqa: B027
+        """
+        Keep the compiler from seeing that what is computed from tensors was computed before.
+
+        Args:
+            tensors (`list[torch.Tensor]`):
+                Tensors on the device. What uses them from now on waits until all of them are there.
+        """
 
     def compiles(self) -> int:
         """Programs compiled so far. Cheap enough to be asked at every step."""

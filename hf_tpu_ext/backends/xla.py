@@ -1,23 +1,29 @@
 """torch_xla: TPU chips, or XLA compiled for the host. The only module that imports torch_xla."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch_xla.backends import get_mat_mul_precision
+from torch_xla.core.xla_op_registry import register
 from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
 from .base import Backend, Counters
+from .compile_cache import CacheUse, CompileCache, cache_root, compiler_settings, library_id
 from .detect import local_chips, show_chips, tpu_kind
+from .xla_replay import REPLAYS, XLARecording, has_pending, programs_kept
 
 
 def _metric(name: str) -> tuple[int, float]:
@@ -59,6 +65,21 @@ def _annotated(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor
     copy = tensor.clone()
     torch_xla._XLAC._xla_annotate_custom_sharding(copy, mesh.get_op_sharding(spec))
     return copy
+
+
+def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:
+    return [first, *[first.zeros_like()] * (rank - 1)]
+
+
+@partial(register, "take_rows")
+def _take_rows(tensor: xb.Op, start: xb.Op, size: int) -> xb.Op:
+    sizes = tensor.shape().sizes
+    return tensor.dynamic_slice(_row_indices(start, len(sizes)), [size, *sizes[1:]])
+
+
+@partial(register, "put_rows")
+def _put_rows(tensor: xb.Op, start: xb.Op, rows: xb.Op) -> xb.Op:
+    return tensor.dynamic_update_slice(rows, _row_indices(start, tensor.shape().rank))
 
 
 class _ConstrainRows(torch.autograd.Function):
@@ -103,6 +124,9 @@ class XLABackend(Backend):
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
+        self._compile_cache: CompileCache | None = None
+        self._noted_compiles = self._noted_times = 0
+        self._recording: XLARecording | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -156,6 +180,75 @@ class XLABackend(Backend):
         else:
             self._num_chips = num_chips
 
+    # ---- Programs on disk ----
+
+    def use_compile_cache(self, setting: str) -> list[str]:
+        root, chosen = cache_root(setting)
+        on_host = self._pjrt_device == "CPU"
+        if self._compile_cache is not None:
+            used = self._compile_cache.directory.parent
+            if root == used or not chosen:
+                return []
+            return [f"compile_cache_dir={root or 'off'} has no effect: this process keeps its programs in {used}"]
+        if root is None or (on_host and not chosen):
+            return []
+        if path := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
+            return [f"compile_cache_dir={root} has no effect: XLA_PERSISTENT_CACHE_PATH={path} is set"]
+        if torch_xla._XLAC._xla_computation_cache_is_initialized():
+            return [
+                "Compiled programs are not kept on disk: this process had compiled one before its first trainer was made"
+            ]
+        try:
+            cache = CompileCache(root, f"torch_xla-{torch_xla.__version__}", self._toolchain())
+        except OSError as error:
+            return [
+                f"Compiled programs are not kept on disk: {root} cannot be made ({error.strerror}). Set compile_cache_dir "
+                "to another directory, or to off"
+            ]
+        xr.initialize_cache(str(cache.directory), readonly=cache.read_only)
+        self._compile_cache = cache
+        lines = []
+        if cache.read_only:
+            lines.append(f"{cache.directory} cannot be written ({cache.problem}): programs are only loaded from it")
+        if on_host:
+            lines.append(
+                f"compile_cache_dir={root} saves nothing here: XLA on the host stores programs, but cannot load them"
+            )
+        return lines
+
+    def _toolchain(self) -> dict[str, Any]:
+        """What programs depend on besides what the runtime's keys hold (its `XLAGraphExecutor::CollectSyncTensors`)."""
+        libtpu = os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH")
+        return {
+            "torch": torch.__version__,
+            "torch_xla": torch_xla.__version__,
+            "libtpu": library_id(libtpu) if self._pjrt_device == "TPU" and libtpu else None,
+            "device": self.device_name,
+            "chips": self.num_chips,
+            "matmul_precision": get_mat_mul_precision(),
+            "environment": compiler_settings(),
+        }
+
+    def note_programs(self) -> None:
+        if self._compile_cache is None or self.compiles() == self._noted_compiles:
+            return
+        self._noted_compiles = self.compiles()
+        measured, _, times = met.metric_data("CompileTime")
+        self._compile_cache.note([ns / 1e9 for _, ns in times[self._noted_times - measured :]])
+        self._noted_times = measured
+
+    def cache_use(self) -> CacheUse | None:
+        if self._compile_cache is None:
+            return None
+        self.note_programs()
+        return self._compile_cache.use(
+            hits=self.counters().loads,
+            misses=met.counter_value("PersistentCacheMiss") or 0,
+            unreadable=met.counter_value("PersistentCacheDeserializeFailure") or 0,
+            compile_seconds=_metric("CompileTime")[1] / 1e9,
+            load_seconds=_metric("PersistentCacheLoad")[1] / 1e9,
+        )
+
     # ---- Mesh ----
 
     def use_mesh(self, mesh: dict[str, int]) -> None:
@@ -206,17 +299,38 @@ class XLABackend(Backend):
         state = xm.get_rng_state()
         torch_xla.sync(wait=wait)
         xm.set_rng_state(state)
+        self.note_programs()
 
-    def scan(self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple, tuple]:
+    def scan(
+        self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...], reverse: bool = False
+    ) -> tuple[tuple, tuple]:
         # The public `scan` traces `turn` with tensors that autograd cannot be run on. This is what it calls then: a loop of
         # XLA, whose body is recorded once.
         with torch.no_grad():
             if tensors[0].shape[0] == 1:
-                return super().scan(turn, carry, tensors)
-            return _scan_impl_pytree(turn, carry, tensors)
+                return super().scan(turn, carry, tensors, reverse)
+            return _scan_impl_pytree(turn, carry, tensors, reverse)
+
+    def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
+        return _take_rows(tensor, start, size=size)
+
+    def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return _put_rows(tensor, start, rows)
 
     def end_step(self) -> None:
         self._sync()
+
+    def record(self, state: Sequence[torch.Tensor]) -> XLARecording:
+        self.flush()
+        self._recording = XLARecording(self.device, state)
+        return self._recording
+
+    def flush(self) -> None:
+        if has_pending(self.device):
+            self._sync()
+
+    def keeps_program(self, compiles: int) -> bool:
+        return self.compiles() - compiles < programs_kept()
 
     def wait(self) -> None:
         self._sync()
@@ -244,6 +358,8 @@ class XLABackend(Backend):
         sharding = None if self._mesh is None else _ByRank(self._mesh, by_rows)
         is_tensor = isinstance(data, torch.Tensor)
         sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
+        if self._recording is not None and self._recording.is_open:
+            self._recording.add_other([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
         return sent[0] if is_tensor else sent
 
     def fetch(self, data: Any) -> Any:
@@ -274,6 +390,8 @@ class XLABackend(Backend):
         collect(data)
         tensors = [tensor.detach() for tensor in unique.values()]
         self._sync(wait=True)
+        # A program that is run by its handle is none of those that the sync waits for.
+        xm.wait_device_ops()
         fetched = dict(zip(unique, self._to_host(tensors), strict=True))
         return replace(data)
 
@@ -319,6 +437,9 @@ class XLABackend(Backend):
         # nothing: XLA removes the recomputation as a duplicate. torch_xla's puts an optimization barrier before it.
         return partial(checkpoint, use_reentrant=True)
 
+    def separate(self, tensors: list[torch.Tensor]) -> None:
+        xm.optimization_barrier_(tensors)
+
     def compiles(self) -> int:
         return met.counter_value("UncachedCompile") or 0
 
@@ -330,6 +451,8 @@ class XLABackend(Backend):
             executions=_metric("ExecuteTime")[0] + _metric("ExecuteReplicatedTime")[0],
             reads=_metric("TransferFromDeviceTime")[0],
             fallbacks=sum(met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")),
+            replays=met.counter_value(REPLAYS) or 0,
+            loads=met.counter_value("PersistentCacheHit") or 0,
         )
 
     def rng_state(self) -> int:

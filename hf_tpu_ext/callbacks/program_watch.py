@@ -3,13 +3,14 @@
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from ..backends.program import Program
 
 
 logger = logging.get_logger(__name__)
@@ -37,7 +38,9 @@ class ProgramWatch:
         """The programs seen so far."""
         return list(self._seen)
 
-    def end(self, kind: str, shape: tuple[int, ...], where: str) -> None:
+    def end(
+        self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Program | None] | None = None
+    ) -> Program | None:
         """
         End the program recorded so far.
 
@@ -48,15 +51,21 @@ class ProgramWatch:
                 Shape of its batch.
             where (`str`):
                 Place in the run, e.g. `"step 12"`.
+            run (`Callable[[], Program | None]`, *optional*):
+                Compiles and starts it, by default [`Backend.end_step`].
+
+        Returns:
+            [`Program`] or `None`: What `run` returned.
         """
+        run = self._backend.end_step if run is None else run
         key = (kind, shape)
         start = time.monotonic()
         compiles = self._backend.compiles()
         if key in self._seen:
-            self._backend.end_step()
+            program = run()
         else:
             with self._compiling(f"{kind} {' x '.join(map(str, shape))}"):
-                self._backend.end_step()
+                program = run()
         seconds = time.monotonic() - start
         if key in self._seen and self._backend.compiles() > compiles:
             self.recompiles += 1
@@ -65,6 +74,8 @@ class ProgramWatch:
                 f"({seconds:.1f} s). Something that the program depends on has changed."
             )
         self._seen[key] = self._seen.get(key, 0) + 1
+        self._backend.note_programs()
+        return program
 
     @contextmanager
     def _compiling(self, what: str) -> Iterator[None]:
@@ -72,7 +83,7 @@ class ProgramWatch:
             yield
             return
         done = threading.Event()
-        start = time.monotonic()
+        start, compiles = time.monotonic(), self._backend.compiles()
         bar = tqdm(total=0, bar_format="{desc}", leave=False, desc=f"compiling the {what}", file=sys.stderr)
 
         def tick() -> None:
@@ -87,4 +98,5 @@ class ProgramWatch:
             done.set()
             ticker.join()
             bar.close()
-            tqdm.write(f"compiled the {what} in {time.monotonic() - start:.1f} s", file=sys.stderr)
+            verb = "compiled" if self._backend.compiles() > compiles else "found"
+            tqdm.write(f"{verb} the {what} in {time.monotonic() - start:.1f} s", file=sys.stderr)

@@ -108,7 +108,7 @@ class OnlineTeacher(Teacher):
     """
 
     def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int]):
-        self._model = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         add_fused_lm_head(model)
         if backend.lazy:
             use_static_kernels(model)
@@ -116,7 +116,7 @@ class OnlineTeacher(Teacher):
         ShardingPlan(model, mesh).apply(model, backend)
 
     def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
-        return run_to_head(self._model, inputs)
+        return run_to_head(self.model, inputs)
 
 
 class AnchorTeacher(Teacher):

@@ -49,6 +49,11 @@ class LocalGradients:
                 gradients = torch.zeros((backend.num_chips, *parameter.shape), dtype=parameter.dtype)
                 self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept from micro-step to micro-step, of shapes `(chips, ...)`."""
+        return [total for total in self._sums.values() if total is not None]
+
     @contextmanager
     def micro_step(self, closing: bool) -> Iterator[None]:
         """

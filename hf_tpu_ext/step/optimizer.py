@@ -1,11 +1,27 @@
 """AdamW whose step is one program for the whole run, and state that exists before the first step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..backends.base import Backend
+from .replay import StepReplay
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    group: dict[str, Any]
+    parameter: torch.nn.Parameter
+    state: dict[str, torch.Tensor]
+
+    def __eq__(self, other: "_Update") -> bool:
+        return self.group is other.group and self.parameter is other.parameter and self.state is other.state
+
+
+def _numbers(counters: list[torch.Tensor]) -> list[float]:
+    return torch.stack(counters).tolist() if counters else []
 
 
 class LazyAdamW(torch.optim.AdamW):
@@ -30,6 +46,10 @@ class LazyAdamW(torch.optim.AdamW):
     def __init__(self, params, backend: Backend, **kwargs):
         super().__init__(params, **kwargs)
         self._backend = backend
+        #: What replays the steps of a run, if it does.
+        self.replay: StepReplay | None = None
+        self._counters: list[torch.Tensor] = []
+        self._loads = 0
 
     @torch.no_grad()
     def create_state(self) -> None:
@@ -56,6 +76,8 @@ class LazyAdamW(torch.optim.AdamW):
         # where counting would be one read per parameter and step.
         groups = [{**group, "fused": None, "capturable": False} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
+        self._counters = []
+        self._loads += 1
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:
@@ -74,46 +96,84 @@ class LazyAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self.create_state()
+        if self.replay is not None and self.replay.replays:
+            self.replay.add_data(self._count_and_send(self.replay.updates)[0])
+            self.replay.end()
+            return loss
         updates = [
-            (group, parameter, self.state[parameter])
+            _Update(group, parameter, self.state[parameter])
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        if not updates:
-            return loss
-        torch._foreach_add_([state["step"] for _, _, state in updates], 1)
+        if updates:
+            coefficients, row_of = self._count_and_send(updates)
+            if self.replay is not None:
+                self.replay.add_data(coefficients)
+            self._update(updates, coefficients, row_of)
+        if self.replay is not None:
+            self.replay.end(updates)
+        return loss
+
+    def settings(self) -> Hashable:
+        """
+        What the program of a step depends on besides tensors.
+
+        Returns:
+            `Hashable`: Equal where the program is.
+        """
+        groups = tuple(
+            (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
+            for group in self.param_groups
+        )
+        if len(self._counters) != len(self.state):
+            self._counters = [state["step"] for state in self.state.values()]
+        # Which parameters have taken equally many steps.
+        seen: dict[float, int] = {}
+        return self._loads, groups, tuple(seen.setdefault(step, len(seen)) for step in _numbers(self._counters))
+
+    def _rows_of(self, updates: list["_Update"]) -> tuple[list[int], list[tuple[dict[str, Any], float]]]:
         # Parameters that have taken equally many steps share a row: usually one row per group.
         rows: dict[tuple[int, float], int] = {}
-        values, row_of = [], []
-        for group, _, state in updates:
-            step = state["step"].item()
-            row_of.append(rows.setdefault((id(group), step), len(values)))
+        row_of, values = [], []
+        for update, step in zip(updates, _numbers([update.state["step"] for update in updates]), strict=True):
+            row_of.append(rows.setdefault((id(update.group), step), len(values)))
             if row_of[-1] == len(values):
-                beta1, beta2 = group["betas"]
-                learning_rate = group["lr"]
-                values.append(
-                    (
-                        1 - learning_rate * group["weight_decay"],
-                        learning_rate / (1 - beta1**step),
-                        (1 - beta2**step) ** 0.5,
-                    )
+                values.append((update.group, step))
+        return row_of, values
+
+    def _count_and_send(self, updates: list["_Update"]) -> tuple[torch.Tensor, list[int]]:
+        torch._foreach_add_([update.state["step"] for update in updates], 1)
+        row_of, rows = self._rows_of(updates)
+        values = []
+        for group, step in rows:
+            beta1, beta2 = group["betas"]
+            learning_rate = group["lr"]
+            values.append(
+                (
+                    1 - learning_rate * group["weight_decay"],
+                    learning_rate / (1 - beta1**step),
+                    (1 - beta2**step) ** 0.5,
                 )
-        coefficients = [row.unbind() for row in self._backend.send(torch.tensor(values, dtype=torch.float32)).unbind()]
-        for (group, parameter, state), row in zip(updates, row_of, strict=True):
-            decay, step_size, correction2_sqrt = coefficients[row]
+            )
+        return self._backend.send(torch.tensor(values, dtype=torch.float32)), row_of
+
+    def _update(self, updates: list["_Update"], coefficients: torch.Tensor, row_of: list[int]) -> None:
+        numbers = [row.unbind() for row in coefficients.unbind()]
+        for update, row in zip(updates, row_of, strict=True):
+            group, parameter, state = update.group, update.parameter, update.state
+            decay, step_size, correction2_sqrt = numbers[row]
             beta1, beta2 = group["betas"]
             grad = parameter.grad
             # `copy_` is the one in-place operator that torch_xla does not check in Python first, at 20 to 90 microseconds
             # each: with hundreds of parameters, a good part of the host's time for a step.
             exp_avg = torch.lerp(state["exp_avg"], grad, 1 - beta1)
             exp_avg_sq = torch.addcmul(state["exp_avg_sq"] * beta2, grad, grad, value=1 - beta2)
-            update = exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]) * step_size
+            step = exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]) * step_size
             decayed = parameter * decay if group["weight_decay"] else parameter
-            parameter.copy_(decayed - update)
+            parameter.copy_(decayed - step)
             state["exp_avg"].copy_(exp_avg)
             state["exp_avg_sq"].copy_(exp_avg_sq)
-        return loss
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -80,6 +80,12 @@ class CompiledArguments:
             How the chips share the work, as [`~sharding.parse_mesh`] takes it.
         show_sharding (`bool`, *optional*, defaults to `False`):
             As in [`ExtensionArguments`].
+        step_replay (`bool`, *optional*):
+            As in [`ExtensionArguments`].
+        rematerialization (`str`, *optional*, defaults to `"none"`):
+            As in [`ExtensionArguments`].
+        scan_layers (`str`, *optional*, defaults to `"auto"`):
+            As in [`ExtensionArguments`].
     """
 
     args: TrainingArguments
@@ -87,6 +93,9 @@ class CompiledArguments:
     changes: list[str] = field(default_factory=list)
     mesh: str | None = None
     show_sharding: bool = False
+    step_replay: bool | None = None
+    rematerialization: str = "none"
+    scan_layers: str = "auto"
 
 
 def bind_device(args: TrainingArguments, backend: Backend) -> None:
@@ -229,8 +238,28 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
     if args.gradient_checkpointing and unsupported:
         raise ValueError(
             f"gradient_checkpointing_kwargs={kwargs} asks for {', '.join(unsupported)}, which XLA has no equivalent of. "
-            "Leave it out: XLA checkpoints whole layers ('every_n_layers' is supported)."
+            "Leave it out: XLA checkpoints whole layers ('every_n_layers' is supported), or what rematerialization says."
         )
+    if isinstance(args, ExtensionArguments):
+        adapted.scan_layers = args.scan_layers
+    asked = args.rematerialization if isinstance(args, ExtensionArguments) else None
+    adapted.rematerialization = asked or ("full" if args.gradient_checkpointing else "none")
+    set_gradient_checkpointing(args, adapted.rematerialization in ("full", "dots"))
+
+
+def set_gradient_checkpointing(args: TrainingArguments, value: bool) -> None:
+    """
+    Say whether layers are checkpointed, under both of upstream's names.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Arguments to change in place.
+        value (`bool`):
+            Whether they are.
+    """
+    # The second is the name of the first from transformers 5.19 on.
+    for name in {"gradient_checkpointing", "activation_checkpointing"} & set(vars(args)):
+        setattr(args, name, value)
 
 
 def _kernels(adapted: CompiledArguments) -> None:
@@ -253,6 +282,7 @@ def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
         raise ValueError("deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' splits the weights.")
     if isinstance(args, ExtensionArguments):
         adapted.mesh, adapted.show_sharding = args.mesh, args.show_sharding
+        adapted.step_replay = args.step_replay
     if not args.fsdp:
         return
     for name, value in (args.fsdp_config or {}).items():

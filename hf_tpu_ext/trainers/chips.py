@@ -21,9 +21,9 @@ from .configs import ExtensionArguments
 logger = logging.get_logger(__name__)
 
 
-def unused_chip_settings(settings: ExtensionArguments | type[ExtensionArguments], backend: Backend) -> list[str]:
+def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], backend: Backend) -> list[str]:
     """
-    Name the settings about chips that have no effect on a backend without them.
+    Name the settings that have no effect on a backend without chips and without programs compiled by XLA.
 
     Args:
         settings ([`ExtensionArguments`]):
@@ -34,10 +34,18 @@ def unused_chip_settings(settings: ExtensionArguments | type[ExtensionArguments]
     Returns:
         `list[str]`: One line for each.
     """
-    named = {"num_chips": settings.num_chips, "mesh": settings.mesh, "show_sharding": settings.show_sharding or None}
+    about_chips, about_xla = "it is about TPU chips", "it is about XLA; gradient_checkpointing=True works here"
+    named = {
+        "num_chips": (settings.num_chips, about_chips),
+        "mesh": (settings.mesh, about_chips),
+        "show_sharding": (settings.show_sharding or None, about_chips),
+        "scan_layers": (None if settings.scan_layers == "auto" else settings.scan_layers, "it is about XLA"),
+        "rematerialization": (settings.rematerialization, about_xla),
+        "step_replay": (settings.step_replay or None, "operators run as they come"),
+    }
     return [
-        f"{name}={value} has no effect on {backend.name}: it is about TPU chips"
-        for name, value in named.items()
+        f"{name}={value} has no effect on {backend.name}: {reason}"
+        for name, (value, reason) in named.items()
         if value is not None
     ]
 

@@ -35,6 +35,21 @@ class ExtensionArguments:
             a size takes the chips that are left.
         show_sharding (`bool`, *optional*, defaults to `False`):
             Whether to print at start which parameter is split over which axis of the mesh.
+        scan_layers (`str`, *optional*, defaults to `"auto"`):
+            Whether layers that are alike run as one loop (XLA), so that compiling takes as long for 28 layers as for 4: `"on"`,
+            `"off"`, or `"auto"`, which is on for model families that were found to train alike, from 8 layers on. Needs
+            activation checkpointing and one chip.
+        rematerialization (`str`, *optional*):
+            What the backward pass computes again instead of keeping it (XLA): `"none"`; `"full"`, whole layers; `"dots"`,
+            all of a layer but its matrix products with weights; or names of modules, e.g. `"self_attn"` or `"mlp,self_attn"`,
+            which are computed again as a whole. By default what `gradient_checkpointing` says: `"full"` or `"none"`.
+        step_replay (`bool`, *optional*):
+            Whether a step is run by its compiled program's handle once it was traced twice, instead of being traced each
+            time (XLA). By default unless a subclass, a callback or a hook has code of its own inside a step; `True` says
+            that such code does the same at every step.
+        compile_cache_dir (`str`, *optional*, defaults to `"auto"`):
+            Where compiled programs are kept for later runs: `"auto"`, `"off"` or a directory. `"auto"` is what the
+            environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or on a TPU `~/.cache/hf_tpu_ext/compile`.
     """
 
     backend: str = field(
@@ -69,6 +84,37 @@ class ExtensionArguments:
         default=False,
         metadata={"help": "Print at start which parameter is split over which axis of the mesh."},
     )
+    scan_layers: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether layers that are alike run as one loop on XLA, so that compiling takes as long for 28 layers as "
+            "for 4. Needs gradient_checkpointing and one chip. 'auto' is on for families that were found to train alike.",
+            "choices": ["auto", "on", "off"],
+        },
+    )
+    rematerialization: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the backward pass computes again on XLA instead of keeping it. 'none'; 'full': whole layers; "
+            "'dots': all but the matrix products with weights; or names of modules, as 'mlp' or 'mlp,self_attn'. Default: "
+            "full or none, as gradient_checkpointing says."
+        },
+    )
+    step_replay: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether an XLA step is run by its compiled program's handle once it was traced twice, instead of being "
+            "traced each time. Default: unless a subclass, a callback or a hook has code of its own inside a step. "
+            "True: such code does the same at every step. False: never."
+        },
+    )
+    compile_cache_dir: str = field(
+        default="auto",
+        metadata={
+            "help": "Where compiled programs are kept for later runs: 'auto', 'off' or a directory. 'auto' is "
+            "HF_TPU_EXT_COMPILE_CACHE, or on a TPU ~/.cache/hf_tpu_ext/compile. XLA on the host cannot load them."
+        },
+    )
 
     def __post_init__(self):
         # Upstream takes a device while it sets up its own fields, so the choice comes first.
@@ -77,6 +123,13 @@ class ExtensionArguments:
             parse_mesh(self.mesh)
         if isinstance(self.length_buckets, int):
             self.length_buckets = [self.length_buckets]
+        if isinstance(self.scan_layers, bool):
+            self.scan_layers = "on" if self.scan_layers else "off"
+        if self.scan_layers not in ("auto", "on", "off"):
+            raise ValueError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
+        if isinstance(self.compile_cache_dir, bool):
+            # YAML reads an unquoted off as false.
+            self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"
         super().__post_init__()
 
 

@@ -126,6 +126,10 @@ class DistillationMixin:
                 "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
             )
 
+    def _further_models(self) -> list[torch.nn.Module]:
+        models = super()._further_models()
+        return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.teacher is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -16,8 +16,16 @@ from ..data import ShapeGuard, TokenWaste, complete_rows
 from ..step.attention_mask import static_masks
 from ..step.kernels import use_static_kernels
 from ..step.loss_log import LossLog
-from ..step.optimizer import LazyAdamW, check_optimizer, clip_gradients
-from .arguments import ADAMW_NAMES, CompiledArguments, bind_device, check_weights, compile_arguments, copy_arguments
+from ..step.optimizer import LazyAdamW, check_optimizer
+from .arguments import (
+    ADAMW_NAMES,
+    CompiledArguments,
+    bind_device,
+    check_weights,
+    compile_arguments,
+    copy_arguments,
+    set_gradient_checkpointing,
+)
 from .checkpoints import (
     EpochOrder,
     check_output_dir,
@@ -26,17 +34,19 @@ from .checkpoints import (
     read_run_state,
     write_run_state,
 )
-from .chips import ChipsMixin, unused_chip_settings
+from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
 from .evaluation import CompiledEvaluation
+from .layers import LayerScanMixin
 from .lengths import row_lengths
+from .replay import ReplayMixin, SentBatch
 from .step_boundary import StepBoundary
 
 
 logger = logging.get_logger(__name__)
 
 
-class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
+class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluation):
     """
     Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled programs.
 
@@ -77,8 +87,9 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         self.compiled = (
             compile_arguments(args, loads_model=isinstance(model, str), num_chips=self.backend.num_chips)
             if self.backend.lazy
-            else CompiledArguments(copy_arguments(args), changes=unused_chip_settings(extension, self.backend))
+            else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
         )
+        self.compiled.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
         self._arrange_chips()
         super().__init__(model, self.compiled.args, *rest, **kwargs)
@@ -102,6 +113,8 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         self._make_batches_static()
         self._shape_guards = {mode: ShapeGuard(max(1, len(self.lengths)), self.lengths) for mode in ("train", "eval")}
         self._batch_shape: tuple[int, ...] = ()
+        #: What `_step_data` gave for the step under way, on the device.
+        self.step_data: dict[str, torch.Tensor] = {}
         self._preprocess_on_device = None
         self._flos_per_token: float | None = None
         self.loss_log = LossLog(self.backend)
@@ -110,13 +123,12 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
 
     def _checkpoint_activations(self) -> None:
         model = unwrap_peft_model(self.model)
-        if not isinstance(model, PreTrainedModel) or not self.args.gradient_checkpointing:
+        if not isinstance(model, PreTrainedModel) or self.compiled.rematerialization == "none":
             return
         if vars(model.config.get_text_config()).get("output_router_logits"):
             # XLA's checkpoint runs the layers without a graph first, and that is when the router's logits are collected.
-            # The second is the name of the first from transformers 5.19 on.
-            for name in {"gradient_checkpointing", "activation_checkpointing"} & set(vars(self.args)):
-                setattr(self.args, name, False)
+            self.compiled.rematerialization = "none"
+            set_gradient_checkpointing(self.args, False)
             self.compiled.changes.append(
                 "gradient_checkpointing is off: the load-balancing loss would have no gradient through it on XLA; "
                 "router_aux_loss_coef=0 allows it"
@@ -208,6 +220,8 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         optimizer = super().create_optimizer(model)
         if self.backend.lazy and created:
             self._save_from_host(optimizer)
+        if self.backend.lazy:
+            self.scan_layers(optimizer)
         return optimizer
 
     def _save_from_host(self, optimizer: torch.optim.Optimizer) -> None:
@@ -216,16 +230,20 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
 
     # ---- Batches ----
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if not self.backend.lazy:
-            return super()._prepare_inputs(inputs)
+    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
         mode, rows = ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
         inputs = complete_rows(inputs, rows, self._pad_token_id)
         self._shape_guards[mode].check(inputs)
         self._batch_shape = next(tuple(value.shape) for value in inputs.values() if isinstance(value, torch.Tensor))
         # A collator of the caller's may yield more rows than it was given.
         rows = next(value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim)
-        sent = self.backend.send_rows(dict(inputs), rows)
+        return self.backend.send_rows(dict(inputs), rows)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.backend.lazy:
+            return super()._prepare_inputs(inputs)
+        sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
+        rows = next(value.shape[0] for value in sent.values() if isinstance(value, torch.Tensor) and value.ndim)
         if self.local_gradients is not None and self.local_gradients.inside:
             sent = {
                 key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
@@ -262,12 +280,13 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
             self._flos_per_token = super().floating_point_ops(inputs) / tokens
         return self._flos_per_token * tokens
 
-    def _clip_grad_norm(self, model):
-        if not self.backend.lazy:
-            return super()._clip_grad_norm(model)
-        return clip_gradients(model, self.args.max_grad_norm)
-
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        self.step_data = self.backend.send(self._step_data())
+        if self.replay is None:
+            return self._traced_step(model, inputs, num_items_in_batch)
+        return self._replayed_step(model, inputs, num_items_in_batch)
+
+    def _traced_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         if self.local_gradients is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:
@@ -318,7 +337,7 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         window = self.loss_log.read(fetched["loss"])
         self._take_metrics("train", fetched["metrics"])
         # One NaN would stay in upstream's own sum for good.
-        self._tr_loss = self.backend.send(torch.zeros(()))
+        self.reset_upstream_loss()
         self._total_loss_scalar += window.total
         if window.finite_steps < window.steps:
             step = self.state.global_step - window.steps + window.first_nonfinite
@@ -348,7 +367,11 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
             self._keep_rows_per_step(state)
             self._load_run_state(state)
         with self.split_activations():
-            return super().train(checkpoint, *args, **kwargs)
+            try:
+                return super().train(checkpoint, *args, **kwargs)
+            finally:
+                self.end_replay()
+                self.unscan_layers()
 
     def _save_checkpoint(self, model, trial) -> None:
         # An earlier run in the same directory may have left a complete one there: stopped half-way, this one would be
@@ -360,8 +383,13 @@ class TPUTrainerMixin(ChipsMixin, CompiledEvaluation):
         if self.backend.lazy and state_dict is None:
             # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
             state_dict = self.backend.fetch(dict(self.model.state_dict(keep_vars=True)))
-        with self._rows_of_one_chip():
+        with self._rows_of_one_chip(), self.layers_in_place():
             super()._save(output_dir, state_dict)
+
+    def _load_best_model(self) -> None:
+        # Training is over.
+        self.unscan_layers()
+        super()._load_best_model()
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -1,5 +1,7 @@
 """Supervised fine-tuning."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from trl.trainer.utils import get_config_model_id
 
 from ..callbacks.samples import ShowSamples
 from ..data import PackedCollator, StaticShapeCollator
+from ..step.looped_head import score_tokens
 from ..step.metrics import DeviceSums
+from ..step.replaced_head import head_computed_by
 from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
 from .distillation import KD_METRICS, DistillationMixin, distills
@@ -137,6 +141,12 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
 
     # ---- Loss and metrics ----
 
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        # Around what a teacher puts there instead.
+        head = head_computed_by(partial(score_tokens, self.backend)) if self.backend.lazy else nullcontext()
+        with head:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
     def _loss_sums_tokens(self, model) -> bool:
         return self.model_accepts_loss_kwargs and self.compute_loss_func is None
 
@@ -182,9 +192,18 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
             aux_loss = self.router_aux_loss_coef * outputs.aux_loss
             if num_items_in_batch is not None:
                 # A mean per micro-batch. The number of micro-batches differs at the end of an epoch, so it is data.
-                aux_loss = aux_loss / self.backend.send(torch.tensor(float(self.current_gradient_accumulation_steps)))
+                data = self.step_data if self.model.training else self.backend.send(self._step_data())
+                aux_loss = aux_loss / data["micro_steps"]
             loss = loss + aux_loss
         return loss
+
+    def _step_data(self) -> dict[str, torch.Tensor]:
+        if not self.aux_loss_enabled:
+            return super()._step_data()
+        return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
+
+    def _step_tensors(self) -> list[torch.Tensor]:
+        return [*super()._step_tensors(), *self._sums["train"].tensors.values()]
 
     def _add_metrics(self, mode: str, inputs: dict[str, Any], outputs) -> None:
         num_valid = self.over_chips(outputs.label_mask.sum())

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-import torch
 from transformers import TrainerCallback
 
-from ..step.activation_checkpointing import use_checkpoint_function
+from ..step.activation_checkpointing import rematerialize
 from ..step.optimizer import LazyAdamW, create_gradients
+from ..step.replay import CLOSING, MICRO
 
 
 class StepBoundary(TrainerCallback):
@@ -23,10 +23,7 @@ class StepBoundary(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
-        if args.gradient_checkpointing and trainer.backend.checkpoint_function is not None:
-            # The reentrant form needs inputs that require gradients, which frozen embeddings do not give.
-            model.enable_input_require_grads()
-            use_checkpoint_function(model, trainer.backend.checkpoint_function)
+        self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
         if isinstance(optimizer.optimizer, LazyAdamW):
             optimizer.optimizer.create_state()
         if not trainer.keep_gradients_local(model) and args.gradient_accumulation_steps > 1:
@@ -36,15 +33,20 @@ class StepBoundary(TrainerCallback):
             create_gradients(model)
             model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
         trainer.shard_training_state(model, optimizer.optimizer)
-        trainer._tr_loss = trainer.backend.send(torch.zeros(()))
+        trainer.start_replay(model, optimizer.optimizer)
+        trainer.reset_upstream_loss()
         trainer.backend.wait()
 
     def on_substep_end(self, args, state, control, **kwargs):
-        self._trainer.end_program("micro-step", f"step {state.global_step + 1}")
+        if self._trainer.replay is None:
+            self._trainer.end_program(MICRO, f"step {state.global_step + 1}")
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._trainer.end_program("training step", f"step {state.global_step}")
+        if self._trainer.replay is None:
+            self._trainer.end_program(CLOSING, f"step {state.global_step}")
 
     def on_train_end(self, args, state, control, model, **kwargs):
         vars(model).pop("zero_grad", None)
+        for module in self._rematerialized:
+            del module.forward
         self._trainer.local_gradients = None

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import bare_loop
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -41,6 +43,8 @@ class Plan:
             Number of windows.
         learning_rate (`float`, *optional*, defaults to `0.001`):
             Learning rate, to which it rises from 0 in the first `logging_steps` steps.
+        lora (`bool`, *optional*, defaults to `False`):
+            Whether LoRA adapters of rank 8 on all linear layers are trained instead of the weights.
     """
 
     directory: Path
@@ -50,6 +54,7 @@ class Plan:
     window: int
     repeats: int
     learning_rate: float = 1e-3
+    lora: bool = False
 
     @property
     def model_dir(self) -> Path:
@@ -70,6 +75,16 @@ class Plan:
     def total_steps(self) -> int:
         """Steps to train: one more than are timed, since a window ends where the next step begins."""
         return self.edges[-1] + 1
+
+
+def _host_seconds() -> float:
+    """CPU time of the threads that run Python: the loop's, and autograd's, which traces the backward pass."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text(encoding="utf-8")
+        if task.name == str(threading.main_thread().native_id) or name.startswith("pt_autograd"):
+            total += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
+    return total / 1e9
 
 
 class Meter:
@@ -93,6 +108,10 @@ class Meter:
         names = {"compiles": "CompileTime", "executions": "ExecuteTime", "reads": "TransferFromDeviceTime"}
         return {name: (met.metric_data(metric) or (0,))[0] for name, metric in names.items()}
 
+    @staticmethod
+    def _clocks() -> tuple[float, float, float]:
+        return time.perf_counter(), time.process_time(), _host_seconds()
+
     def step_begins(self, step: int) -> None:
         """
         Note that a step begins.
@@ -113,11 +132,17 @@ class Meter:
             counts = self._counts()
             self._connection.send({name: (counts[name] - self._before[name]) / len(counting) for name in counts})
         if step in plan.edges[1:]:
-            wall, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
-            self._connection.send({"steps_per_second": plan.window / wall, "cpu_seconds_per_step": cpu / plan.window})
+            wall, cpu, host = (now - then for now, then in zip(self._clocks(), self._started, strict=True))
+            self._connection.send(
+                {
+                    "steps_per_second": plan.window / wall,
+                    "cpu_seconds_per_step": cpu / plan.window,
+                    "host_seconds_per_step": host / plan.window,
+                }
+            )
         if step in plan.edges[:-1]:
             self._connection.recv()
-            self._started = time.perf_counter(), time.process_time()
+            self._started = self._clocks()
 
     def finish(self, losses: dict[int, float]) -> None:
         """
@@ -138,10 +163,13 @@ class _MeterCallback(TrainerCallback):
         self._meter.step_begins(state.global_step)
 
 
-def _train_with(trainer_class: type[Trainer], plan: Plan, meter: Meter, **config) -> dict[int, float]:
+def _train_with(
+    trainer_class: type[Trainer], plan: Plan, meter: Meter, config_class: type[SFTConfig] = SFTConfig, **config
+) -> dict[int, float]:
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(plan.model_dir),
-        args=SFTConfig(
+        peft_config=LoraConfig(r=8, target_modules="all-linear") if plan.lora else None,
+        args=config_class(
             output_dir=plan.directory / "output",
             max_length=plan.max_length,
             per_device_train_batch_size=plan.batch_size,
@@ -180,6 +208,12 @@ def _ours(plan: Plan, meter: Meter) -> dict[int, float]:
     from hf_tpu_ext import TPUSFTTrainer
 
     return _train_with(TPUSFTTrainer, plan, meter)
+
+
+def _traced(plan: Plan, meter: Meter) -> dict[int, float]:
+    from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+
+    return _train_with(TPUSFTTrainer, plan, meter, TPUSFTConfig, step_replay=False)
 
 
 def _bare(plan: Plan, meter: Meter) -> dict[int, float]:
@@ -232,6 +266,7 @@ class Contender:
 CONTENDERS = {
     "bare": Contender("bare torch_xla loop", _bare),
     "ours": Contender("`TPUSFTTrainer`", _ours),
+    "traced": Contender("`TPUSFTTrainer`, `step_replay=False`", _traced),
     "stock_padded": Contender("`trl.SFTTrainer`, padded to a fixed length", _stock_padded),
     # It compiles at nearly every step, for minutes in all.
     "stock": Contender("`trl.SFTTrainer`", _stock, one_window=True),

@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         `argparse.Namespace`: The arguments.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model (default: 28)")
     parser.add_argument("--repeats", type=int, default=21, help="timed windows of each contender (default: 21)")
     parser.add_argument(
         "--quick", action="store_true", help="2 layers, one short window: for the counts, not the times"
@@ -55,6 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
     parser.add_argument("--write-readme", action="store_true", help="replace the table in README.md")
     arguments = parser.parse_args(argv)
+    arguments.lora = False
     if arguments.quick:
         arguments.layers, arguments.repeats = 2, 1
     return arguments
@@ -86,6 +87,7 @@ def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
         logging_steps=3 if arguments.quick else 5,
         window=3 if arguments.quick else 10,
         repeats=arguments.repeats,
+        lora=arguments.lora,
     )
 
 
@@ -131,19 +133,21 @@ class Runner:
         self.windows.append(self.receive())
 
 
-def measure(plan: Plan) -> dict[str, dict[str, Any]]:
+def measure(plan: Plan, names: Sequence[str] = tuple(CONTENDERS)) -> dict[str, dict[str, Any]]:
     """
-    Run all contenders.
+    Run contenders.
 
     Args:
         plan ([`Plan`]):
             What to train and to measure.
+        names (`Sequence[str]`, *optional*):
+            Which of [`CONTENDERS`]; all by default.
 
     Returns:
         `dict[str, dict[str, Any]]`: Measurements by contender.
     """
     runners, results = {}, {}
-    for name in CONTENDERS:
+    for name in names:
         print(f"{name}: compiling and counting", file=sys.stderr)
         runners[name] = Runner(name, plan)
         results[name] = {"per_step": runners[name].receive()}
@@ -155,14 +159,30 @@ def measure(plan: Plan) -> dict[str, dict[str, Any]]:
     for name, runner in runners.items():
         results[name] |= {"steps": runner.plan.total_steps, "windows": runner.windows, **runner.receive()}
     for result in results.values():
-        for measured in ("steps_per_second", "cpu_seconds_per_step"):
+        for measured in ("steps_per_second", "cpu_seconds_per_step", "host_seconds_per_step"):
             result[measured] = statistics.median(window[measured] for window in result["windows"])
-        for other in ("bare", "stock_padded"):
-            rounds = zip(result["windows"], results[other]["windows"], strict=False)
-            result[f"speed_over_{other}"] = statistics.median(
-                mine["steps_per_second"] / theirs["steps_per_second"] for mine, theirs in rounds
-            )
     return results
+
+
+def ratio(results: dict[str, dict[str, Any]], mine: str, other: str, measured: str = "steps_per_second") -> float:
+    """
+    Compare two contenders round by round.
+
+    Args:
+        results (`dict[str, dict[str, Any]]`):
+            See [`measure`].
+        mine (`str`):
+            One of [`CONTENDERS`].
+        other (`str`):
+            What it is divided by.
+        measured (`str`, *optional*, defaults to `"steps_per_second"`):
+            What is compared.
+
+    Returns:
+        `float`: Median over the rounds of the one over the other.
+    """
+    rounds = zip(results[mine]["windows"], results[other]["windows"], strict=False)
+    return statistics.median(window[measured] / theirs[measured] for window, theirs in rounds)
 
 
 def describe_setup(arguments: argparse.Namespace, plan: Plan) -> dict[str, str]:
@@ -209,15 +229,16 @@ def make_table(results: dict[str, dict[str, Any]], loss_step: int) -> str:
     """
     lines = [
         "| | programs compiled | executions per step | reads per step | steps per second | of the bare loop | "
-        f"of padded stock | CPU seconds per step | loss at step {loss_step} |",
-        "|---|" + "---:|" * 8,
+        f"of padded stock | CPU seconds per step | of them in Python | loss at step {loss_step} |",
+        "|---|" + "---:|" * 9,
     ]
     for name, result in results.items():
         lines.append(
             f"| {CONTENDERS[name].title} | {result['programs']} in {result['steps']} steps "
             f"| {result['per_step']['executions']:.1f} | {result['per_step']['reads']:.1f} "
-            f"| {result['steps_per_second']:.2f} | {result['speed_over_bare']:.2f} "
-            f"| {result['speed_over_stock_padded']:.2f} | {result['cpu_seconds_per_step']:.3f} "
+            f"| {result['steps_per_second']:.2f} | {ratio(results, name, 'bare'):.2f} "
+            f"| {ratio(results, name, 'stock_padded'):.2f} | {result['cpu_seconds_per_step']:.3f} "
+            f"| {result['host_seconds_per_step']:.3f} "
             f"| {result['losses'][loss_step]:.5f} |"
         )
     return "\n".join(lines)

@@ -44,6 +44,7 @@ HOOKS = {
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "floating_point_ops": ["inputs"],
     "_clip_grad_norm": ["model"],
+    "_get_grad_norm": ["model", "grad_norm"],
     "training_step": ["model", "inputs", "num_items_in_batch"],
     "_maybe_log_save_evaluate": [
         "tr_loss",
@@ -59,6 +60,7 @@ HOOKS = {
     "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "_load_best_model": [],
     "_save_checkpoint": ["model", "trial"],
     "_save": ["output_dir", "state_dict"],
     "_save_rng_state": ["output_dir"],
@@ -72,6 +74,8 @@ CALLED = {
     "_get_output_dir": ["trial"],
     "_wrap_model": ["model", "training", "dataloader"],
     "add_callback": ["callback"],
+    "pop_callback": ["callback"],
+    "remove_callback": ["callback"],
 }
 
 

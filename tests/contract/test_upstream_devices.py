@@ -20,6 +20,7 @@ from torch_xla._internal import tpu
 from torch_xla.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, _backward_tile, _forward_tile
 
 from hf_tpu_ext.backends import detect
 
@@ -235,3 +236,36 @@ def test_quantized_models_are_marked():
     from transformers.quantizers.base import HfQuantizer
 
     assert 'setattr(model, "is_quantized", True)' in inspect.getsource(HfQuantizer)
+
+
+def test_the_tiles_of_upstreams_head():
+    """step/looped_head.py calls them, with the sums in this order."""
+    forward, backward = (list(inspect.signature(function).parameters) for function in (_forward_tile, _backward_tile))
+    assert forward[:12] == [
+        "tile",
+        "tile_stride",
+        "targets",
+        "running_max",
+        "sum_exp",
+        "x_sum_exp",
+        "sq_sum_exp",
+        "z_sum",
+        "max_before_target",
+        "target_logit",
+        "vocab_start",
+        "n_cols",
+    ]
+    assert backward[:9] == [
+        "tile",
+        "tile_stride",
+        "targets",
+        "log_z",
+        "entropy",
+        "grad_logprobs",
+        "grad_entropy",
+        "vocab_start",
+        "n_cols",
+    ]
+    transform = {"logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "BLOCK_SIZE"}
+    assert set(forward[12:]) == transform | {f"HAS_{name.upper()}" for name in OPTIONAL_OUTPUTS}
+    assert set(backward[9:]) == transform | {"HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD"}

@@ -1,0 +1,69 @@
+"""A program that is recorded once and run many times."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class CannotReplay(Exception):
+    """What was recorded cannot be run again. Nothing of it has run yet. The message says why, as half a sentence."""
+
+
+class Program(ABC):
+    """A compiled program, and where its inputs come from."""
+
+    @abstractmethod
+    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+        """
+        Run it, without waiting for it.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                The tensors that it was recorded with, or others in their place. Afterwards they have their new values.
+            data (`Sequence[torch.Tensor]`):
+                New values for the data that it was recorded with, in the same order.
+        """
+
+    @abstractmethod
+    def difference(self, other: "Program") -> str | None:
+        """
+        Compare with another recording of the same step.
+
+        Args:
+            other ([`Program`]):
+                The other recording.
+
+        Returns:
+            `str` or `None`: How they differ, as half a sentence, or `None` if either can be run for the other.
+        """
+
+
+class Recording(ABC):
+    """What is traced from now on, to be compiled once and run many times."""
+
+    @abstractmethod
+    def add_data(self, tensors: Sequence[torch.Tensor]) -> None:
+        """
+        Name tensors that have another value at each run.
+
+        Args:
+            tensors (`Sequence[torch.Tensor]`):
+                Device tensors that the trace has not used yet.
+        """
+
+    @abstractmethod
+    def finish(self, state: Sequence[torch.Tensor]) -> Program:
+        """
+        Compile what was traced, unless it is compiled already, and run it once.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                The state as the trace left it: the same tensors, changed in place, or others in their place.
+
+        Returns:
+            [`Program`]: The program, for further runs.
+
+        Raises:
+            `CannotReplay`: It depends on more than the state and the data, or does more than to change the state.
+        """

@@ -1,0 +1,225 @@
+"""Running a compiled program again by its handle: torch_xla's calls for it, all in this file."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+from .program import CannotReplay, Program, Recording
+
+
+_XLAC = torch_xla._XLAC
+
+#: torch_xla's counter of programs run by their handle alone.
+REPLAYS = "ReplayedProgram"
+
+# What torch_xla does to the seed at each random operator (`GetRngSeed` in `torch_xla/csrc/xla_graph_executor.cpp`).
+_SEED_MULTIPLIER, _SEED_INCREMENT, _SEED_MODULUS = 214013, 2531011, 2**64
+_MOST_DRAWS = 100_000
+
+
+def _buffers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Identities of the device buffers of tensors. Tensor ids will not do: a tensor with new data has the id of that."""
+    return _XLAC._get_tensors_handle(list(tensors))
+
+
+def _after_draws(seed: int, draws: int) -> int:
+    for _ in range(draws):
+        seed = (_SEED_INCREMENT + _SEED_MULTIPLIER * seed) % _SEED_MODULUS
+    return seed
+
+
+def _count_draws(before: int, after: int) -> int:
+    """Random operators between two seeds."""
+    seed = before
+    for draws in range(_MOST_DRAWS):
+        if seed == after:
+            return draws
+        seed = _after_draws(seed, 1)
+    raise CannotReplay("the random number generator was set to another seed in the middle of a step")
+
+
+def _is_seed(tensor_id: int) -> bool:
+    return tensor_id == _XLAC._get_seed_info_id()
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """A seed that a program starts from: that of the step after so many random operators."""
+
+    draws: int
+
+
+class XLARecording(Recording):
+    """
+    What is traced from now on, to be compiled once and run many times.
+
+    The calls are those of torch_xla's own bridge for dynamo (`torch_xla/_dynamo/dynamo_bridge.py`). There as here the
+    program is compiled with the buffers of what it updates given to it.
+
+    Args:
+        device (`torch.device`):
+            The device.
+        state (`Sequence[torch.Tensor]`):
+            Tensors that a run reads and may change.
+    """
+
+    def __init__(self, device: torch.device, state: Sequence[torch.Tensor]):
+        self.is_open = True
+        self._device = device
+        self._state = list(state)
+        self._data: list[torch.Tensor] = []
+        self._others: set[int] = set()
+        self._seed = xm.get_rng_state()
+        xm.wait_device_ops()
+        self._slots = {buffer: index for index, buffer in enumerate(_buffers(self._state))}
+        if len(self._slots) < len(self._state):
+            raise CannotReplay("two tensors of the training state share a buffer")
+
+    def add_data(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor, buffer in zip(tensors, _buffers(tensors), strict=True):
+            self._others.discard(buffer)
+            self._slots[buffer] = len(self._state) + len(self._data)
+            self._data.append(tensor)
+
+    def add_other(self, tensors: Sequence[torch.Tensor]) -> None:
+        """
+        Note tensors that were sent to the device while the step was recorded.
+
+        Args:
+            tensors (`Sequence[torch.Tensor]`):
+                Device tensors. A step that uses one which is not data cannot be run again: nobody would send it.
+        """
+        self._others.update(_buffers(tensors))
+
+    def finish(self, state: Sequence[torch.Tensor]) -> "XLAProgram":
+        self.is_open = False
+        pending = _XLAC._check_tensor_need_materialization(list(state))
+        for before, after, is_pending in zip(self._state, state, pending, strict=True):
+            if before is not after and not is_pending:
+                raise CannotReplay("a tensor of the training state is replaced in the middle of a step")
+        outputs = [index for index, is_pending in enumerate(pending) if is_pending]
+        others = sum(_XLAC._check_device_tensor_need_materialization(str(self._device))) - len(outputs)
+        if others:
+            raise CannotReplay(
+                f"{others} tensors are computed in a step that are not part of the training state, for example by a hook "
+                "or a callback that keeps an activation"
+            )
+        results = [state[index] for index in outputs]
+        ids, values = _XLAC._get_tensors_xla_device_data_node(results)
+        draws_before = iter(self._draws_before([value for id, value in zip(ids, values, strict=True) if _is_seed(id)]))
+        inputs: list[int | torch.Tensor | _Seed] = []
+        for tensor_id, value, buffer in zip(ids, values, _buffers(values), strict=True):
+            if _is_seed(tensor_id):
+                inputs.append(_Seed(next(draws_before)))
+                continue
+            if buffer in self._others:
+                raise CannotReplay("a number is sent to the device in the middle of a step")
+            inputs.append(self._slots.get(buffer, value))
+        after = xm.get_rng_state()
+        draws = _count_draws(self._seed, after)
+        for value, slot in zip(values, inputs, strict=True):
+            if isinstance(slot, int) and slot < len(self._state) and pending[slot]:
+                _XLAC._set_buffer_donation(value, True)
+        with alias_with_buffer_donor_config():
+            handle = _XLAC._get_graph_hash(results)
+            program = XLAProgram(self._device, handle, inputs, outputs, draws)
+            _XLAC._xla_warm_up_cache(results, [])
+        program.take(state, _XLAC._run_cached_graph(handle, values))
+        xm.set_rng_state(after)
+        return program
+
+    def _draws_before(self, seeds: list[torch.Tensor]) -> list[int]:
+        """For each seed that the program starts from, the random operators between the beginning of the step and it."""
+        if len(seeds) < 2:
+            return [0] * len(seeds)
+        # Layers that are computed once more in the backward pass draw from where they drew before.
+        return [_count_draws(self._seed, seed.item() % _SEED_MODULUS) for seed in _XLAC._xla_get_cpu_tensors(seeds)]
+
+
+class XLAProgram(Program):
+    """
+    A compiled program and where its inputs come from.
+
+    Args:
+        device (`torch.device`):
+            The device.
+        handle (`bytes`):
+            What torch_xla knows the compiled program by: a hash of everything in it.
+        inputs (`list[int | torch.Tensor | _Seed]`):
+            For each input its place among state and data, or a tensor that stays as it is, or a seed.
+        outputs (`list[int]`):
+            For each result its place in the state.
+        draws (`int`):
+            Random operators in the program.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        handle: bytes,
+        inputs: list[int | torch.Tensor | _Seed],
+        outputs: list[int],
+        draws: int,
+    ):
+        self._device = str(device)
+        self._handle = handle
+        self._inputs = inputs
+        self._outputs = outputs
+        self._draws = draws
+
+    def take(self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """
+        Give the state its new values.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                Tensors that the program reads and changes.
+            results (`Sequence[torch.Tensor]`):
+                The program's results.
+        """
+        for index, result in zip(self._outputs, results, strict=True):
+            # Not `_replace_xla_tensor`, which leaves the old value to tensors that are views of what `Module.to` made.
+            state[index].data = result
+
+    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+        places = [*state, *data]
+        seed = xm.get_rng_state()
+        inputs = []
+        for slot in self._inputs:
+            if isinstance(slot, _Seed):
+                xm.set_rng_state(_after_draws(seed, slot.draws))
+                slot = _XLAC._get_base_seed_as_tensor(self._device)
+            inputs.append(places[slot] if isinstance(slot, int) else slot)
+        self.take(state, _XLAC._run_cached_graph(self._handle, inputs))
+        _XLAC._xla_increment_counter(REPLAYS, 1)
+        xm.set_rng_state(_after_draws(seed, self._draws))
+
+    def difference(self, other: "XLAProgram") -> str | None:
+        if self._handle != other._handle:
+            return "the step is another program than before"
+        if self._outputs != other._outputs:
+            return "the step changes other tensors than before"
+        for mine, theirs in zip(self._inputs, other._inputs, strict=True):
+            if isinstance(mine, torch.Tensor) != isinstance(theirs, torch.Tensor):
+                return "the step reads other tensors than before"
+            if not isinstance(mine, torch.Tensor):
+                if mine != theirs:
+                    return "the step reads other tensors than before"
+            elif _buffers([mine]) != _buffers([theirs]) and not torch.equal(mine.cpu(), theirs.cpu()):
+                return "a number that the step computes with has changed"
+        return None
+
+
+def has_pending(device: torch.device) -> bool:
+    """Whether anything was traced on a device that was not run yet."""
+    return any(_XLAC._check_device_tensor_need_materialization(str(device)))
+
+
+def programs_kept() -> int:
+    """How many compiled programs torch_xla keeps before it drops the one that was not used for longest."""
+    return int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))

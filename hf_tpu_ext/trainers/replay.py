@@ -1,0 +1,209 @@
+"""Replaying steps: when it is done, and how a trainer's step is put together for it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..backends.program import Program
+from ..step.optimizer import LazyAdamW, clip_gradients
+from ..step.replay import CLOSING, MICRO, StepReplay, say_refused
+
+
+# What a replayed step leaves out.
+_METHODS_OF_A_STEP = (
+    "training_step",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "_prepare_inputs",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+)
+_EVENTS_INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
+_KNOWN_PACKAGES = ("hf_tpu_ext", "transformers", "trl", "peft", "accelerate", "torch")
+
+
+class SentBatch(dict):
+    """A batch that is on the device."""
+
+
+class ReplayMixin:
+    """
+    The part of [`TPUTrainerMixin`] that runs steps by the handle of their compiled program, see [`StepReplay`].
+
+    A replayed step runs no Python of the model, the loss or the optimizer, so it is left off by itself where a subclass, a
+    callback or a hook has code of its own inside a step. `step_replay=True` says that this code does the same at every step.
+    """
+
+    #: What replays the steps of the run under way, or `None`.
+    replay: StepReplay | None = None
+
+    def start_replay(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """
+        Replay the steps of this run from now on, if that is wanted and possible.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                Model on the device.
+            optimizer ([`~torch.optim.Optimizer`]):
+                Its optimizer, with its state.
+        """
+        wanted = self.compiled.step_replay
+        if wanted is False:
+            return
+        reason = self._why_not_replay(model, optimizer, assume_pure=wanted is True)
+        if reason is not None:
+            say_refused(reason)
+            return
+        self.replay = StepReplay(
+            self.backend,
+            [model, *self._further_models()],
+            state=self._step_tensors,
+            zero_gradients=model.zero_grad,
+            settings=self._step_settings,
+            run_traced=self._run_traced,
+        )
+        # The gradients are zeroed within the step's program.
+        model.zero_grad = _do_nothing
+        optimizer.replay = self.replay
+
+    def end_replay(self) -> None:
+        """Leave the model and the optimizer as they were before [`~ReplayMixin.start_replay`]."""
+        if self.replay is None:
+            return
+        self.replay = None
+        vars(self.model).pop("zero_grad", None)
+        if isinstance(self._plain_optimizer, LazyAdamW):
+            self._plain_optimizer.replay = None
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer
+
+    def _why_not_replay(self, model: nn.Module, optimizer: torch.optim.Optimizer, assume_pure: bool) -> str | None:
+        if not isinstance(optimizer, LazyAdamW):
+            return (
+                f"{type(optimizer).__name__} takes its learning rate as a Python number (optim=adamw_torch does not)"
+            )
+        unwrapped = unwrap_peft_model(model)
+        if isinstance(unwrapped, PreTrainedModel):
+            for key, value in unwrapped.config.to_dict().items():
+                if "layerdrop" in key and value:
+                    return f"{key}={value} leaves out other layers at every step"
+        if assume_pure:
+            return None
+        says = "; step_replay=True if it does the same at every step"
+        for name in _METHODS_OF_A_STEP:
+            owner = _owner(type(self), name)
+            if not _is_known(owner.__module__):
+                return f"{owner.__name__} overrides {name}{says}"
+        if self.compute_loss_func is not None:
+            return f"compute_loss_func is code of yours{says}"
+        for callback in self.callback_handler.callbacks:
+            for event in _EVENTS_INSIDE_A_STEP:
+                if _owner(type(callback), event) is not TrainerCallback:
+                    return f"{type(callback).__name__} has code in {event}, between the backward pass and the update{says}"
+        for name, module in model.named_modules():
+            for hook in (
+                *module._forward_hooks.values(),
+                *module._forward_pre_hooks.values(),
+                *module._backward_hooks.values(),
+                *module._backward_pre_hooks.values(),
+            ):
+                if not _is_known(_module_of(hook)):
+                    return f"a hook of yours is registered on {name or 'the model'}{says}"
+        return None
+
+    # ---- What a step depends on ----
+
+    def _further_models(self) -> list[nn.Module]:
+        """Models besides the trained one that a step runs."""
+        return []
+
+    def _step_data(self) -> dict[str, torch.Tensor]:
+        """Numbers on the host, besides the batch, that a step needs on the device."""
+        return {}
+
+    def _step_tensors(self) -> list[torch.Tensor]:
+        """Tensors that a step reads and changes, besides the model's and its gradients; always in the same order."""
+        tensors = [*self.loss_log.tensors.values()]
+        for state in self._plain_optimizer.state.values():
+            tensors += [state["exp_avg"], state["exp_avg_sq"]]
+        if self.local_gradients is not None:
+            tensors += self.local_gradients.tensors
+        return tensors
+
+    def _step_settings(self) -> Any:
+        return id(self._plain_optimizer), self._plain_optimizer.settings(), dict(vars(self.args))
+
+    # ---- A step ----
+
+    def reset_upstream_loss(self) -> None:
+        """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
+        zero = torch.zeros(())
+        self._tr_loss = self.backend.send(zero) if self.replay is None else zero
+
+    def _run_traced(self, kind: str, run: Callable[[], Program | None]) -> Program | None:
+        return self.watch.end(kind, self._batch_shape, f"step {self.state.global_step + 1}", run)
+
+    def _replayed_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
+        closing = self.accelerator.sync_gradients
+        self._follow_optimizer()
+        if self.replay is None:
+            return self._traced_step(model, inputs, num_items_in_batch)
+        self.replay.enter_training_mode()
+        batch = self._send_batch(inputs)
+        data = {**batch, **self.step_data, "num_items_in_batch": num_items_in_batch}
+        if self.replay.begin(CLOSING if closing else MICRO, data):
+            self._traced_step(model, SentBatch(batch), num_items_in_batch)
+        if not closing:
+            self.replay.end()
+        # The loss is kept by the loss log; upstream adds what it gets here to a sum that is not used.
+        return torch.zeros(())
+
+    def _follow_optimizer(self) -> None:
+        """Go on with an optimizer that a callback has put in the place of the run's own."""
+        optimizer = self._plain_optimizer
+        if not isinstance(optimizer, LazyAdamW):
+            self.end_replay()
+            self.reset_upstream_loss()
+            say_refused(f"the optimizer was replaced by {type(optimizer).__name__}")
+        elif optimizer.replay is not self.replay:
+            optimizer.replay = self.replay
+            optimizer.create_state()
+
+    def _clip_grad_norm(self, model):
+        if not self.backend.lazy:
+            return super()._clip_grad_norm(model)
+        if self.replay is not None and self.replay.replays:
+            return self.replay.grad_norm
+        return clip_gradients(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        if self.replay is None:
+            return super()._get_grad_norm(model, grad_norm)
+        if not self.replay.replays:
+            self.replay.grad_norm.copy_(super()._get_grad_norm(model, grad_norm))
+        return self.replay.grad_norm
+
+
+def _do_nothing(set_to_none: bool = True) -> None:
+    pass
+
+
+def _owner(cls: type, method: str) -> type:
+    return next(owner for owner in cls.__mro__ if method in vars(owner))
+
+
+def _is_known(module: str) -> bool:
+    return module.partition(".")[0] in _KNOWN_PACKAGES
+
+
+def _module_of(hook: Callable) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook.__module__

@@ -1,0 +1,143 @@
+"""A program that is recorded once and run by its handle."""
+
+import pytest
+import torch
+
+from hf_tpu_ext.backends.program import CannotReplay
+
+
+def record(backend, trace, state, data):
+    backend.flush()
+    recording = backend.record(state)
+    recording.add_data(data)
+    trace(*state, *data)
+    return recording.finish(state)
+
+
+def accumulate(total, number):
+    total.copy_(total * 2 + number)
+
+
+@pytest.fixture
+def total(xla):
+    return xla.send(torch.zeros(3))
+
+
+def test_runs_with_new_data_and_the_current_state(xla, total):
+    expected = torch.zeros(3)
+    program = record(xla, accumulate, [total], [xla.send(torch.full((3,), 1.0))])
+    accumulate(expected, torch.full((3,), 1.0))
+    xla.wait()
+    before = xla.counters()
+    for value in (5.0, 0.0, -1.0):
+        program.run([total], [xla.send(torch.full((3,), value))])
+        accumulate(expected, torch.full((3,), value))
+        assert torch.equal(xla.fetch(total), expected)
+    spent = xla.counters() - before
+    assert (spent.compiles, spent.executions, spent.replays) == (0, 3, 3)
+
+
+def test_a_view_of_the_state_has_the_new_value(xla):
+    """`Module.to` leaves parameters as views, and reads go through `detach`."""
+    layer = xla.place(torch.nn.Linear(3, 3, bias=False))
+    xla.wait()
+
+    def double(weight, number):
+        with torch.no_grad():
+            weight.copy_(weight * number)
+
+    expected = layer.weight.detach().cpu()
+    program = record(xla, double, [layer.weight], [xla.send(torch.tensor(2.0))])
+    program.run([layer.weight], [xla.send(torch.tensor(3.0))])
+    assert torch.equal(xla.fetch(layer.weight.detach()), expected * 6)
+    assert torch.equal(layer.state_dict()["weight"].cpu(), expected * 6)
+
+
+def test_buffers_of_the_state_are_given_to_the_program(xla, total):
+    program = record(xla, accumulate, [total], [xla.send(torch.ones(3))])
+    old = torch.empty(0, device=total.device)
+    old.data = total.data
+    xla.wait()
+    number = xla.send(torch.ones(3))
+    program.run([total], [number])
+    xla.fetch(total)
+    with pytest.raises(RuntimeError, match="[Dd]eleted|donated"):
+        (old + 1).cpu()
+    assert torch.equal(xla.fetch(number), torch.ones(3))
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_random_numbers_are_those_of_traced_steps(xla, total, draws):
+    def drop(total, number):
+        for _ in range(draws):
+            total.copy_(total + torch.rand(3, device=total.device) * number)
+
+    traced = []
+    xla.set_rng_state(11)
+    for step in range(5):
+        drop(total, xla.send(torch.tensor(float(step))))
+        xla.end_step()
+        traced.append((xla.fetch(total), xla.rng_state()))
+
+    total = xla.send(torch.zeros(3))
+    xla.set_rng_state(11)
+    program = record(xla, drop, [total], [xla.send(torch.tensor(0.0))])
+    for step in range(5):
+        if step:
+            program.run([total], [xla.send(torch.tensor(float(step)))])
+        assert torch.equal(xla.fetch(total), traced[step][0])
+        assert xla.rng_state() == traced[step][1]
+
+
+def test_what_is_computed_again_draws_the_same_numbers(xla):
+    """As activation checkpointing does in the backward pass."""
+
+    def trace(total, number):
+        torch.rand(2, device=total.device)
+        state = xla.rng_state()
+        first = torch.rand(3, device=total.device)
+        xla.set_rng_state(state)
+        again = torch.rand(3, device=total.device)
+        total.copy_((first - again) * number)
+
+    total = xla.send(torch.ones(3))
+    program = record(xla, trace, [total], [xla.send(torch.tensor(2.0))])
+    for _ in range(2):
+        program.run([total], [xla.send(torch.tensor(3.0))])
+        assert torch.equal(xla.fetch(total), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (accumulate, None),
+        (lambda total, number: total.copy_(total * 3 + number), "a number that the step computes with has changed"),
+        (lambda total, number: total.copy_(total + number), "the step is another program than before"),
+    ],
+    ids=["same", "number", "program"],
+)
+def test_two_recordings_are_compared(xla, total, second, says):
+    number = xla.send(torch.ones(3))
+    first = record(xla, accumulate, [total], [number])
+    assert first.difference(record(xla, second, [total], [number])) == says
+
+
+def test_what_cannot_be_run_again_is_refused_before_it_runs(xla, total):
+    kept = []
+
+    def keep(total, number):
+        accumulate(total, number)
+        kept.append(total * 3)
+
+    with pytest.raises(CannotReplay, match="1 tensors are computed"):
+        record(xla, keep, [total], [xla.send(torch.ones(3))])
+    xla.end_step()
+    assert torch.equal(xla.fetch(kept[0]), torch.full((3,), 3.0))
+
+    with pytest.raises(CannotReplay, match="sent to the device"):
+        record(xla, lambda total, _: accumulate(total, xla.send(torch.ones(3))), [total], [xla.send(torch.ones(3))])
+    xla.end_step()
+    assert torch.equal(xla.fetch(total), torch.full((3,), 3.0))
+
+    with pytest.raises(CannotReplay, match="share a buffer"):
+        xla.record([total, total])

@@ -1,0 +1,112 @@
+"""
+What replayed steps save: host time and speed of `TPUSFTTrainer` with and without `step_replay`, by depth, full and LoRA.
+
+    python tests/benchmarks/replay.py
+
+Trains the tiny model of `step_overhead.py` in the same way: each run in a process of its own, in turns, ratios within a
+round. Host time is the CPU time of the threads that run Python: the training loop's, and autograd's, which traces the
+backward pass. The command fails if the losses differ at all.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contenders import Plan
+from step_overhead import describe_setup, make_plan, measure, ratio
+from tables import write_block
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "step_replay.md"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """
+    Parse the command line.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; by default those of the process.
+
+    Returns:
+        `argparse.Namespace`: The arguments.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 28], help="layers (default: 4 8 16 28)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed windows of each run (default: 7)")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 layers, one short window: for the losses, not the times"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
+    parser.add_argument("--write-docs", action="store_true", help="replace the table in docs/step_replay.md")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.depths, arguments.repeats = [2], 1
+    return arguments
+
+
+def make_row(layers: int, plan: Plan, results: dict[str, dict[str, Any]]) -> str:
+    """
+    Show one comparison.
+
+    Args:
+        layers (`int`):
+            Layers of the model.
+        plan ([`Plan`]):
+            What was trained.
+        results (`dict[str, dict[str, Any]]`):
+            Measurements of `"traced"` and `"ours"`.
+
+    Returns:
+        `str`: Row of a Markdown table.
+
+    Raises:
+        `SystemExit`: The losses differ.
+    """
+    traced, replayed = results["traced"], results["ours"]
+    if traced["losses"] != replayed["losses"]:
+        raise SystemExit(f"Replayed steps have other losses: {replayed['losses']}, traced {traced['losses']}.")
+    host = [1000 * result["host_seconds_per_step"] for result in (traced, replayed)]
+    return (
+        f"| {layers} | {'LoRA' if plan.lora else 'full'} | {host[0]:.1f} | {host[1]:.1f} "
+        f"| {ratio(results, 'ours', 'traced', 'host_seconds_per_step'):.3f} "
+        f"| {ratio(results, 'ours', 'traced'):.2f} |"
+    )
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    arguments = parse_arguments()
+    os.environ |= {"PJRT_DEVICE": "CPU", "HF_TPU_EXT": "0", "HF_HUB_OFFLINE": "1"}
+    table = [
+        "| layers | | host time of a traced step (ms) | of a replayed step (ms) | replayed / traced | speed, times traced |",
+        "|---:|---|" + "---:|" * 4,
+    ]
+    measured = []
+    for layers in arguments.depths:
+        for lora in (False, True):
+            arguments.layers, arguments.lora = layers, lora
+            with tempfile.TemporaryDirectory() as directory:
+                plan = make_plan(arguments, Path(directory))
+                results = measure(plan, ["traced", "ours"])
+            table.append(make_row(layers, plan, results))
+            measured.append({"layers": layers, "lora": lora, "results": results})
+    setup = describe_setup(arguments, plan)
+    setup |= {
+        "model": setup["model"].replace(f", {layers} layers", ""),
+        "command": f"`python tests/benchmarks/replay.py{' --quick' * arguments.quick}`",
+    }
+    block = "\n".join([*table, "", *(f"- {name}: {line}" for name, line in setup.items())])
+    print(block)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**setup, "measured": measured}, indent=2), encoding="utf-8")
+    if arguments.write_docs:
+        write_block(DOCUMENT, "replay", block)
+
+
+if __name__ == "__main__":
+    main()
