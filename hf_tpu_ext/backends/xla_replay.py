@@ -76,12 +76,14 @@ class XLARecording(Recording):
         self._others: set[int] = set()
         self._seed = xm.get_rng_state()
         xm.wait_device_ops()
-        self._slots = {buffer: index for index, buffer in enumerate(_buffers(self._state))}
+        # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
+        self._held: list[torch.Tensor] = []
+        self._slots = {buffer: index for index, buffer in enumerate(self._hold(self._state))}
         if len(self._slots) < len(self._state):
             raise CannotReplay("two tensors of the training state share a buffer")
 
     def add_data(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor, buffer in zip(tensors, _buffers(tensors), strict=True):
+        for tensor, buffer in zip(tensors, self._hold(tensors), strict=True):
             self._others.discard(buffer)
             self._slots[buffer] = len(self._state) + len(self._data)
             self._data.append(tensor)
@@ -94,10 +96,20 @@ class XLARecording(Recording):
             tensors (`Sequence[torch.Tensor]`):
                 Device tensors. A step that uses one which is not data cannot be run again: nobody would send it.
         """
-        self._others.update(_buffers(tensors))
+        self._others.update(self._hold(tensors))
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        self._held += _XLAC._get_tensors_xla_device_data_node(list(tensors))[1]
+        return _buffers(tensors)
 
     def finish(self, state: Sequence[torch.Tensor]) -> "XLAProgram":
-        self.is_open = False
+        try:
+            return self._finish(state)
+        finally:
+            self.is_open = False
+            self._held.clear()
+
+    def _finish(self, state: Sequence[torch.Tensor]) -> "XLAProgram":
         pending = _XLAC._check_tensor_need_materialization(list(state))
         for before, after, is_pending in zip(self._state, state, pending, strict=True):
             if before is not after and not is_pending:

@@ -37,6 +37,25 @@ def test_runs_with_new_data_and_the_current_state(xla, total):
     assert (spent.compiles, spent.executions, spent.replays) == (0, 3, 3)
 
 
+def test_state_that_is_written_before_it_is_read_is_not_taken_for_a_constant(xla):
+    """The buffers are free while the step is recorded, and the next numbers get their identity."""
+
+    def trace(*tensors):
+        *written, total, number = tensors
+        for index, tensor in enumerate(written):
+            tensor.copy_(number * (3.3 + index))
+        for scalar in range(100):
+            total.copy_(total + number * (0.37 + scalar))
+
+    *written, total = xla.send([torch.zeros(()) for _ in range(101)])
+    program = record(xla, trace, [*written, total], [xla.send(torch.tensor(1.0))])
+    step = sum(0.37 + scalar for scalar in range(100))
+    for turn in (2, 3, 4):
+        program.run([*written, total], [xla.send(torch.tensor(1.0))])
+        assert xla.fetch(written[7]).item() == pytest.approx(10.3)
+        assert xla.fetch(total).item() == pytest.approx(turn * step, rel=1e-4)
+
+
 def test_a_view_of_the_state_has_the_new_value(xla):
     """`Module.to` leaves parameters as views, and reads go through `detach`."""
     layer = xla.place(torch.nn.Linear(3, 3, bias=False))
