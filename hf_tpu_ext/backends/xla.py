@@ -1,4 +1,4 @@
-"""torch_xla: TPU chips, or XLA compiled for the host. The only module that imports torch_xla."""
+"""torch_xla: TPU chips, or XLA compiled for the host. Nothing but `xla*.py` in this folder imports torch_xla."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +15,14 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch_xla.backends import get_mat_mul_precision
 from torch_xla.core.xla_op_registry import register
 from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
-from .base import Backend, Counters
-from .compile_cache import CacheUse, CompileCache, cache_root, compiler_settings, library_id
+from .base import Counters
 from .detect import local_chips, show_chips, tpu_kind
+from .xla_compile_cache import XLACompileCache, metric
 from .xla_replay import REPLAYS, XLARecording, has_pending, programs_kept
-
-
-def _metric(name: str) -> tuple[int, float]:
-    """Count and sum (nanoseconds for times) of one of torch_xla's metrics."""
-    data = met.metric_data(name)
-    return (0, 0.0) if data is None else (data[0], data[1])
 
 
 def _is_split(tensor: torch.Tensor) -> bool:
@@ -93,7 +86,7 @@ class _ConstrainRows(torch.autograd.Function):
         return _annotated(gradient, ctx.mesh, _rows_spec(ctx.mesh, gradient.ndim)), None
 
 
-class XLABackend(Backend):
+class XLABackend(XLACompileCache):
     """
     Lazy tensors compiled by XLA.
 
@@ -111,7 +104,7 @@ class XLABackend(Backend):
     lazy = True
 
     def __init__(self, reason: str, pjrt_device: str):
-        super().__init__(reason)
+        super().__init__(reason, pjrt_device)
         # Asked of the device: the variable may have been changed since.
         if runtime_started() and (started_with := xm.xla_device_hw(self.device)) != pjrt_device:
             raise ValueError(
@@ -120,12 +113,9 @@ class XLABackend(Backend):
                 "shell, under the recipe's `env:` key, or in the notebook's first cell; then restart the process."
             )
         os.environ["PJRT_DEVICE"] = pjrt_device
-        self._pjrt_device = pjrt_device
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
-        self._compile_cache: CompileCache | None = None
-        self._noted_compiles = self._noted_times = 0
         self._recording: XLARecording | None = None
 
     @cached_property
@@ -179,75 +169,6 @@ class XLABackend(Backend):
                 )
         else:
             self._num_chips = num_chips
-
-    # ---- Programs on disk ----
-
-    def use_compile_cache(self, setting: str) -> list[str]:
-        root, chosen = cache_root(setting)
-        on_host = self._pjrt_device == "CPU"
-        if self._compile_cache is not None:
-            used = self._compile_cache.directory.parent
-            if root == used or not chosen:
-                return []
-            return [f"compile_cache_dir={root or 'off'} has no effect: this process keeps its programs in {used}"]
-        if root is None or (on_host and not chosen):
-            return []
-        if path := os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
-            return [f"compile_cache_dir={root} has no effect: XLA_PERSISTENT_CACHE_PATH={path} is set"]
-        if torch_xla._XLAC._xla_computation_cache_is_initialized():
-            return [
-                "Compiled programs are not kept on disk: this process had compiled one before its first trainer was made"
-            ]
-        try:
-            cache = CompileCache(root, f"torch_xla-{torch_xla.__version__}", self._toolchain())
-        except OSError as error:
-            return [
-                f"Compiled programs are not kept on disk: {root} cannot be made ({error.strerror}). Set compile_cache_dir "
-                "to another directory, or to off"
-            ]
-        xr.initialize_cache(str(cache.directory), readonly=cache.read_only)
-        self._compile_cache = cache
-        lines = []
-        if cache.read_only:
-            lines.append(f"{cache.directory} cannot be written ({cache.problem}): programs are only loaded from it")
-        if on_host:
-            lines.append(
-                f"compile_cache_dir={root} saves nothing here: XLA on the host stores programs, but cannot load them"
-            )
-        return lines
-
-    def _toolchain(self) -> dict[str, Any]:
-        """What programs depend on besides what the runtime's keys hold (its `XLAGraphExecutor::CollectSyncTensors`)."""
-        libtpu = os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH")
-        return {
-            "torch": torch.__version__,
-            "torch_xla": torch_xla.__version__,
-            "libtpu": library_id(libtpu) if self._pjrt_device == "TPU" and libtpu else None,
-            "device": self.device_name,
-            "chips": self.num_chips,
-            "matmul_precision": get_mat_mul_precision(),
-            "environment": compiler_settings(),
-        }
-
-    def note_programs(self) -> None:
-        if self._compile_cache is None or self.compiles() == self._noted_compiles:
-            return
-        self._noted_compiles = self.compiles()
-        measured, _, times = met.metric_data("CompileTime")
-        self._compile_cache.note([ns / 1e9 for _, ns in times[self._noted_times - measured :]])
-        self._noted_times = measured
-
-    def cache_use(self) -> CacheUse | None:
-        if self._compile_cache is None:
-            return None
-        self.note_programs()
-        return self._compile_cache.use(
-            hits=self.counters().loads,
-            misses=met.counter_value("PersistentCacheMiss") or 0,
-            unreadable=met.counter_value("PersistentCacheDeserializeFailure") or 0,
-            compile_seconds=_metric("CompileTime")[1] / 1e9,
-            load_seconds=_metric("PersistentCacheLoad")[1] / 1e9,
-        )
 
     # ---- Mesh ----
 
@@ -444,12 +365,12 @@ class XLABackend(Backend):
         return met.counter_value("UncachedCompile") or 0
 
     def counters(self) -> Counters:
-        compiles, compile_ns = _metric("CompileTime")
+        compiles, compile_ns = metric("CompileTime")
         return Counters(
             compiles=compiles,
             compile_seconds=compile_ns / 1e9,
-            executions=_metric("ExecuteTime")[0] + _metric("ExecuteReplicatedTime")[0],
-            reads=_metric("TransferFromDeviceTime")[0],
+            executions=metric("ExecuteTime")[0] + metric("ExecuteReplicatedTime")[0],
+            reads=metric("TransferFromDeviceTime")[0],
             fallbacks=sum(met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")),
             replays=met.counter_value(REPLAYS) or 0,
             loads=met.counter_value("PersistentCacheHit") or 0,

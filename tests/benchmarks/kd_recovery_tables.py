@@ -3,6 +3,7 @@
 import argparse
 import math
 import statistics
+from collections.abc import Callable
 
 
 #: For each model and seed, by kind of text, the `loss` and the `kl`.
@@ -27,9 +28,9 @@ def mean_of(result: dict[str, dict[str, float]], kinds: list[str], measure: str)
     return statistics.mean(result[kind][measure] for kind in kinds)
 
 
-def recovered(results: Results, name: str, kinds: list[str]) -> list[float]:
+def recovered(results: Results, name: str, kinds: list[str], of: Callable[[float], float] = float) -> list[float]:
     """
-    Share of what was lost that a method brought back, of the loss in nats per token.
+    Share of what was lost that a method brought back.
 
     Args:
         results (`dict[str, list[dict]]`):
@@ -38,12 +39,14 @@ def recovered(results: Results, name: str, kinds: list[str]) -> list[float]:
             The method.
         kinds (`list[str]`):
             Kinds of text.
+        of (`Callable[[float], float]`, *optional*):
+            What of the loss in nats per token: the loss itself by default, the perplexity with `math.exp`.
 
     Returns:
         `list[float]`: For each seed: 0 for nothing, 1 for the teacher's quality.
     """
-    teacher, damaged = (mean_of(results[model][0], kinds, "loss") for model in ("teacher", "student"))
-    return [(damaged - mean_of(result, kinds, "loss")) / (damaged - teacher) for result in results[name]]
+    teacher, damaged = (of(mean_of(results[model][0], kinds, "loss")) for model in ("teacher", "student"))
+    return [(damaged - of(mean_of(result, kinds, "loss"))) / (damaged - teacher) for result in results[name]]
 
 
 def show(values: list[float], form: str, spread_form: str | None = None) -> str:
@@ -79,18 +82,23 @@ def make_tables(results: Results, groups: dict[str, list[str]]) -> str:
         `str`: A Markdown table with the groups, and for groups of several kinds one with the kinds.
     """
     titles = {name: "rounded student, before training" if name == "student" else name for name in results}
-    head = [f"{group}: perplexity | recovered | KL to the teacher" for group in groups]
-    lines = [f"| | {' | '.join(head)} |", "|---|" + "---:|" * (3 * len(groups))]
+    head = [f"{group}: perplexity | recovered of it | of its logarithm | KL to the teacher" for group in groups]
+    lines = [f"| | {' | '.join(head)} |", "|---|" + "---:|" * (4 * len(groups))]
     for name, by_seed in results.items():
         cells = []
         for kinds in groups.values():
             cells.append(show([math.exp(mean_of(result, kinds, "loss")) for result in by_seed], ".4g", ".2g"))
+            cells.append(show(recovered(results, name, kinds, math.exp), ".1%"))
             cells.append(show(recovered(results, name, kinds), ".1%"))
             cells.append(show([mean_of(result, kinds, "kl") for result in by_seed], ".3f"))
         lines.append(f"| {titles[name]} | {' | '.join(cells)} |")
     for group, kinds in groups.items():
         if len(kinds) > 1:
-            lines += ["", f"| {group}, recovered | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
+            lines += [
+                "",
+                f"| {group}, recovered of the logarithm | {' | '.join(kinds)} |",
+                "|---|" + "---:|" * len(kinds),
+            ]
             for name in results:
                 cells = (show(recovered(results, name, [kind]), ".1%") for kind in kinds)
                 lines.append(f"| {titles[name]} | {' | '.join(cells)} |")
@@ -154,7 +162,7 @@ def describe(arguments: argparse.Namespace, tokens: dict[str, int]) -> str:
             "holds 128 tokens of each position, the online teacher gives all",
             "- measured: "
             + ", ".join(f"{count:,} tokens of {kind}" for kind, count in tokens.items())
-            + "; recovered: share of the lost nats per token",
+            + "; recovered: share of what rounding took, of the perplexity and of its logarithm (nats per token)",
             f"- command: `python tests/benchmarks/kd_recovery.py{' --tiny' if arguments.tiny else ''}`",
         ]
     )

@@ -91,11 +91,13 @@ def test_share_recovered(results):
 
 def test_tables_show_all_seeds(results):
     tables = kd_recovery_tables.make_tables(results, {"both": ["a", "b"]})
-    assert f"| teacher | {math.exp(1.5):.4g} | 100.0% | 0.200 |" in tables
-    assert "| rounded student, before training | 33.12 | 0.0% | 0.200 |" in tables
+    assert f"| teacher | {math.exp(1.5):.4g} | 100.0% | 100.0% | 0.200 |" in tables
+    assert "| rounded student, before training | 33.12 | 0.0% | 0.0% | 0.200 |" in tables
     mean, spread = (math.exp(2) + math.exp(3)) / 2, (math.exp(3) - math.exp(2)) / 2**0.5
-    assert f"| online teacher | {mean:.4g} ± {spread:.2g} | 50.0% ± 35.4% | 0.200 ± 0.000 |" in tables
-    assert "| both, recovered | a | b |" in tables
+    lost = math.exp(3.5) - math.exp(1.5)
+    of_it = f"{(math.exp(3.5) - mean) / lost:.1%} ± {spread / lost:.1%}"
+    assert f"| online teacher | {mean:.4g} ± {spread:.2g} | {of_it} | 50.0% ± 35.4% | 0.200 ± 0.000 |" in tables
+    assert "| both, recovered of the logarithm | a | b |" in tables
 
 
 def test_cached_and_online_are_compared_within_a_seed(results):

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step.optimizer import LazyAdamW
 
 
@@ -35,6 +36,12 @@ def same_bits(mine, theirs):
         assert torch.equal(mine[name], value), name
 
 
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """Each test compiles its programs twice or more, so this one has a single layer."""
+    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+
+
 @pytest.fixture
 def both(runs, same_logs):
     """Trains with and without replay; equal logs, weights and moments, and how many steps were traced."""
@@ -43,6 +50,7 @@ def both(runs, same_logs):
         trainers = []
         kwargs = config.pop("kwargs", {})
         cls = config.pop("cls", None)
+        config.setdefault("gradient_checkpointing", False)
         for replay in (False, config.pop("step_replay", None)):
             torch.manual_seed(0)
             trainer = runs.ours(
@@ -96,6 +104,7 @@ def test_accumulation_evaluation_and_dropout(both, lora):
         logging_steps=5,
         eval_strategy="steps",
         eval_steps=5,
+        gradient_checkpointing=True,
     )
     assert trainer.counted.traces == 4
     assert trainer.spent.replays == 24 - 4
@@ -329,13 +338,13 @@ def draw_configuration(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_drawn_configurations_are_the_same_bits(both, seed):
     both(**draw_configuration(seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 100))
+@pytest.mark.parametrize("seed", range(2, 100))
 def test_more_drawn_configurations_are_the_same_bits(both, seed):
     both(**draw_configuration(seed))
 
