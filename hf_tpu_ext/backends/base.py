@@ -199,7 +199,12 @@ class Backend(ABC):
     # ---- Steps ----
 
     def scan(
-        self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...], reverse: bool = False
+        self,
+        turn: Callable,
+        carry: tuple,
+        tensors: tuple[torch.Tensor, ...],
+        reverse: bool = False,
+        unroll: bool = False,
     ) -> tuple[tuple, tuple]:
         """
         Run a function over the first dimension of tensors, one entry after the other.
@@ -216,6 +221,8 @@ class Backend(ABC):
                 What to go through.
             reverse (`bool`, *optional*, defaults to `False`):
                 Whether to begin with the last entry. The results are in the order of the entries all the same.
+            unroll (`bool`, *optional*, defaults to `False`):
+                Whether the turns follow one another in the program, rather than being a loop.
 
         Returns:
             `tuple`: What the last turn carried on, and the results of all turns, stacked.

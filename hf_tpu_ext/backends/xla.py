@@ -223,12 +223,17 @@ class XLABackend(XLACompileCache):
         self.note_programs()
 
     def scan(
-        self, turn: Callable, carry: tuple, tensors: tuple[torch.Tensor, ...], reverse: bool = False
+        self,
+        turn: Callable,
+        carry: tuple,
+        tensors: tuple[torch.Tensor, ...],
+        reverse: bool = False,
+        unroll: bool = False,
     ) -> tuple[tuple, tuple]:
         # The public `scan` traces `turn` with tensors that autograd cannot be run on. This is what it calls then: a loop of
         # XLA, whose body is recorded once.
         with torch.no_grad():
-            if tensors[0].shape[0] == 1:
+            if unroll or tensors[0].shape[0] == 1:
                 return super().scan(turn, carry, tensors, reverse)
             return _scan_impl_pytree(turn, carry, tensors, reverse)
 

@@ -12,6 +12,8 @@ from .losses import TopK, full_divergence, top_k_divergence
 
 # Elements of a chunk's logits. A chunk of fewer tokens for a larger vocabulary keeps the memory the same.
 _CHUNK_ELEMENTS = 2**23
+# And where the chunks cannot be the turns of a loop, of which there are then fewer.
+_UNROLLED_ELEMENTS = 2**26
 _MOST_TOKENS = 1024
 
 
@@ -181,13 +183,14 @@ class FusedDistillation(torch.autograd.Function):
         ctx.student, ctx.teacher, ctx.targets = student, teacher, targets
         ctx.settings, ctx.backend, ctx.dtype = settings, backend, dtype
         ctx.save_for_backward(hidden, weight, bias)
-        chunks = _Chunks(hidden, weight, targets, teacher)
+        unrolls = _unrolls(backend, settings, teacher)
+        chunks = _Chunks(hidden, weight, targets, teacher, unrolls)
 
         def compare(carry, chunk):
             head, chunk_targets, chunk_teacher = chunks.take(chunk, student._replace(weight=weight, bias=bias))
             return carry, tuple(settings.terms(head, chunk_targets, chunk_teacher, dtype))
 
-        _, terms = backend.scan(compare, (), chunks.tensors)
+        _, terms = backend.scan(compare, (), chunks.tensors, unroll=unrolls)
         terms = TokenTerms(*(chunks.join(term) for term in terms))
         ctx.mark_non_differentiable(*terms[2:])
         return tuple(terms)
@@ -202,7 +205,8 @@ class FusedDistillation(torch.autograd.Function):
             torch.zeros(tokens, dtype=sums, device=hidden.device) if gradient is None else gradient.to(sums)
             for gradient in (log_probs_grad, kd_grad)
         ]
-        chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, *upstream)
+        unrolls = _unrolls(ctx.backend, ctx.settings, ctx.teacher)
+        chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, unrolls, *upstream)
         wanted = {"weight": weight if needs_weight else None, "bias": bias if needs_bias else None}
         wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
 
@@ -224,18 +228,26 @@ class FusedDistillation(torch.autograd.Function):
             return tuple(so_far + new for so_far, new in zip(carry, gradients, strict=True)), (hidden_grad,)
 
         start = tuple(torch.zeros(tensor.shape, dtype=sums, device=hidden.device) for tensor in wanted.values())
-        totals, (rows_grad,) = ctx.backend.scan(differentiate, start, chunks.tensors)
+        totals, (rows_grad,) = ctx.backend.scan(differentiate, start, chunks.tensors, unroll=unrolls)
         by_name = {name: total.to(wanted[name].dtype) for name, total in zip(wanted, totals, strict=True)}
         hidden_grad = chunks.join(rows_grad).to(hidden.dtype) if needs_hidden else None
         return hidden_grad, by_name.get("weight"), by_name.get("bias"), *[None] * 6
 
 
+def _unrolls(backend: Backend, settings: Distillation, teacher: Head | TopK) -> bool:
+    """Whether chunks follow one another in the program: XLA's partitioner stops at a top K inside a loop of one chip's."""
+    return backend.num_chips > 1 and (settings.top_k is not None or isinstance(teacher, TopK))
+
+
 class _Chunks:
     """Tokens of a batch in chunks of equal size: `(chunks, tokens, ...)`, the last one completed with zeros."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, *more: Tensor):
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, unrolls: bool, *more: Tensor
+    ):
         self._tokens = hidden.shape[0]
-        size = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
+        elements = _UNROLLED_ELEMENTS if unrolls else _CHUNK_ELEMENTS
+        size = max(8, min(_MOST_TOKENS, elements // weight.shape[0]) // 8 * 8)
         self._count = -(-self._tokens // size)
         # Even chunks rather than a short last one.
         self._size = -(-self._tokens // self._count)

@@ -157,6 +157,7 @@ class DistillationMixin:
         dtype = (
             torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else student.hidden.dtype
         )
+        student, teacher = self._heads_on_chip(student), self._heads_on_chip(teacher)
         tokens = teacher[0].shape[0]
         chips = self.backend.num_chips
         by_chip = chips > 1 and tokens == student.hidden.shape[0] * chips
@@ -168,6 +169,18 @@ class DistillationMixin:
         terms = distill(student, targets, teacher, self._distillation, self.backend, dtype)
         seen.append(TokenTerms(*(LeaveChip.apply(term, self.backend) for term in terms)) if by_chip else terms)
         return terms
+
+    def _heads_on_chip(self, given: Head | TopK) -> Head | TopK:
+        """
+        Take weights that are not trained into the part of the program that each chip runs by itself, if it is in there.
+
+        Elsewhere they can be used as they are, but XLA's partitioner stops at a loop over tensors of both sides.
+        """
+        if self.local_gradients is None or not self.local_gradients.inside or isinstance(given, TopK):
+            return given
+        return Head(
+            *(self.backend.enter_chip(value) if isinstance(value, torch.nn.Parameter) else value for value in given)
+        )
 
     def _mix(
         self, loss: Tensor, terms: TokenTerms, scored: Tensor, num_items_in_batch: Tensor | int | None, mode: str

@@ -142,9 +142,10 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     # ---- Loss and metrics ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # Around what a teacher puts there instead.
-        head = head_computed_by(partial(score_tokens, self.backend)) if self.backend.lazy else nullcontext()
-        with head:
+        # Around what a teacher puts there instead. On several chips upstream's head stays: XLA's partitioner stops at a
+        # loop over slices of the vocabulary in the part of a program that each chip runs by itself.
+        loops = self.backend.lazy and self.backend.num_chips == 1
+        with head_computed_by(partial(score_tokens, self.backend)) if loops else nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _loss_sums_tokens(self, model) -> bool:

@@ -153,13 +153,14 @@ def train(scheme: Scheme, directory: Path) -> Run:
     class Recorder(TPUSFTTrainer):
         # XLA dumps a program while it compiles it, and a program of the step is compiled where it ends. So the file that
         # appears in between is that program, whatever else was compiled before (placing the model, reading a log).
-        def end_program(self, kind: str, where: str) -> None:
+        def _run_traced(self, kind, run):
             before = set(dump.glob(f"*{BEFORE}"))
-            super().end_program(kind, where)
+            program = super()._run_traced(kind, run)
             new = set(dump.glob(f"*{BEFORE}")) - before
             if new:
                 assert kind not in dumps
                 (dumps[kind],) = new
+            return program
 
     trainer = Recorder(
         str(directory / "model"),

@@ -10,6 +10,7 @@ from conftest import Runs, logged, make_rows
 from test_counts import CountPerStep
 
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.distillation import fused_head
 
 
 def shards_of(tensor):
@@ -63,6 +64,8 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
             if stop_after is not None and state.global_step >= stop_after:
                 control.should_training_stop = True
 
+    # `Watched` looks at the first batch only.
+    config.setdefault("step_replay", True)
     trainer = runs.trainer(Watched, runs.config(TPUSFTConfig, **config), lora=lora)
     counter = CountPerStep(trainer.backend)
     trainer.add_callback(counter)
@@ -73,6 +76,8 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
 
 if __name__ == "__main__":
     model_dir, spec_file, output_file = sys.argv[1:]
+    # With a real vocabulary the loss takes many turns of its loop, which the partitioner is to bear.
+    fused_head._CHUNK_ELEMENTS = fused_head._UNROLLED_ELEMENTS = 32 * 259
     with open(spec_file) as file:
         spec = json.load(file)
     results = {}

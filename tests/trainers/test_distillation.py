@@ -135,6 +135,7 @@ def test_eight_chips(same_on_eight_chips, teacher):
     same_on_eight_chips(
         {
             "data": dict(kd_teacher=teacher, gradient_accumulation_steps=2),
+            "lora": dict(kd_teacher=teacher, lora={}),
             "fsdp": dict(kd_teacher=teacher, mesh="fsdp", kd_top_k=16, kd_temperature=2.0),
             "both": dict(kd_teacher="base", lora={}, mesh="data=2,fsdp=4"),
         }
