@@ -96,9 +96,11 @@ def main() -> None:
             table.append(make_row(layers, plan, results))
             measured.append({"layers": layers, "lora": lora, "results": results})
     setup = describe_setup(arguments, plan)
+    depths = " ".join(map(str, arguments.depths))
     setup |= {
         "model": setup["model"].replace(f", {layers} layers", ""),
-        "command": f"`python tests/benchmarks/replay.py{' --quick' * arguments.quick}`",
+        "command": "`python tests/benchmarks/replay.py "
+        + ("--quick`" if arguments.quick else f"--depths {depths} --repeats {arguments.repeats}`"),
     }
     block = "\n".join([*table, "", *(f"- {name}: {line}" for name, line in setup.items())])
     print(block)
