@@ -53,13 +53,15 @@ class Recording(ABC):
         """
 
     @abstractmethod
-    def finish(self, state: Sequence[torch.Tensor]) -> Program:
+    def finish(self, state: Sequence[torch.Tensor], like: Program | None = None) -> Program:
         """
         Compile what was traced, unless it is compiled already, and run it once.
 
         Args:
             state (`Sequence[torch.Tensor]`):
                 The state as the trace left it: the same tensors, changed in place, or others in their place.
+            like ([`Program`], *optional*):
+                An earlier recording of the same step, which spares reading numbers from the device.
 
         Returns:
             [`Program`]: The program, for further runs.

@@ -102,14 +102,14 @@ class XLARecording(Recording):
         self._held += _XLAC._get_tensors_xla_device_data_node(list(tensors))[1]
         return _buffers(tensors)
 
-    def finish(self, state: Sequence[torch.Tensor]) -> "XLAProgram":
+    def finish(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> "XLAProgram":
         try:
-            return self._finish(state)
+            return self._finish(state, like)
         finally:
             self.is_open = False
             self._held.clear()
 
-    def _finish(self, state: Sequence[torch.Tensor]) -> "XLAProgram":
+    def _finish(self, state: Sequence[torch.Tensor], like: "XLAProgram | None") -> "XLAProgram":
         pending = _XLAC._check_tensor_need_materialization(list(state))
         for before, after, is_pending in zip(self._state, state, pending, strict=True):
             if before is not after and not is_pending:
@@ -123,7 +123,8 @@ class XLARecording(Recording):
             )
         results = [state[index] for index in outputs]
         ids, values = _XLAC._get_tensors_xla_device_data_node(results)
-        draws_before = iter(self._draws_before([value for id, value in zip(ids, values, strict=True) if _is_seed(id)]))
+        seeds = [value for tensor_id, value in zip(ids, values, strict=True) if _is_seed(tensor_id)]
+        draws_before = iter(self._draws_before(seeds, [] if like is None else like.seeds))
         inputs: list[int | torch.Tensor | _Seed] = []
         for tensor_id, value, buffer in zip(ids, values, _buffers(values), strict=True):
             if _is_seed(tensor_id):
@@ -145,10 +146,12 @@ class XLARecording(Recording):
         xm.set_rng_state(after)
         return program
 
-    def _draws_before(self, seeds: list[torch.Tensor]) -> list[int]:
+    def _draws_before(self, seeds: list[torch.Tensor], known: list[int]) -> list[int]:
         """For each seed that the program starts from, the random operators between the beginning of the step and it."""
         if len(seeds) < 2:
             return [0] * len(seeds)
+        if len(seeds) == len(known):
+            return known
         # Layers that are computed once more in the backward pass draw from where they drew before.
         return [_count_draws(self._seed, seed.item() % _SEED_MODULUS) for seed in _XLAC._xla_get_cpu_tensors(seeds)]
 
@@ -183,6 +186,11 @@ class XLAProgram(Program):
         self._inputs = inputs
         self._outputs = outputs
         self._draws = draws
+
+    @property
+    def seeds(self) -> list[int]:
+        """For each seed that the program starts from, the random operators between the beginning of the step and it."""
+        return [slot.draws for slot in self._inputs if isinstance(slot, _Seed)]
 
     def take(self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """

@@ -278,13 +278,14 @@ class StepReplay:
             self._run_recorded(updates)
 
     def _run_recorded(self, updates: Sequence[Any]) -> None:
+        before = self._programs.get(self._key)
+        like = None if before is None else before.program
         try:
-            program = self._run_traced(self._kind, partial(self._recording.finish, self._state()))
+            program = self._run_traced(self._kind, partial(self._recording.finish, self._state(), like))
         except CannotReplay as reason:
             self.refuse(str(reason))
             self._run_traced(self._kind, self._backend.end_step)
             return
-        before = self._programs.get(self._key)
         difference = None
         if before is not None:
             difference = program.difference(before.program)
