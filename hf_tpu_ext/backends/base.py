@@ -29,10 +29,10 @@ class Counters:
             Transfers from the device to the host.
         fallbacks (`int`):
             Operators that ran on the host because the device has none of them.
+        replays (`int`):
+            Executions of a program by its handle, without its being traced.
         loads (`int`):
             Programs loaded from the compile cache.
-        replays (`int`):
-            Those of them that were run by their handle, without being traced.
     """
 
     compiles: int = 0

@@ -1,6 +1,7 @@
 """torch_xla: TPU chips, or XLA compiled for the host. Nothing but `xla*.py` in this folder imports torch_xla."""
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -116,7 +117,8 @@ class XLABackend(XLACompileCache):
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
-        self._recording: XLARecording | None = None
+        # What is recorded holds the training state, which this backend outlives.
+        self._recording: weakref.ref[XLARecording] | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -248,8 +250,9 @@ class XLABackend(XLACompileCache):
 
     def record(self, state: Sequence[torch.Tensor]) -> XLARecording:
         self.flush()
-        self._recording = XLARecording(self.device, state)
-        return self._recording
+        recording = XLARecording(self.device, state)
+        self._recording = weakref.ref(recording)
+        return recording
 
     def flush(self) -> None:
         if has_pending(self.device):
@@ -284,8 +287,8 @@ class XLABackend(XLACompileCache):
         sharding = None if self._mesh is None else _ByRank(self._mesh, by_rows)
         is_tensor = isinstance(data, torch.Tensor)
         sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
-        if self._recording is not None and self._recording.is_open:
-            self._recording.add_other([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
+        if self._recording is not None and (recording := self._recording()) is not None:
+            recording.add_other([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
         return sent[0] if is_tensor else sent
 
     def fetch(self, data: Any) -> Any:

@@ -69,24 +69,24 @@ class XLARecording(Recording):
     """
 
     def __init__(self, device: torch.device, state: Sequence[torch.Tensor]):
-        self.is_open = True
         self._device = device
         self._state = list(state)
-        self._data: list[torch.Tensor] = []
         self._others: set[int] = set()
         self._seed = xm.get_rng_state()
         xm.wait_device_ops()
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
         self._held: list[torch.Tensor] = []
         self._slots = {buffer: index for index, buffer in enumerate(self._hold(self._state))}
-        if len(self._slots) < len(self._state):
+        # Of state and data together. The same data may stand in two of them.
+        self._places = len(self._state)
+        if len(self._slots) < self._places:
             raise CannotReplay("two tensors of the training state share a buffer")
 
     def add_data(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor, buffer in zip(tensors, self._hold(tensors), strict=True):
+        for buffer in self._hold(tensors):
             self._others.discard(buffer)
-            self._slots[buffer] = len(self._state) + len(self._data)
-            self._data.append(tensor)
+            self._slots[buffer] = self._places
+            self._places += 1
 
     def add_other(self, tensors: Sequence[torch.Tensor]) -> None:
         """
@@ -103,13 +103,6 @@ class XLARecording(Recording):
         return _buffers(tensors)
 
     def finish(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> "XLAProgram":
-        try:
-            return self._finish(state, like)
-        finally:
-            self.is_open = False
-            self._held.clear()
-
-    def _finish(self, state: Sequence[torch.Tensor], like: "XLAProgram | None") -> "XLAProgram":
         pending = _XLAC._check_tensor_need_materialization(list(state))
         for before, after, is_pending in zip(self._state, state, pending, strict=True):
             if before is not after and not is_pending:

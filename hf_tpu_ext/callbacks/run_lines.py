@@ -90,8 +90,8 @@ class RunLines(TrainerCallback):
             spent = self._backend.counters() - self._at_start
             _say(
                 f"Trained {steps} steps: {spent.compiles} programs compiled in {spent.compile_seconds:.1f} s, "
-                f"{spent.executions} executions ({spent.replays} replayed), {spent.reads} reads from the device, {spent.fallbacks} operators on the "
-                "host (evaluation, logs and saves included)"
+                f"{spent.executions} executions ({spent.replays} replayed), {spent.reads} reads from the device, "
+                f"{spent.fallbacks} operators on the host (evaluation, logs and saves included)"
             )
         if (cache := self._backend.cache_use()) is not None:
             _say(describe_cache_use(cache))

@@ -183,14 +183,14 @@ class FusedDistillation(torch.autograd.Function):
         ctx.student, ctx.teacher, ctx.targets = student, teacher, targets
         ctx.settings, ctx.backend, ctx.dtype = settings, backend, dtype
         ctx.save_for_backward(hidden, weight, bias)
-        unrolls = _unrolls(backend, settings, teacher)
-        chunks = _Chunks(hidden, weight, targets, teacher, unrolls)
+        ctx.unrolls = _unrolls(backend, settings, teacher)
+        chunks = _Chunks(hidden, weight, targets, teacher, ctx.unrolls)
 
         def compare(carry, chunk):
             head, chunk_targets, chunk_teacher = chunks.take(chunk, student._replace(weight=weight, bias=bias))
             return carry, tuple(settings.terms(head, chunk_targets, chunk_teacher, dtype))
 
-        _, terms = backend.scan(compare, (), chunks.tensors, unroll=unrolls)
+        _, terms = backend.scan(compare, (), chunks.tensors, unroll=ctx.unrolls)
         terms = TokenTerms(*(chunks.join(term) for term in terms))
         ctx.mark_non_differentiable(*terms[2:])
         return tuple(terms)
@@ -205,8 +205,7 @@ class FusedDistillation(torch.autograd.Function):
             torch.zeros(tokens, dtype=sums, device=hidden.device) if gradient is None else gradient.to(sums)
             for gradient in (log_probs_grad, kd_grad)
         ]
-        unrolls = _unrolls(ctx.backend, ctx.settings, ctx.teacher)
-        chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, unrolls, *upstream)
+        chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, ctx.unrolls, *upstream)
         wanted = {"weight": weight if needs_weight else None, "bias": bias if needs_bias else None}
         wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
 
@@ -228,7 +227,7 @@ class FusedDistillation(torch.autograd.Function):
             return tuple(so_far + new for so_far, new in zip(carry, gradients, strict=True)), (hidden_grad,)
 
         start = tuple(torch.zeros(tensor.shape, dtype=sums, device=hidden.device) for tensor in wanted.values())
-        totals, (rows_grad,) = ctx.backend.scan(differentiate, start, chunks.tensors, unroll=unrolls)
+        totals, (rows_grad,) = ctx.backend.scan(differentiate, start, chunks.tensors, unroll=ctx.unrolls)
         by_name = {name: total.to(wanted[name].dtype) for name, total in zip(wanted, totals, strict=True)}
         hidden_grad = chunks.join(rows_grad).to(hidden.dtype) if needs_hidden else None
         return hidden_grad, by_name.get("weight"), by_name.get("bias"), *[None] * 6

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.base import Backend
+from .autocast import current_autocast
 
 
 #: Policies with a name of their own; any other is a list of modules.
@@ -71,14 +72,8 @@ class Dots(TorchDispatchMode):
 class _KeepDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function: Callable, backend: Backend, *inputs: Any) -> Any:
-        device_type = backend.device.type
         ctx.function, ctx.backend, ctx.rng_state = function, backend, backend.rng_state()
-        ctx.autocast = partial(
-            torch.autocast,
-            device_type,
-            dtype=torch.get_autocast_dtype(device_type),
-            enabled=torch.is_autocast_enabled(device_type),
-        )
+        ctx.autocast = current_autocast(backend.device.type)
         with torch.no_grad(), Dots() as dots:
             outputs = function(*inputs)
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]

@@ -1,7 +1,6 @@
 """Layers that are alike as the turns of one loop: a program that does not grow with their number."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..backends.base import Backend
 from .activation_checkpointing import Dots
-
-
-_PLAIN = (bool, int, float, str, type(None))
+from .autocast import current_autocast
+from .module_settings import settings_of
 
 
 class _LayerLoop(torch.autograd.Function):
@@ -25,14 +23,8 @@ class _LayerLoop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layer: Callable, keeps_dots: bool, backend: Backend, constants: Any, hidden: Tensor, *weights):
-        device_type = hidden.device.type
         ctx.layer, ctx.backend, ctx.keeps_dots = layer, backend, keeps_dots
-        ctx.autocast = partial(
-            torch.autocast,
-            device_type,
-            dtype=torch.get_autocast_dtype(device_type),
-            enabled=torch.is_autocast_enabled(device_type),
-        )
+        ctx.autocast = current_autocast(hidden.device.type)
         # The seeds of the turns are drawn from this state, here and in the backward pass.
         ctx.rng_state = backend.rng_state()
         backend.set_rng_state(ctx.rng_state)
@@ -248,7 +240,7 @@ def _traits(layer: nn.Module) -> dict[str, tuple]:
     return {
         name: (
             type(module),
-            {key: value for key, value in vars(module).items() if key != "layer_idx" and _is_plain(value)},
+            {key: value for key, value in settings_of(module).items() if key != "layer_idx"},
             [
                 (key, weight.shape, weight.dtype, weight.requires_grad)
                 for key, weight in module.named_parameters(recurse=False)
@@ -256,11 +248,3 @@ def _traits(layer: nn.Module) -> dict[str, tuple]:
         )
         for name, module in layer.named_modules()
     }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(item, _PLAIN) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, _PLAIN)

@@ -7,6 +7,7 @@ from torch import Tensor
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, _backward_tile, _forward_tile
 
 from ..backends.base import Backend
+from .autocast import matmul_dtype
 
 
 # Elements of a tile of logits, which all tokens and a slice of the vocabulary span; and the narrowest slice.
@@ -26,9 +27,7 @@ class LoopedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend):
         ctx.set_materialize_grads(False)
-        device_type = hidden.device.type
-        autocasts = torch.is_autocast_enabled(device_type)
-        ctx.dtype = torch.get_autocast_dtype(device_type) if autocasts else hidden.dtype
+        ctx.dtype = matmul_dtype(hidden)
         ctx.backend = backend
         ctx.transform = {
             "logit_scale": scale,

@@ -13,14 +13,13 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..backends.program import CannotReplay, Program, Recording
+from .module_settings import settings_of
 
 
 logger = logging.get_logger(__name__)
 
 # Steps that have to be recorded anew this often are better traced.
 _MOST_CHANGES = 8
-
-_PLAIN = (bool, int, float, str)
 
 #: The step with the optimizer's update, and those before it that only add to the gradients.
 CLOSING, MICRO = "training step", "micro-step"
@@ -40,8 +39,8 @@ class TrainingState:
         self._places = []
         for module in (module for model in models for module in model.modules()):
             attributes = vars(module)
-            # The dicts of hooks and of parameters are among them where they are empty.
-            names = [name for name, value in attributes.items() if _is_setting(value)]
+            # Not those that are `None`: modules put what they keep for later there.
+            names = [name for name, value in settings_of(module).items() if value is not None]
             of_settings = itemgetter(*names)
             self._settings.append((attributes, names, of_settings, tuple(map(copy, of_settings(attributes)))))
             for entries in (module._parameters, module._buffers):
@@ -78,14 +77,6 @@ class TrainingState:
         if [parameter.requires_grad for parameter in self.parameters] != self._trained:
             return "a parameter was frozen or unfrozen"
         return None
-
-
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(item, _PLAIN) for item in value.values())
-    if isinstance(value, (list, tuple, set)):
-        return all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, _PLAIN)
 
 
 def say_refused(reason: str) -> None:
@@ -280,8 +271,9 @@ class StepReplay:
     def _run_recorded(self, updates: Sequence[Any]) -> None:
         before = self._programs.get(self._key)
         like = None if before is None else before.program
+        recording, self._recording = self._recording, None
         try:
-            program = self._run_traced(self._kind, partial(self._recording.finish, self._state(), like))
+            program = self._run_traced(self._kind, partial(recording.finish, self._state(), like))
         except CannotReplay as reason:
             self.refuse(str(reason))
             self._run_traced(self._kind, self._backend.end_step)

@@ -23,6 +23,7 @@ from ..distillation.teachers import (
 )
 from ..sharding.per_chip import LeaveChip
 from ..step.attention_mask import static_masks
+from ..step.autocast import matmul_dtype
 from ..step.replaced_head import head_computed_by
 from .configs import TPUSFTConfig
 from .dataset_checks import named_datasets
@@ -153,10 +154,6 @@ class DistillationMixin:
     def _compare(
         self, student: Head, targets: Tensor, teacher: Head | TopK, scored: Tensor, seen: list[TokenTerms]
     ) -> TokenTerms:
-        device_type = student.hidden.device.type
-        dtype = (
-            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else student.hidden.dtype
-        )
         student, teacher = self._heads_on_chip(student), self._heads_on_chip(teacher)
         tokens = teacher[0].shape[0]
         chips = self.backend.num_chips
@@ -166,7 +163,7 @@ class DistillationMixin:
         elif tokens != student.hidden.shape[0]:
             # On GPUs TRL scores the tokens with a label only.
             teacher = TopK(*(value[scored] for value in teacher))
-        terms = distill(student, targets, teacher, self._distillation, self.backend, dtype)
+        terms = distill(student, targets, teacher, self._distillation, self.backend, matmul_dtype(student.hidden))
         seen.append(TokenTerms(*(LeaveChip.apply(term, self.backend) for term in terms)) if by_chip else terms)
         return terms
 

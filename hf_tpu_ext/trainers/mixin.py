@@ -1,5 +1,6 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends import select_backend
+from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunFacts, RunLines
 from ..data import ShapeGuard, TokenWaste, complete_rows
@@ -300,7 +302,7 @@ class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluatio
             )
         return loss
 
-    def end_program(self, kind: str, where: str) -> None:
+    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         """
         End the program recorded so far; see [`ProgramWatch`].
 
@@ -309,8 +311,13 @@ class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluatio
                 What it does.
             where (`str`):
                 Place in the run.
+            run (`Callable[[], Program | None]`, *optional*):
+                Compiles and starts it, by default [`Backend.end_step`].
+
+        Returns:
+            [`Program`] or `None`: What `run` returned.
         """
-        self.watch.end(kind, self._batch_shape, where)
+        return self.watch.end(kind, self._batch_shape, where, run)
 
     # ---- Logs ----
 

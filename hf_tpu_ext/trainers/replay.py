@@ -148,7 +148,7 @@ class ReplayMixin:
         self._tr_loss = self.backend.send(zero) if self.replay is None else zero
 
     def _run_traced(self, kind: str, run: Callable[[], Program | None]) -> Program | None:
-        return self.watch.end(kind, self._batch_shape, f"step {self.state.global_step + 1}", run)
+        return self.end_program(kind, f"step {self.state.global_step + 1}", run)
 
     def _replayed_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         closing = self.accelerator.sync_gradients

@@ -15,6 +15,7 @@ from ..backends.base import Counters
 from ..backends.compile_cache import CacheUse, cache_root
 from ..callbacks.run_lines import RunLines
 from ..callbacks.samples import ShowSamples
+from ..step.replay import CLOSING, MICRO
 from .configs import ExtensionArguments
 from .lengths import row_lengths
 
@@ -188,10 +189,10 @@ class _Compiling(TrainerCallback):
             self._note("samples")
 
     def on_substep_end(self, args, state, control, **kwargs):
-        self._note("micro-step", self._trainer._batch_shape)
+        self._note(MICRO, self._trainer._batch_shape)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._note("training step", self._trainer._batch_shape)
+        self._note(CLOSING, self._trainer._batch_shape)
         control.should_save = False
         if state.global_step == state.max_steps:
             control.should_log = True

@@ -12,31 +12,20 @@ import argparse
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from hlo import Collective
-from schemes import (
-    CHIPS,
-    CLOSING_STEP,
-    LENGTH,
-    MICRO_STEP,
-    ROWS_PER_CHIP,
-    SCHEMES,
-    SIZES,
-    Run,
-    make_inputs,
-    run_schemes,
-)
-from tables import write_block
+from schemes import CHIPS, LENGTH, ROWS_PER_CHIP, SCHEMES, SIZES, Run, make_inputs, run_schemes
+from tables import versions, write_block
 
 from hf_tpu_ext.sharding.plan import PlannedParameter, format_bytes
+from hf_tpu_ext.step.replay import CLOSING, MICRO
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "eight_chips.md"
 NOTES = f"""\
 Counts are of operations in the program of one device. Bytes are those of whole tensors: what an all-gather makes, what
-the others take. The program "{CLOSING_STEP}" ends an optimizer step; with accumulation, the program "{MICRO_STEP}" runs
+the others take. The program "{CLOSING}" ends an optimizer step; with accumulation, the program "{MICRO}" runs
 for every batch before the last.
 
 - Data parallel needs one reduction of each trainable parameter per optimizer step, and none in a micro-step.
@@ -112,13 +101,13 @@ def needed_reductions(run: Run, kind: str) -> Traffic:
         run ([`Run`]):
             What the scheme compiled.
         kind (`str`):
-            [`MICRO_STEP`] or [`CLOSING_STEP`].
+            [`MICRO`] or [`CLOSING`].
 
     Returns:
         [`Traffic`]: Each gradient, and where the groups of a mesh hold the same parts, these parts.
     """
     if run.mesh["fsdp"] == 1:
-        return Traffic.of(run.trainable if kind == CLOSING_STEP else [])
+        return Traffic.of(run.trainable if kind == CLOSING else [])
     needed = Traffic.of(parameter for parameter in run.trainable if not _is_embedding(parameter))
     if run.mesh["data"] > 1:
         parts = [p for p in run.split if p.trainable and (_is_layer(p) or _is_embedding(p))]
@@ -190,7 +179,7 @@ def describe_setup(runs: dict[str, Run]) -> str:
             f"tensors of {format_bytes(sum(weight.num_bytes for weight in weights))}, {len(runs['fsdp'].split)} of which "
             "fully sharded splits; AdamW",
             f"- batch: {ROWS_PER_CHIP} rows of {LENGTH} tokens on each of {CHIPS} devices of the host",
-            f"- versions: {', '.join(f'{name} {version(name)}' for name in ('torch', 'torch_xla', 'transformers', 'trl'))}",
+            f"- versions: {versions()}",
             "- command: `python tests/benchmarks/collectives.py`",
         ]
     )

@@ -17,10 +17,9 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
-from tables import write_block
+from tables import versions, write_block
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compile_time.md"
@@ -272,8 +271,7 @@ def main() -> None:
     if arguments.case:
         print(json.dumps(asdict(compile_here(Case(**json.loads(arguments.case)), arguments.directory))))
         return
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "trl"))
-    setup = f"XLA on the host, float32; {versions}; `python tests/benchmarks/compile_cost.py`"
+    setup = f"XLA on the host, float32; {versions()}; `python tests/benchmarks/compile_cost.py`"
     blocks = {
         "compile_depth": (DEPTHS, {"how": "layers are", "lora": "LoRA", "layers": "layers"}),
         "compile_head": (HEADS, {"how": "head", "tokens": "tokens", "vocab_size": "vocabulary"}),

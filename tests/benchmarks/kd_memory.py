@@ -18,7 +18,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,7 +25,7 @@ import torch
 from damage import DOCUMENT
 from datasets import load_dataset
 from peft import LoraConfig
-from tables import write_block
+from tables import make_parser, publish, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
@@ -342,8 +341,7 @@ def describe(arguments: argparse.Namespace) -> str:
             f"- time: full fine-tuning, {BATCH_SIZE} x {TIME_LENGTH} tokens, {TIME_SIZES['num_hidden_layers']} layers, hidden "
             f"size {TIME_SIZES['hidden_size']}, vocabulary {TIME_SIZES['vocab_size']:,}; medians over {arguments.windows} "
             f"windows of {arguments.steps} steps, ratios within a round; XLA on CPU, {os.cpu_count()} cores",
-            "- versions: "
-            + ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "trl")),
+            f"- versions: {versions()}",
             "- command: `python tests/benchmarks/kd_memory.py`",
         ]
     )
@@ -372,11 +370,9 @@ def check(memory: dict[int, dict[str, int]], seconds: dict[str, list[tuple[float
 
 def main() -> None:
     """Run the benchmark and print its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, DOCUMENT)
     parser.add_argument("--windows", type=int, default=11, help="timed windows (default: 11)")
     parser.add_argument("--steps", type=int, default=8, help="steps of a window (default: 8)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
-    parser.add_argument("--write-docs", action="store_true", help="replace the tables in docs/distillation.md")
     arguments = parser.parse_args()
     os.environ |= {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
     memory = {}
@@ -385,11 +381,7 @@ def main() -> None:
         print(vocab_size, json.dumps(memory[vocab_size]), flush=True)
     seconds = measure_time(arguments.windows, arguments.steps)
     block = f"{make_tables(memory, seconds)}\n\n{describe(arguments)}"
-    print(block)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"memory": memory, "seconds": seconds}, indent=2), encoding="utf-8")
-    if arguments.write_docs:
-        write_block(DOCUMENT, "kd_memory", block)
+    publish(arguments, DOCUMENT, "kd_memory", block, {"memory": memory, "seconds": seconds})
     check(memory, seconds)
 
 

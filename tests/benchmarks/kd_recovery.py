@@ -26,7 +26,7 @@ from datasets import load_dataset
 from kd_recovery_tables import Results, cached_against_online, describe, make_tables
 from kd_texts import download, passages, read_texts
 from peft import LoraConfig
-from tables import write_block
+from tables import make_parser, publish
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -321,7 +321,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Returns:
         `argparse.Namespace`: The arguments.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, DOCUMENT)
     add_arguments(parser)
     parser.add_argument("--tiny", action="store_true", help="the tiny model and worked additions")
     parser.add_argument(
@@ -340,8 +340,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kd_temperature", type=float, default=1.0, help="(default: 1)")
     parser.add_argument("--seeds", type=int, help="how many (default: 2; 5 with --tiny)")
     parser.add_argument("--work_dir", type=Path, help="what is made on the way (default: .cache/kd_recovery[_tiny])")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
-    parser.add_argument("--write-docs", action="store_true", help="replace the table in docs/distillation.md")
     arguments = parser.parse_args(argv)
     arguments.name = "kd_recovery_tiny" if arguments.tiny else "kd_recovery"
     arguments.seeds = arguments.seeds or (5 if arguments.tiny else 2)
@@ -367,11 +365,7 @@ def main() -> None:
     if arguments.seeds > 1 and set(METHODS) == set(arguments.methods):
         lines.append(cached_against_online(results, next(iter(groups.values()))))
     block = "\n".join(lines)
-    print(block)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"groups": groups, "results": results}, indent=2), encoding="utf-8")
-    if arguments.write_docs:
-        write_block(DOCUMENT, arguments.name, block)
+    publish(arguments, DOCUMENT, arguments.name, block, {"groups": groups, "results": results})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ backward pass. The command fails if the losses differ at all.
 """
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from contenders import Plan
 from step_overhead import describe_setup, make_plan, measure, ratio
-from tables import write_block
+from tables import make_parser, publish
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "step_replay.md"
@@ -35,14 +34,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Returns:
         `argparse.Namespace`: The arguments.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, DOCUMENT)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 28], help="layers (default: 4 8 16 28)")
     parser.add_argument("--repeats", type=int, default=7, help="timed windows of each run (default: 7)")
     parser.add_argument(
         "--quick", action="store_true", help="2 layers, one short window: for the losses, not the times"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
-    parser.add_argument("--write-docs", action="store_true", help="replace the table in docs/step_replay.md")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.depths, arguments.repeats = [2], 1
@@ -89,9 +86,9 @@ def main() -> None:
     measured = []
     for layers in arguments.depths:
         for lora in (False, True):
-            arguments.layers, arguments.lora = layers, lora
+            arguments.layers = layers
             with tempfile.TemporaryDirectory() as directory:
-                plan = make_plan(arguments, Path(directory))
+                plan = make_plan(arguments, Path(directory), lora)
                 results = measure(plan, ["traced", "ours"])
             table.append(make_row(layers, plan, results))
             measured.append({"layers": layers, "lora": lora, "results": results})
@@ -103,11 +100,7 @@ def main() -> None:
         + ("--quick`" if arguments.quick else f"--depths {depths} --repeats {arguments.repeats}`"),
     }
     block = "\n".join([*table, "", *(f"- {name}: {line}" for name, line in setup.items())])
-    print(block)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**setup, "measured": measured}, indent=2), encoding="utf-8")
-    if arguments.write_docs:
-        write_block(DOCUMENT, "replay", block)
+    publish(arguments, DOCUMENT, "replay", block, {**setup, "measured": measured})
 
 
 if __name__ == "__main__":

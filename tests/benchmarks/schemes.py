@@ -28,7 +28,6 @@ CHIPS = 8
 # matrix of a layer has rows, as usual; otherwise activations are smaller than weights, and are exchanged instead.
 ROWS_PER_CHIP, LENGTH = 16, 64
 SIZES = {"vocab_size": 40960, "hidden_size": 64, "intermediate_size": 1536}
-MICRO_STEP, CLOSING_STEP = "micro-step", "training step"
 BEFORE, AFTER = ".before_optimizations.txt", ".cpu_after_optimizations.txt"
 
 
@@ -79,7 +78,7 @@ class Run:
         parameters (`list[PlannedParameter]`):
             The model's parameters and where they are.
         dumps (`dict[str, Path]`):
-            Dumped HLO before optimizations, by what the program does ([`MICRO_STEP`], [`CLOSING_STEP`]).
+            Dumped HLO before optimizations, by what the program does (`"micro-step"`, `"training step"`).
     """
 
     mesh: dict[str, int]
@@ -102,7 +101,7 @@ class Run:
 
         Args:
             kind (`str`):
-                [`MICRO_STEP`] or [`CLOSING_STEP`].
+                `"micro-step"` or `"training step"`.
 
         Returns:
             [`Program`]: The program of one device.
@@ -153,9 +152,9 @@ def train(scheme: Scheme, directory: Path) -> Run:
     class Recorder(TPUSFTTrainer):
         # XLA dumps a program while it compiles it, and a program of the step is compiled where it ends. So the file that
         # appears in between is that program, whatever else was compiled before (placing the model, reading a log).
-        def _run_traced(self, kind, run):
+        def end_program(self, kind, *args):
             before = set(dump.glob(f"*{BEFORE}"))
-            program = super()._run_traced(kind, run)
+            program = super().end_program(kind, *args)
             new = set(dump.glob(f"*{BEFORE}")) - before
             if new:
                 assert kind not in dumps

@@ -17,12 +17,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, Plan, run
-from tables import write_block
+from tables import make_parser, publish, versions
 from transformers import AutoTokenizer
 
 from hf_tpu_ext.data import round_up_length
@@ -46,22 +45,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Returns:
         `argparse.Namespace`: The arguments.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, README, write="--write-readme")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (default: 28)")
     parser.add_argument("--repeats", type=int, default=21, help="timed windows of each contender (default: 21)")
     parser.add_argument(
         "--quick", action="store_true", help="2 layers, one short window: for the counts, not the times"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
-    parser.add_argument("--write-readme", action="store_true", help="replace the table in README.md")
     arguments = parser.parse_args(argv)
-    arguments.lora = False
     if arguments.quick:
         arguments.layers, arguments.repeats = 2, 1
     return arguments
 
 
-def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
+def make_plan(arguments: argparse.Namespace, directory: Path, lora: bool = False) -> Plan:
     """
     Make the model and the rows that all contenders train.
 
@@ -70,6 +66,8 @@ def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
             See [`parse_arguments`].
         directory (`Path`):
             Where to write them.
+        lora (`bool`, *optional*, defaults to `False`):
+            As in [`Plan`].
 
     Returns:
         [`Plan`]: What to train and to measure.
@@ -87,7 +85,7 @@ def make_plan(arguments: argparse.Namespace, directory: Path) -> Plan:
         logging_steps=3 if arguments.quick else 5,
         window=3 if arguments.quick else 10,
         repeats=arguments.repeats,
-        lora=arguments.lora,
+        lora=lora,
     )
 
 
@@ -207,7 +205,7 @@ def describe_setup(arguments: argparse.Namespace, plan: Plan) -> dict[str, str]:
         "model": f"Qwen3, {arguments.layers} layers, hidden size {SIZES['hidden_size']}, float32; batch of "
         f"{plan.batch_size} x {plan.max_length} tokens",
         "times": f"median over {plan.repeats} windows of {plan.window} steps, with a log every {plan.logging_steps} steps",
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "trl")),
+        "versions": versions(),
         "machine": f"XLA on CPU: {cpu}, {os.cpu_count()} cores",
         "command": "`python tests/benchmarks/step_overhead.py "
         + ("--quick`" if arguments.quick else f"--layers {arguments.layers} --repeats {arguments.repeats}`"),
@@ -255,11 +253,7 @@ def main() -> None:
     setup = describe_setup(arguments, plan)
     loss_step = max(set.intersection(*(set(result["losses"]) for result in results.values())))
     block = "\n".join([make_table(results, loss_step), "", *(f"- {name}: {line}" for name, line in setup.items())])
-    print(block)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**setup, "results": results}, indent=2), encoding="utf-8")
-    if arguments.write_readme:
-        write_block(README, "benchmark", block)
+    publish(arguments, README, "benchmark", block, {**setup, "results": results})
     ours, stock = results["ours"]["losses"], results["stock_padded"]["losses"]
     worst = max(abs(ours[step] - stock[step]) for step in ours if step <= LOSS_STEPS)
     if not worst <= LOSS_TOLERANCE:

@@ -1,7 +1,60 @@
-"""Puts the tables of the benchmarks into documents."""
+"""What the benchmarks share: their options, and where their tables go."""
 
+import argparse
+import json
 import os
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+
+def make_parser(description: str, document: Path, write: str = "--write-docs") -> argparse.ArgumentParser:
+    """
+    Make the parser of a benchmark's command line, with the options that [`publish`] takes.
+
+    Args:
+        description (`str`):
+            What the benchmark does, as it is to be printed.
+        document (`Path`):
+            Document that its table is in.
+        write (`str`, *optional*, defaults to `"--write-docs"`):
+            The option that replaces the table.
+
+    Returns:
+        `argparse.ArgumentParser`: The parser.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
+    parser.add_argument(write, dest="write", action="store_true", help=f"replace the table in {document.name}")
+    return parser
+
+
+def publish(arguments: argparse.Namespace, document: Path, name: str, block: str, measured: Any) -> None:
+    """
+    Print a benchmark's table, and write what the command line asks for.
+
+    Args:
+        arguments (`argparse.Namespace`):
+            What a parser of [`make_parser`] made.
+        document (`Path`):
+            Markdown file.
+        name (`str`):
+            Name of the table's markers in it.
+        block (`str`):
+            Markdown.
+        measured (`Any`):
+            All measurements, as JSON.
+    """
+    print(block)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
+    if arguments.write:
+        write_block(document, name, block)
+
+
+def versions() -> str:
+    """The versions that figures depend on."""
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers", "trl"))
 
 
 def write_block(document: Path, name: str, block: str) -> None:

@@ -2,7 +2,9 @@ from collections import Counter
 
 import pytest
 from hlo import parse_collectives
-from schemes import CLOSING_STEP, MICRO_STEP, SCHEMES
+from schemes import SCHEMES
+
+from hf_tpu_ext.step.replay import CLOSING, MICRO
 
 
 pytestmark = pytest.mark.slow
@@ -10,10 +12,10 @@ pytestmark = pytest.mark.slow
 # What the compiler for v5e lets a program have.
 CHIP_BYTES = 15.75 * 2**30
 FULLY_SHARDED = [
-    ("fsdp", CLOSING_STEP),
-    ("fsdp_accumulated", MICRO_STEP),
-    ("fsdp_accumulated", CLOSING_STEP),
-    ("fsdp_saving", CLOSING_STEP),
+    ("fsdp", CLOSING),
+    ("fsdp_accumulated", MICRO),
+    ("fsdp_accumulated", CLOSING),
+    ("fsdp_saving", CLOSING),
 ]
 
 
@@ -22,7 +24,7 @@ FULLY_SHARDED = [
     [
         (name, kind)
         for name, scheme in SCHEMES.items()
-        for kind in ([MICRO_STEP] if scheme.gradient_accumulation_steps > 1 else []) + [CLOSING_STEP]
+        for kind in ([MICRO] if scheme.gradient_accumulation_steps > 1 else []) + [CLOSING]
     ],
 )
 def test_compiles_and_updates_in_place(compile_for_tpu, scheme, kind):
@@ -34,7 +36,7 @@ def test_compiles_and_updates_in_place(compile_for_tpu, scheme, kind):
     assert memory["alias"] > 0.95 * memory["output"]
 
 
-@pytest.mark.parametrize("kind", [MICRO_STEP, CLOSING_STEP])
+@pytest.mark.parametrize("kind", [MICRO, CLOSING])
 def test_fully_sharded_holds_a_part(compile_for_tpu, kind):
     split = compile_for_tpu("fsdp_accumulated", kind).memory["argument"]
     assert split < compile_for_tpu("data_accumulated", kind).memory["argument"] / 7
@@ -45,7 +47,7 @@ def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(compile_for
     for kind in runs[scheme].dumps:
         found = parse_collectives(compile_for_tpu(scheme, kind).text)
         reduced = Counter(tensor.num_bytes for item in found for tensor in item.tensors)
-        gradients = Counter(p.num_bytes for p in runs[scheme].trainable if kind == CLOSING_STEP)
+        gradients = Counter(p.num_bytes for p in runs[scheme].trainable if kind == CLOSING)
         assert {size: reduced[size] for size in gradients} == gradients
         # Sums of metrics.
         assert sum(size * count for size, count in (reduced - gradients).items()) < 1000
@@ -67,4 +69,4 @@ def test_no_gradient_is_whole_on_a_chip(compile_for_tpu, runs, scheme, kind):
 @pytest.mark.parametrize("scheme", ["fsdp", "data_fsdp"])
 def test_split_weights_are_gathered(compile_for_tpu, runs, scheme):
     # For both passes, unless the compiler keeps a gathered weight from one to the other.
-    assert len(compile_for_tpu(scheme, CLOSING_STEP).gathers) >= len(runs[scheme].split)
+    assert len(compile_for_tpu(scheme, CLOSING).gathers) >= len(runs[scheme].split)

@@ -1,0 +1,41 @@
+"""The autocast that is on, for what is computed later or by other means."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+
+def current_autocast(device_type: str) -> Callable[[], AbstractContextManager]:
+    """
+    Note the autocast that is on.
+
+    Args:
+        device_type (`str`):
+            Type of the device.
+
+    Returns:
+        `Callable`: Makes a context with that autocast, as often as it is called.
+    """
+    return partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+    )
+
+
+def matmul_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """
+    Dtype that a matrix product of a tensor is computed in.
+
+    Args:
+        tensor (`torch.Tensor`):
+            One of its operands.
+
+    Returns:
+        `torch.dtype`: That of the autocast that is on, or of the tensor.
+    """
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
