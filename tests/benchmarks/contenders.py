@@ -1,10 +1,7 @@
 """What is compared. Each contender runs in a process of its own, since upstream chooses its device at import."""
 
 import itertools
-import json
-import os
-import threading
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -14,145 +11,12 @@ import bare_loop
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from datasets import Dataset
+from meter import Meter, Plan
 from peft import LoraConfig
+from tables import versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-
-@dataclass(frozen=True)
-class Plan:
-    """
-    What every contender trains, and which of its steps are measured.
-
-    The first `logging_steps` steps are warm-up; executions and reads of the next ones, up to their log, are counted; those
-    that follow are timed in windows.
-
-    Args:
-        directory (`Path`):
-            Directory with the model in `model`, the rows in `rows.json`, and a log of each contender.
-        max_length (`int`):
-            Length of every row where rows are padded to a fixed length.
-        batch_size (`int`):
-            Rows of a batch.
-        logging_steps (`int`):
-            Steps between two logs.
-        window (`int`):
-            Steps that are timed together, logs included.
-        repeats (`int`):
-            Number of windows.
-        learning_rate (`float`, *optional*, defaults to `0.001`):
-            Learning rate, to which it rises from 0 in the first `logging_steps` steps.
-        lora (`bool`, *optional*, defaults to `False`):
-            Whether LoRA adapters of rank 8 on all linear layers are trained instead of the weights.
-    """
-
-    directory: Path
-    max_length: int
-    batch_size: int
-    logging_steps: int
-    window: int
-    repeats: int
-    learning_rate: float = 1e-3
-    lora: bool = False
-
-    @property
-    def model_dir(self) -> Path:
-        """Directory of the model and its tokenizer."""
-        return self.directory / "model"
-
-    @property
-    def rows(self) -> list[dict[str, list[int]]]:
-        """The training data, in the order in which it is trained on: `input_ids` of each row."""
-        return json.loads((self.directory / "rows.json").read_text(encoding="utf-8"))
-
-    @property
-    def edges(self) -> list[int]:
-        """The steps at which the timed windows begin and end."""
-        return [2 * self.logging_steps + index * self.window for index in range(self.repeats + 1)]
-
-    @property
-    def total_steps(self) -> int:
-        """Steps to train: one more than are timed, since a window ends where the next step begins."""
-        return self.edges[-1] + 1
-
-
-def _host_seconds() -> float:
-    """CPU time of the threads that run Python: the loop's, and autograd's, which traces the backward pass."""
-    total = 0
-    for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text(encoding="utf-8")
-        if task.name == str(threading.main_thread().native_id) or name.startswith("pt_autograd"):
-            total += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
-    return total / 1e9
-
-
-class Meter:
-    """
-    Measures a training loop at its step boundaries. It starts each window only when told to, so that the windows of
-    several processes can take turns.
-
-    Args:
-        plan ([`Plan`]):
-            Which steps are measured.
-        connection (`Connection`):
-            Where results go to and permission comes from.
-    """
-
-    def __init__(self, plan: Plan, connection: Connection):
-        self._plan = plan
-        self._connection = connection
-
-    @staticmethod
-    def _counts() -> dict[str, int]:
-        names = {"compiles": "CompileTime", "executions": "ExecuteTime", "reads": "TransferFromDeviceTime"}
-        return {name: (met.metric_data(metric) or (0,))[0] for name, metric in names.items()}
-
-    @staticmethod
-    def _clocks() -> tuple[float, float, float]:
-        return time.perf_counter(), time.process_time(), _host_seconds()
-
-    def step_begins(self, step: int) -> None:
-        """
-        Note that a step begins.
-
-        Args:
-            step (`int`):
-                Number of steps done.
-        """
-        plan = self._plan
-        counting = range(plan.logging_steps, 2 * plan.logging_steps - 1)
-        if step not in (counting.start, counting.stop, *plan.edges):
-            return
-        # Programs run behind the loop; without this, what was counted and timed would be off by those still running.
-        xm.wait_device_ops()
-        if step == counting.start:
-            self._before = self._counts()
-        if step == counting.stop:
-            counts = self._counts()
-            self._connection.send({name: (counts[name] - self._before[name]) / len(counting) for name in counts})
-        if step in plan.edges[1:]:
-            wall, cpu, host = (now - then for now, then in zip(self._clocks(), self._started, strict=True))
-            self._connection.send(
-                {
-                    "steps_per_second": plan.window / wall,
-                    "cpu_seconds_per_step": cpu / plan.window,
-                    "host_seconds_per_step": host / plan.window,
-                }
-            )
-        if step in plan.edges[:-1]:
-            self._connection.recv()
-            self._started = self._clocks()
-
-    def finish(self, losses: dict[int, float]) -> None:
-        """
-        Report what is known at the end.
-
-        Args:
-            losses (`dict[int, float]`):
-                Mean loss of each `logging_steps` steps, by the last of them.
-        """
-        self._connection.send({"programs": self._counts()["compiles"], "losses": losses})
 
 
 class _MeterCallback(TrainerCallback):
@@ -163,9 +27,27 @@ class _MeterCallback(TrainerCallback):
         self._meter.step_begins(state.global_step)
 
 
-def _train_with(
+def train_with(
     trainer_class: type[Trainer], plan: Plan, meter: Meter, config_class: type[SFTConfig] = SFTConfig, **config
 ) -> dict[int, float]:
+    """
+    Train with a trainer.
+
+    Args:
+        trainer_class (`type`):
+            Its class.
+        plan ([`Plan`]):
+            What to train.
+        meter ([`Meter`]):
+            What is told when a step begins.
+        config_class (`type`, *optional*, defaults to [`~trl.SFTConfig`]):
+            Class of its config.
+        **config:
+            Fields of the config besides those of the plan.
+
+    Returns:
+        `dict[int, float]`: Mean loss of each `logging_steps` steps, by the last of them.
+    """
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(plan.model_dir),
         peft_config=LoraConfig(r=8, target_modules="all-linear") if plan.lora else None,
@@ -196,24 +78,24 @@ def _train_with(
 
 
 def _stock(plan: Plan, meter: Meter) -> dict[int, float]:
-    return _train_with(SFTTrainer, plan, meter)
+    return train_with(SFTTrainer, plan, meter)
 
 
 def _stock_padded(plan: Plan, meter: Meter) -> dict[int, float]:
-    return _train_with(SFTTrainer, plan, meter, pad_to_multiple_of=plan.max_length)
+    return train_with(SFTTrainer, plan, meter, pad_to_multiple_of=plan.max_length)
 
 
 def _ours(plan: Plan, meter: Meter) -> dict[int, float]:
     # Importing it switches upstream's XLA branches off, which the stock trainer needs.
     from hf_tpu_ext import TPUSFTTrainer
 
-    return _train_with(TPUSFTTrainer, plan, meter)
+    return train_with(TPUSFTTrainer, plan, meter)
 
 
 def _traced(plan: Plan, meter: Meter) -> dict[int, float]:
     from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 
-    return _train_with(TPUSFTTrainer, plan, meter, TPUSFTConfig, step_replay=False)
+    return train_with(TPUSFTTrainer, plan, meter, TPUSFTConfig, step_replay=False)
 
 
 def _bare(plan: Plan, meter: Meter) -> dict[int, float]:
@@ -239,15 +121,20 @@ class Contender:
     Args:
         title (`str`):
             Name for people, in Markdown.
-        train (`Callable`):
-            Trains a [`Plan`] under a [`Meter`] and returns the mean loss of each `logging_steps` steps, by the last.
+        train (`Callable`, *optional*):
+            Trains a [`Plan`] under a [`Meter`] and returns the mean loss of each `logging_steps` steps, by the last. Not
+            needed where `script` is another one.
         one_window (`bool`, *optional*, defaults to `False`):
             Whether only `logging_steps` steps are timed, once.
+        script (`Path`, *optional*):
+            What its process is to run, by default this file. It gets the descriptor of a connection, over which the plan
+            comes.
     """
 
     title: str
-    train: Callable[[Plan, Meter], dict[int, float]]
+    train: Callable[[Plan, Meter], dict[int, float]] | None = None
     one_window: bool = False
+    script: Path = Path(__file__)
 
     def adapt(self, plan: Plan) -> Plan:
         """
@@ -265,6 +152,7 @@ class Contender:
 
 CONTENDERS = {
     "bare": Contender("bare torch_xla loop", _bare),
+    "jax": Contender("bare JAX loop, Optax", script=Path(__file__).with_name("jax_loop.py")),
     "ours": Contender("`TPUSFTTrainer`", _ours),
     "traced": Contender("`TPUSFTTrainer`, `step_replay=False`", _traced),
     "stock_padded": Contender("`trl.SFTTrainer`, padded to a fixed length", _stock_padded),
@@ -273,20 +161,14 @@ CONTENDERS = {
 }
 
 
-def run(name: str, plan: Plan, connection: Connection) -> None:
-    """
-    Run one contender in this process.
+def count() -> dict[str, int]:
+    """What torch_xla has done in this process, as [`Meter`] takes it."""
+    names = {"compiles": "CompileTime", "executions": "ExecuteTime", "reads": "TransferFromDeviceTime"}
+    return {name: (met.metric_data(metric) or (0,))[0] for name, metric in names.items()}
 
-    Args:
-        name (`str`):
-            One of [`CONTENDERS`].
-        plan ([`Plan`]):
-            What to train and to measure.
-        connection (`Connection`):
-            As in [`Meter`].
-    """
-    log = os.open(plan.directory / f"{name}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    meter = Meter(plan, connection)
-    meter.finish(CONTENDERS[name].train(plan, meter))
+
+if __name__ == "__main__":
+    with Connection(int(sys.argv[1])) as connection:
+        plan = connection.recv()
+        meter = Meter(plan, connection, count, xm.wait_device_ops)
+        meter.finish(CONTENDERS[sys.argv[2]].train(plan, meter), versions())

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contenders import Plan
+from meter import Plan
 from step_overhead import describe_setup, make_plan, measure, ratio
 from tables import make_parser, publish
 
@@ -92,7 +92,7 @@ def main() -> None:
                 results = measure(plan, ["traced", "ours"])
             table.append(make_row(layers, plan, results))
             measured.append({"layers": layers, "lora": lora, "results": results})
-    setup = describe_setup(arguments, plan)
+    setup = describe_setup(arguments, plan, results)
     depths = " ".join(map(str, arguments.depths))
     setup |= {
         "model": setup["model"].replace(f", {layers} layers", ""),
