@@ -275,6 +275,22 @@ class Backend(ABC):
         tensor.detach()[start : start + rows.shape[0]] = rows
         return tensor
 
+    def keep_in_turn(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Keep the conversion of a slice in the turn of the loop that takes it. The compiler for TPU would convert the whole
+        tensor before the loop, and have it in memory in both dtypes.
+
+        Autograd does not follow it.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Rows from [`~Backend.take_rows`], or an entry of [`~Backend.scan`].
+
+        Returns:
+            `torch.Tensor`: The same.
+        """
+        return tensor
+
     def end_step(self) -> None:  # noqa: B027
         """Close the program recorded so far and start it, without waiting for it."""
 

@@ -45,10 +45,10 @@ class _ByRank(xs.ShardingSpec):
         self.minibatch = False
 
     def xla_spec(self, t: torch.Tensor):
-        return xs.ShardingSpec(self.mesh, _rows_spec(self.mesh, t.ndim, self.by_rows)).xla_spec(t)
+        return xs.ShardingSpec(self.mesh, rows_spec(self.mesh, t.ndim, self.by_rows)).xla_spec(t)
 
 
-def _rows_spec(mesh: xs.Mesh, ndim: int, by_rows: bool = True) -> tuple:
+def rows_spec(mesh: xs.Mesh, ndim: int, by_rows: bool = True) -> tuple:
     """What a tensor of `ndim` dimensions is split by: its rows over all chips, or nothing."""
     first = (mesh.axis_names,) if by_rows and ndim else (None,) * min(1, ndim)
     return first + (None,) * (ndim - 1)
@@ -76,15 +76,29 @@ def _put_rows(tensor: xb.Op, start: xb.Op, rows: xb.Op) -> xb.Op:
     return tensor.dynamic_update_slice(rows, _row_indices(start, tensor.shape().rank))
 
 
+# Smaller slices, as those of adapters, are not worth a kernel of their own.
+_LEAST_KEPT = 2**18
+
+
+@partial(register, "float_to_bits")
+def _float_to_bits(tensor: xb.Op) -> xb.Op:
+    return tensor.bitcast(xb.Type.S32)
+
+
+@partial(register, "bits_to_float")
+def _bits_to_float(tensor: xb.Op) -> xb.Op:
+    return tensor.bitcast(xb.Type.F32)
+
+
 class _ConstrainRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
         ctx.mesh = mesh
-        return _annotated(tensor, mesh, _rows_spec(mesh, tensor.ndim))
+        return _annotated(tensor, mesh, rows_spec(mesh, tensor.ndim))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _annotated(gradient, ctx.mesh, _rows_spec(ctx.mesh, gradient.ndim)), None
+        return _annotated(gradient, ctx.mesh, rows_spec(ctx.mesh, gradient.ndim)), None
 
 
 class XLABackend(XLACompileCache):
@@ -196,7 +210,7 @@ class XLABackend(XLACompileCache):
         return _ConstrainRows.apply(tensor, self._mesh)
 
     def enter_chip(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
-        spec = _rows_spec(self._mesh, max(1, tensor.ndim), by_rows)
+        spec = rows_spec(self._mesh, max(1, tensor.ndim), by_rows)
         whole = _annotated(tensor.detach().reshape(tensor.shape or (1,)), self._mesh, spec)
         return torch_xla._XLAC._spmd_full_to_shard_shape(whole).reshape(
             (tensor.shape[0] // self.num_chips, *tensor.shape[1:]) if by_rows else tensor.shape
@@ -209,7 +223,7 @@ class XLABackend(XLACompileCache):
         torch_xla._XLAC._mark_manual_sharding(part, manual)
         return torch_xla._XLAC._spmd_shard_to_full_shape(
             part,
-            self._mesh.get_op_sharding(_rows_spec(self._mesh, tensor.ndim)),
+            self._mesh.get_op_sharding(rows_spec(self._mesh, tensor.ndim)),
             (tensor.shape[0] * self.num_chips, *tensor.shape[1:]),
             tensor.dtype,
         )
@@ -244,6 +258,14 @@ class XLABackend(XLACompileCache):
 
     def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return _put_rows(tensor, start, rows)
+
+    def keep_in_turn(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:
+            return tensor
+        # The compiler for TPU narrows floats through a barrier, too, and so the loop's whole operand. It does not integers.
+        bits = _float_to_bits(tensor)
+        self.separate([bits])
+        return _bits_to_float(bits)
 
     def end_step(self) -> None:
         self._sync()

@@ -14,6 +14,7 @@ from ..backends.base import Backend
 from ..sharding import ShardingPlan
 from ..step.kernels import use_static_kernels
 from ..step.replaced_head import head_computed_by
+from ..step.sliced_attention import use_sliced_attention
 from .fused_head import Head
 from .losses import TopK
 
@@ -112,6 +113,7 @@ class OnlineTeacher(Teacher):
         add_fused_lm_head(model)
         if backend.lazy:
             use_static_kernels(model)
+            use_sliced_attention(model, backend, mesh)
         backend.place(model)
         ShardingPlan(model, mesh).apply(model, backend)
 

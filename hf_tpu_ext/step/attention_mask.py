@@ -12,6 +12,8 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from .sliced_attention import SLICED_EAGER
+
 
 def _static_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -> torch.Tensor:
     if segment_ids is not None:
@@ -23,19 +25,21 @@ def _static_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -
 @contextmanager
 def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
-    Within this context, models with `attn_implementation="eager"` build their attention masks in a static shape and
+    Within this context, models with eager attention, whole or in slices, build their attention masks in a static shape and
     without reading the device.
 
     With `segment_ids`, tokens attend only within their own document (block-diagonal), on top of whatever pattern the
     model asks for (causal, sliding window). The mask is made once per forward pass by transformers' own mask functions;
-    only the entry that they look up for `"eager"` is replaced meanwhile.
+    only the entries that they look up for it are replaced meanwhile.
 
     Args:
         segment_ids (`torch.Tensor` of shape `(batch, length)`, *optional*):
             Number of the document that each token belongs to; 0 for padding.
     """
-    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_static_mask, segment_ids=segment_ids)
+    names = ("eager", SLICED_EAGER)
+    ALL_MASK_ATTENTION_FUNCTIONS.update(dict.fromkeys(names, partial(_static_mask, segment_ids=segment_ids)))
     try:
         yield
     finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+        for name in names:
+            del ALL_MASK_ATTENTION_FUNCTIONS[name]

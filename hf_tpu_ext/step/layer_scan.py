@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..backends.base import Backend
 from .activation_checkpointing import Dots
-from .autocast import current_autocast
+from .autocast import current_autocast, matmul_dtype
 from .module_settings import settings_of
 
 
@@ -37,6 +37,7 @@ class _LayerLoop(torch.autograd.Function):
 
         def turn(carry: tuple, entries: tuple) -> tuple:
             hidden, tensors = carry
+            entries = _in_turn(backend, hidden, entries)
             with Dots() if keeps_dots else torch.no_grad() as dots:
                 output = layer(hidden, entries, _restore(ctx, tensors))
             assert output.dtype == hidden.dtype
@@ -64,6 +65,8 @@ class _LayerLoop(torch.autograd.Function):
             # body have no data.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                 hidden = hidden.detach().requires_grad_()
+                with ctx.autocast():
+                    entries = _in_turn(ctx.backend, hidden, entries)
                 entries = [
                     entry.detach().requires_grad_(is_needed) for entry, is_needed in zip(entries, needed, strict=True)
                 ]
@@ -80,6 +83,12 @@ class _LayerLoop(torch.autograd.Function):
         ctx.backend.set_rng_state(now)
         found = iter(found)
         return None, None, None, None, hidden_grad, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _in_turn(backend: Backend, hidden: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a layer computes with, where autocast is on: in another dtype than that of its weights."""
+    dtype = matmul_dtype(hidden)
+    return tuple(weight if weight.dtype == dtype else backend.keep_in_turn(weight) for weight in weights)
 
 
 def _restore(ctx, tensors: tuple[Tensor, ...]) -> Any:
@@ -131,10 +140,10 @@ class LayerStack(nn.ModuleList):
 
     @torch.no_grad()
     def stack(self) -> None:
-        """Take the parameters of the layers. A second time, into the same tensors."""
+        """Take the parameters of the layers. A second time, into the same tensors where their dtype is the same."""
         for name in self._names:
             parts = [layer.get_parameter(name) for layer in self.layers]
-            if name in self.stacked:
+            if name in self.stacked and self.stacked[name].dtype == parts[0].dtype:
                 self.stacked[name].copy_(torch.stack(parts))
             else:
                 self.stacked[name] = nn.Parameter(torch.stack(parts), parts[0].requires_grad)

@@ -41,7 +41,7 @@ class LoopedLogProbs(torch.autograd.Function):
 
         def fold(start: Tensor, size: int, constants: tuple, sums: tuple) -> tuple:
             hidden, weight, bias, targets = constants
-            tile = _logits(hidden, weight, bias, start, size, ctx)
+            tile = _logits(hidden, _rows(weight, start, size, ctx), bias, start, ctx)
             _forward_tile(tile, None, targets - start, *sums, 0, size, **wanted, **ctx.transform)
             return sums
 
@@ -72,7 +72,8 @@ class LoopedLogProbs(torch.autograd.Function):
         def differentiate(start: Tensor, size: int, constants: tuple, gradients: tuple) -> tuple:
             hidden, weight, bias, targets, *by_token = constants
             hidden_grad, weight_grad, bias_grad = gradients
-            tile = _logits(hidden, weight, bias, start, size, ctx)
+            rows = _rows(weight, start, size, ctx)
+            tile = _logits(hidden, rows, bias, start, ctx)
             slots = [log_total if tensor is None else tensor for tensor in by_token]
             _backward_tile(
                 tile,
@@ -87,8 +88,7 @@ class LoopedLogProbs(torch.autograd.Function):
             )
             # From the dtype of the tile to sums in float32, as upstream has it.
             tile = tile.float()
-            rows = ctx.backend.take_rows(weight, start, size)
-            hidden_grad = hidden_grad + tile @ rows.to(ctx.dtype).float()
+            hidden_grad = hidden_grad + tile @ rows.float()
             if needs_weight:
                 weight_grad = ctx.backend.put_rows(weight_grad, start, tile.T @ hidden.to(ctx.dtype).float())
             if needs_bias:
@@ -108,10 +108,16 @@ class LoopedLogProbs(torch.autograd.Function):
         return *gradients, *[None] * 6
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: Tensor, size: int, ctx) -> Tensor:
+def _rows(weight: Tensor, start: Tensor, size: int, ctx) -> Tensor:
+    """A slice `(size, hidden_size)` of the head in the dtype of the matrix product."""
+    rows = ctx.backend.take_rows(weight, start, size)
+    return rows if rows.dtype == ctx.dtype else ctx.backend.keep_in_turn(rows).to(ctx.dtype)
+
+
+def _logits(hidden: Tensor, rows: Tensor, bias: Tensor | None, start: Tensor, ctx) -> Tensor:
     """A tile `(tokens, size)` of logits in the dtype of the matrix product, before upstream's scale and softcap."""
-    tile = hidden.to(ctx.dtype) @ ctx.backend.take_rows(weight, start, size).to(ctx.dtype).T
-    return tile if bias is None else tile + ctx.backend.take_rows(bias, start, size).to(ctx.dtype)
+    tile = hidden.to(ctx.dtype) @ rows.T
+    return tile if bias is None else tile + ctx.backend.take_rows(bias, start, len(rows)).to(ctx.dtype)
 
 
 def _over_slices(

@@ -84,7 +84,7 @@ class CompiledArguments:
             As in [`ExtensionArguments`].
         rematerialization (`str`, *optional*, defaults to `"none"`):
             As in [`ExtensionArguments`].
-        scan_layers (`str`, *optional*, defaults to `"off"`):
+        scan_layers (`str`, *optional*, defaults to `"auto"`):
             As in [`ExtensionArguments`].
     """
 
@@ -95,7 +95,7 @@ class CompiledArguments:
     show_sharding: bool = False
     step_replay: bool | None = None
     rematerialization: str = "none"
-    scan_layers: str = "off"
+    scan_layers: str = "auto"
 
 
 def bind_device(args: TrainingArguments, backend: Backend) -> None:

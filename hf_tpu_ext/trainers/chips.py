@@ -39,7 +39,7 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
         "num_chips": (settings.num_chips, about_chips),
         "mesh": (settings.mesh, about_chips),
         "show_sharding": (settings.show_sharding or None, about_chips),
-        "scan_layers": (None if settings.scan_layers == "off" else settings.scan_layers, "it is about XLA"),
+        "scan_layers": ("on" if settings.scan_layers == "on" else None, "it is about XLA"),
         "rematerialization": (settings.rematerialization, about_xla),
         "step_replay": (settings.step_replay or None, "operators run as they come"),
     }

@@ -35,7 +35,7 @@ class ExtensionArguments:
             a size takes the chips that are left.
         show_sharding (`bool`, *optional*, defaults to `False`):
             Whether to print at start which parameter is split over which axis of the mesh.
-        scan_layers (`str`, *optional*, defaults to `"off"`):
+        scan_layers (`str`, *optional*, defaults to `"auto"`):
             Whether layers that are alike run as one loop (XLA), so that compiling takes as long for 28 layers as for 4: `"on"`,
             `"off"`, or `"auto"`, which is on for model families that were found to train alike, from 8 layers on. Needs
             activation checkpointing and one chip.
@@ -85,7 +85,7 @@ class ExtensionArguments:
         metadata={"help": "Print at start which parameter is split over which axis of the mesh."},
     )
     scan_layers: str = field(
-        default="off",
+        default="auto",
         metadata={
             "help": "Whether layers that are alike run as one loop on XLA, so that compiling takes as long for 28 layers as "
             "for 4. Needs gradient_checkpointing and one chip. 'auto' is on for families that were found to train alike.",

@@ -32,7 +32,7 @@ class CompiledEvaluation:
         return loss, _first_rows(logits, rows), _first_rows(labels, rows)
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
-        with self.split_activations():
+        with self.frozen_weights_in_bfloat16(), self.split_activations():
             return self._evaluation_loop(*args, **kwargs)
 
     def _evaluation_loop(

@@ -39,6 +39,7 @@ from .checkpoints import (
 from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
 from .evaluation import CompiledEvaluation
+from .frozen import FrozenWeightsMixin
 from .layers import LayerScanMixin
 from .lengths import row_lengths
 from .replay import ReplayMixin, SentBatch
@@ -48,7 +49,7 @@ from .step_boundary import StepBoundary
 logger = logging.get_logger(__name__)
 
 
-class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluation):
+class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluation):
     """
     Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled programs.
 
@@ -137,12 +138,17 @@ class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluatio
             )
 
     def _run_facts(self) -> RunFacts:
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters() if p.is_floating_point()}
+        dtypes = {
+            str(parameter.dtype).removeprefix("torch.")
+            for name, parameter in self.model.named_parameters()
+            if parameter.is_floating_point() and name not in self._frozen_names
+        }
         compute = (
             "bfloat16" if self.compiled.compute_dtype or self.args.bf16 else "float16" if self.args.fp16 else None
         )
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-        facts = RunFacts(precision, self._train_batch_size, [], None, [*self._chip_lines(), *self.compiled.changes])
+        lines = [*self._chip_lines(), *self._frozen_lines(), *self.compiled.changes]
+        facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         if self.backend.lazy and self.lengths:
             facts.lengths = self.lengths
             if self._train_lengths is not None:
@@ -155,6 +161,7 @@ class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluatio
                 )
                 facts.lengths = list(waste.pad_share_per_length)
                 facts.token_waste = waste.describe()
+                facts.token_share = 1 - waste.pad_share
             facts.programs = len(facts.lengths) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         return facts
 
@@ -373,7 +380,7 @@ class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluatio
             self._epoch_order.resume(state.get("epoch_rng_state"))
             self._keep_rows_per_step(state)
             self._load_run_state(state)
-        with self.split_activations():
+        with self.frozen_weights_in_bfloat16(), self.split_activations():
             try:
                 return super().train(checkpoint, *args, **kwargs)
             finally:
@@ -389,7 +396,7 @@ class TPUTrainerMixin(LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluatio
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:
             # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
-            state_dict = self.backend.fetch(dict(self.model.state_dict(keep_vars=True)))
+            state_dict = self._in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
         with self._rows_of_one_chip(), self.layers_in_place():
             super()._save(output_dir, state_dict)
 

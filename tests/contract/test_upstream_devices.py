@@ -3,7 +3,9 @@ What the package relies on in accelerate, torch, torch_xla and in the models of 
 activation checkpointing. A release that moves one of them fails here, with its name and the file that has to follow.
 """
 
+import importlib
 import inspect
+import re
 
 import accelerate.utils.imports as accelerate_imports
 import pytest
@@ -186,6 +188,21 @@ def test_mask_functions_are_looked_up_in_one_place():
     assert {"mask_function", "attention_mask", "allow_is_causal_skip", "dtype", "device"} <= set(kwargs)
     skip = inspect.signature(masking_utils.eager_mask).parameters
     assert "allow_is_bidirectional_skip" in skip and "mask_function" in skip
+
+
+def test_eager_attention_is_a_function_beside_the_class():
+    """step/sliced_attention.py calls it with some rows, heads of one key, or queries."""
+    for name in ("gemma2", "gemma3", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        (attention,) = [
+            value for key, value in vars(module).items() if re.fullmatch(r"[A-Z]\w*(?<!Flash)Attention", key)
+        ]
+        eager = inspect.unwrap(attention.forward).__globals__["eager_attention_forward"]
+        names = list(inspect.signature(eager).parameters)
+        assert names[:5] == ["module", "query", "key", "value", "attention_mask"], name
+        assert {"scaling", "dropout"} <= set(names), name
+        looked_up = set(re.findall(r"\bmodule\.(\w+)", inspect.getsource(eager)))
+        assert looked_up <= {"num_key_value_groups", "training", "head_dim"}, name
 
 
 def test_parts_of_masks():

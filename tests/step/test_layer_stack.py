@@ -65,6 +65,21 @@ def test_loss_and_gradients_are_those_of_the_layers(xla, load, keeps_dots, dtype
 
 
 @pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
+def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, keeps_dots):
+    expected = forward_and_backward(xla, load(), keeps_dots, torch.bfloat16)
+    monkeypatch.setattr("hf_tpu_ext.backends.xla._LEAST_KEPT", 1)
+    loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, torch.bfloat16)
+    assert torch.equal(loss, expected[0])
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[1][name]), name
+    # Forward and backward, each of the weights of a layer.
+    kept = program.count(" opt-barrier(") - expected[2].count(" opt-barrier(")
+    assert kept == 2 * len(dict(load().model.layers[0].named_parameters()))
+    # Nothing is converted where autocast is off.
+    assert " opt-barrier(" not in forward_and_backward(xla, load(), keeps_dots)[2]
+
+
+@pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
 def test_the_program_does_not_grow_with_depth(xla, load, keeps_dots):
     programs = [forward_and_backward(xla, load(layers), keeps_dots)[2] for layers in (3, 6)]
     assert programs[0].count(" = ") == programs[1].count(" = ")

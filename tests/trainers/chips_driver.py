@@ -11,6 +11,8 @@ from test_counts import CountPerStep
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
+from hf_tpu_ext.step import sliced_attention
+from hf_tpu_ext.trainers import layers
 
 
 def shards_of(tensor):
@@ -76,8 +78,10 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
 
 if __name__ == "__main__":
     model_dir, spec_file, output_file = sys.argv[1:]
-    # With a real vocabulary the loss takes many turns of its loop, which the partitioner is to bear.
+    # With a real vocabulary and real lengths the loss and attention take many turns of their loops, which the partitioner is
+    # to bear.
     fused_head._CHUNK_ELEMENTS = fused_head._UNROLLED_ELEMENTS = 32 * 259
+    sliced_attention._SLICE_ELEMENTS, layers._MANY_SCORES = 1024, 0
     with open(spec_file) as file:
         spec = json.load(file)
     results = {}

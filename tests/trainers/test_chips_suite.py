@@ -1,4 +1,4 @@
-"""The tests of trajectories, counts, evaluation, packing and checkpoints once more, with the rows shared by four chips."""
+"""The tests of trajectories, counts, evaluation, packing, checkpoints and frozen weights once more, on four chips."""
 
 import os
 import subprocess
@@ -9,7 +9,14 @@ import pytest
 
 
 HERE = Path(__file__).parent
-FILES = ["test_trajectory.py", "test_counts.py", "test_evaluation.py", "test_packing.py", "test_checkpoints.py"]
+FILES = [
+    "test_trajectory.py",
+    "test_counts.py",
+    "test_evaluation.py",
+    "test_packing.py",
+    "test_checkpoints.py",
+    "test_frozen_training.py",
+]
 
 
 @pytest.mark.slow

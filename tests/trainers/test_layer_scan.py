@@ -148,11 +148,13 @@ def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, m
 
 
 def test_auto_is_on_for_deep_models_that_checkpoint(runs, scanned, make):
-    deep = make(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    deep = dict(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     auto = dict(config_cls=TPUSFTConfig, scan_layers="auto", max_steps=1)
-    assert runs.ours(model=deep, **auto).layer_stack is not None
+    assert runs.ours(model=make(**deep), **auto).layer_stack is not None
     assert runs.ours(model=make(), **auto).layer_stack is None
-    assert runs.ours(model=deep, max_steps=1).layer_stack is None
+    # What a plain SFTConfig gets.
+    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=True).layer_stack is not None
+    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=False).layer_stack is None
 
 
 def test_the_steps_are_one_program(xla, scanned, make):

@@ -1,0 +1,185 @@
+"""Attention in slices: the scores of a whole batch are never there at once."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from itertools import compress
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from ..backends.base import Backend
+from .autocast import current_autocast
+
+
+#: What the models call it, in place of `"eager"`.
+SLICED_EAGER = "sliced_eager"
+# Scores of a slice at most. As many in float32 are 16 MB.
+_SLICE_ELEMENTS = 2**22
+# What can be cut, in this order, and the dimensions that it has in query, key, value and mask, and in the output. Rows and
+# heads know nothing of one another. Blocks of queries share keys and values, whose gradients are sums over the blocks.
+_CUTS = (((0, 0, 0, 0), 0), ((1, 1, 1, 1), 2), ((2, None, None, 2), 1))
+
+
+class _Slices(torch.autograd.Function):
+    """
+    Attention of slices, one after the other. The backward pass goes through them again, and computes the scores of each anew.
+    """
+
+    @staticmethod
+    def forward(ctx, attend: Callable, dims: tuple, output_dim: int, parts: int, backend: Backend, *tensors: Tensor):
+        ctx.attend, ctx.output_dim, ctx.parts, ctx.backend = attend, output_dim, parts, backend
+        # A dimension of one is the same for all slices.
+        ctx.dims = [
+            None if dim is None or tensor.shape[dim] == 1 else dim
+            for dim, tensor in zip(dims[: len(tensors)], tensors, strict=True)
+        ]
+        ctx.autocast = current_autocast(tensors[0].device.type)
+        ctx.save_for_backward(*tensors)
+
+        def turn(shared: tuple, entries: tuple) -> tuple:
+            return shared, (attend(*_together(ctx.dims, shared, entries)),)
+
+        with torch.no_grad():
+            # The loop would compute anew in each turn what it does not carry.
+            _, (outputs,) = backend.scan(turn, *_apart(ctx.dims, tensors, parts))
+        return _merge(outputs, output_dim)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        needed = ctx.needs_input_grad[5:]
+        is_cut = [dim is not None for dim in ctx.dims]
+        shared, entries = _apart(ctx.dims, ctx.saved_tensors, ctx.parts)
+        sums = tuple(
+            torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+            for tensor, cut, wanted in zip(ctx.saved_tensors, is_cut, needed, strict=True)
+            if wanted and not cut
+        )
+
+        def turn(carry: tuple, entries: tuple) -> tuple:
+            shared, sums = carry
+            gradient, *entries = entries
+            # On this thread, as the loop over layers has it.
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                tensors = [
+                    tensor.detach().requires_grad_(wanted)
+                    for tensor, wanted in zip(_together(ctx.dims, shared, entries), needed, strict=True)
+                ]
+                with ctx.autocast():
+                    output = ctx.attend(*tensors)
+                found = torch.autograd.grad(output, list(compress(tensors, needed)), gradient)
+            by_slice = list(compress(is_cut, needed))
+            more = [gradient for gradient, cut in zip(found, by_slice, strict=True) if not cut]
+            sums = tuple(total + gradient for total, gradient in zip(sums, more, strict=True))
+            return (shared, sums), tuple(compress(found, by_slice))
+
+        entries = (_split(gradient, ctx.output_dim, ctx.parts), *entries)
+        (_, sums), stacked = ctx.backend.scan(turn, (shared, sums), entries)
+        sums, stacked = iter(sums), iter(stacked)
+        gradients = [
+            None if not wanted else _merge(next(stacked), dim) if dim is not None else next(sums).to(tensor.dtype)
+            for tensor, dim, wanted in zip(ctx.saved_tensors, ctx.dims, needed, strict=True)
+        ]
+        return *[None] * 5, *gradients
+
+
+def _split(tensor: Tensor, dim: int, parts: int) -> Tensor:
+    return tensor.unflatten(dim, (parts, -1)).movedim(dim, 0)
+
+
+def _merge(stacked: Tensor, dim: int) -> Tensor:
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _apart(dims: list[int | None], tensors: tuple[Tensor, ...], parts: int) -> tuple[tuple, tuple]:
+    """What all slices share, and what each has of its own, stacked."""
+    shared = tuple(tensor.detach() for dim, tensor in zip(dims, tensors, strict=True) if dim is None)
+    own = (_split(tensor.detach(), dim, parts) for dim, tensor in zip(dims, tensors, strict=True) if dim is not None)
+    return shared, tuple(own)
+
+
+def _together(dims: list[int | None], shared: tuple[Tensor, ...], own: tuple[Tensor, ...]) -> list[Tensor]:
+    shared, own = iter(shared), iter(own)
+    return [next(shared) if dim is None else next(own) for dim in dims]
+
+
+def _choose_parts(query: Tensor, key: Tensor, num_chips: int) -> list[int]:
+    """Into how many parts to cut rows, heads and queries. Parts of a cut are alike; heads of one key stay together."""
+    batch, heads, queries, _ = query.shape
+    needed = ceil(batch * heads * queries * key.shape[2] / (num_chips * _SLICE_ELEMENTS))
+    chosen = []
+    # Rows that are split over chips are on all of them at once.
+    for size in (batch if num_chips == 1 else 1, key.shape[1], queries):
+        chosen.append(max(parts for parts in range(1, min(size, needed) + 1) if size % parts == 0))
+        needed = ceil(needed / chosen[-1])
+    return chosen
+
+
+def _sliced_attention(
+    backend: Backend,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    # Each model has its own, under this name.
+    eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    used = {name: value for name, value in kwargs.items() if name in inspect.signature(eager).parameters}
+    given = [query, key, value] if attention_mask is None else [query, key, value, attention_mask]
+    whole = (
+        query.device.type != backend.device.type
+        # The masks of dropout would have to be drawn again.
+        or (dropout > 0 and module.training)
+        # What else there is, by head or by query: sinks, position biases.
+        or any(isinstance(value, Tensor) for value in used.values())
+        or any(True for _ in module.parameters(recurse=False))
+        or (attention_mask is not None and attention_mask.requires_grad)
+    )
+    parts = [] if whole else _choose_parts(query, key, backend.num_chips)
+    if all(count == 1 for count in parts):
+        return eager(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return eager(module, query, key, value, mask, dropout=0.0, **used)[0]
+
+    for (dims, output_dim), count in reversed(list(zip(_CUTS, parts, strict=True))):
+        if count > 1:
+            attend = partial(_Slices.apply, attend, dims, output_dim, count, backend)
+    return attend(*given), None
+
+
+def use_sliced_attention(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> None:
+    """
+    Make a transformers model go through its attention in slices: some rows, some heads, or some queries at a time.
+
+    A slice is computed by the model's own eager attention, in the forward pass and again in the backward pass, so the numbers
+    are the same, and there are never more scores, probabilities and gradients of them than those of one slice. Eager
+    attention itself is used where all scores are no more than a slice, on another device than the backend's, with dropout of
+    probabilities, and where attention knows more than queries, keys, values and a mask: sinks, position biases. As with
+    transformers' other implementations there is no `output_attentions`.
+
+    Data parallel on several chips nothing changes: XLA's partitioner stops at the loop where chips run by themselves.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            Model to change in place; models inside wrappers such as [`~peft.PeftModel`] are found.
+        backend ([`Backend`]):
+            The backend in use.
+        mesh (`dict[str, int]`):
+            Size of each axis of the mesh.
+    """
+    if backend.num_chips > 1 and mesh["fsdp"] == 1:
+        return
+    AttentionInterface.register(SLICED_EAGER, partial(_sliced_attention, backend))
+    AttentionMaskInterface.register(SLICED_EAGER, eager_mask)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.set_attn_implementation(SLICED_EAGER)
+            return
