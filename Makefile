@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICKSTART := .cache/quickstart
 
-.PHONY: setup quickstart test test-slow tpu-compiler quality style benchmark docs clean help
+.PHONY: setup quickstart test test-slow quality style benchmark docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -14,7 +14,7 @@ setup: $(VENV)/.installed  ## Create .venv with torch, torch_xla, trl and this p
 $(VENV)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[tpu,quickstart,test]'
+	$(BIN)/python -m pip install --quiet -e '.[tpu,plan,quickstart,test]'
 	@touch $@
 
 $(QUICKSTART)/ready.json: | setup
@@ -31,13 +31,6 @@ test: setup  ## Lint and run the tests
 test-slow: setup  ## Run the slow tests too
 	$(BIN)/python -m pytest -q -m 'slow or not slow' tests
 
-tpu-compiler: .venv-tpu-compiler/.installed  ## Create .venv-tpu-compiler, with which the slow tests compile for TPU
-
-.venv-tpu-compiler/.installed: tests/tpu_compiler/requirements.txt
-	$(PYTHON) -m venv .venv-tpu-compiler
-	.venv-tpu-compiler/bin/python -m pip install --quiet -r $<
-	@touch $@
-
 quality: setup  ## Check style and lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,7 +39,7 @@ style: setup  ## Fix style and lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-benchmark: setup  ## Stock TRL against this package against a bare loop, as a table
+benchmark: setup  ## Stock TRL against this package against bare loops, as a table
 	$(BIN)/python tests/benchmarks/step_overhead.py
 
 docs: setup  ## Build the documentation
@@ -54,4 +47,4 @@ docs: setup  ## Build the documentation
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove the environment and all caches
-	rm -rf $(VENV) .venv-tpu-compiler .cache build dist *.egg-info
+	rm -rf $(VENV) .cache build dist *.egg-info

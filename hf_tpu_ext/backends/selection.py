@@ -55,6 +55,29 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     return _chosen[asked]
 
 
+def select_tracing(num_chips: int) -> Backend:
+    """
+    From now on choose, in this process, XLA by which programs are traced for TPU chips and none is run.
+
+    Args:
+        num_chips (`int`):
+            Chips of the TPU.
+
+    Returns:
+        [`Backend`]: The backend, a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`].
+
+    Raises:
+        `ValueError`: torch_xla is not installed.
+    """
+    if not has_torch_xla():
+        raise ValueError("Programs are traced by torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
+    from .xla_tracing import TracingBackend
+
+    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips)
+    return select_backend("xla")
+
+
 def _xla(pjrt_device: str, reason: str) -> Backend:
     # torch_xla warns, when it is imported, that it chooses by itself.
     os.environ.setdefault("PJRT_DEVICE", pjrt_device)

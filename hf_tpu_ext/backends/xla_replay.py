@@ -54,6 +54,37 @@ class _Seed:
     draws: int
 
 
+@dataclass(frozen=True)
+class TracedStep:
+    """
+    What was traced in a recording.
+
+    Args:
+        results (`list[torch.Tensor]`):
+            Tensors that were computed and not run yet.
+        outputs (`list[int]`):
+            Place of each in the state.
+        values (`list[torch.Tensor]`):
+            What the program is computed from, in the order of its arguments.
+        inputs (`list[int | torch.Tensor | _Seed]`):
+            For each of them its place among state and data, or a tensor that stays as it is, or a seed.
+        updated (`list[bool]`):
+            Whether a result takes its place.
+        draws (`int`):
+            Random operators in the program.
+        seed_after (`int`):
+            State of the random number generator after them.
+    """
+
+    results: list[torch.Tensor]
+    outputs: list[int]
+    values: list[torch.Tensor]
+    inputs: list["int | torch.Tensor | _Seed"]
+    updated: list[bool]
+    draws: int
+    seed_after: int
+
+
 class XLARecording(Recording):
     """
     What is traced from now on, to be compiled once and run many times.
@@ -103,6 +134,34 @@ class XLARecording(Recording):
         return _buffers(tensors)
 
     def finish(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> "XLAProgram":
+        traced = self.end_trace(state, like)
+        for value, is_updated in zip(traced.values, traced.updated, strict=True):
+            if is_updated:
+                _XLAC._set_buffer_donation(value, True)
+        with alias_with_buffer_donor_config():
+            handle = _XLAC._get_graph_hash(traced.results)
+            program = XLAProgram(self._device, handle, traced.inputs, traced.outputs, traced.draws)
+            _XLAC._xla_warm_up_cache(traced.results, [])
+        program.take(state, _XLAC._run_cached_graph(handle, traced.values))
+        xm.set_rng_state(traced.seed_after)
+        return program
+
+    def end_trace(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> "TracedStep":
+        """
+        Find what was traced depends on and what it makes.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                The tensors of the state now, in the same order.
+            like ([`XLAProgram`], *optional*):
+                An earlier program that this one should be.
+
+        Returns:
+            [`TracedStep`]: What was traced.
+
+        Raises:
+            `CannotReplay`: It depends on something else, or makes something else, than state and data.
+        """
         pending = _XLAC._check_tensor_need_materialization(list(state))
         for before, after, is_pending in zip(self._state, state, pending, strict=True):
             if before is not after and not is_pending:
@@ -126,18 +185,9 @@ class XLARecording(Recording):
             if buffer in self._others:
                 raise CannotReplay("a number is sent to the device in the middle of a step")
             inputs.append(self._slots.get(buffer, value))
+        updated = [isinstance(slot, int) and slot < len(state) and pending[slot] for slot in inputs]
         after = xm.get_rng_state()
-        draws = _count_draws(self._seed, after)
-        for value, slot in zip(values, inputs, strict=True):
-            if isinstance(slot, int) and slot < len(self._state) and pending[slot]:
-                _XLAC._set_buffer_donation(value, True)
-        with alias_with_buffer_donor_config():
-            handle = _XLAC._get_graph_hash(results)
-            program = XLAProgram(self._device, handle, inputs, outputs, draws)
-            _XLAC._xla_warm_up_cache(results, [])
-        program.take(state, _XLAC._run_cached_graph(handle, values))
-        xm.set_rng_state(after)
-        return program
+        return TracedStep(results, outputs, values, inputs, updated, _count_draws(self._seed, after), after)
 
     def _draws_before(self, seeds: list[torch.Tensor], known: list[int]) -> list[int]:
         """For each seed that the program starts from, the random operators between the beginning of the step and it."""

@@ -29,6 +29,8 @@ class RunFacts:
             Settings that were replaced or have no effect.
         token_waste (`str`, *optional*):
             How much is padding, and what to set against it.
+        token_share (`float`, *optional*):
+            Share of the tokens in batches that are not padding, where row lengths are known.
     """
 
     precision: str
@@ -37,6 +39,7 @@ class RunFacts:
     programs: int | None
     changes: list[str]
     token_waste: str | None = None
+    token_share: float | None = None
 
 
 class RunLines(TrainerCallback):

@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from .. import __version__
-from . import cache_teacher, prepare, pretrain, sft, warmup
+from . import cache_teacher, plan, prepare, pretrain, sft, warmup
 
 
 DESCRIPTION = """\
@@ -19,7 +19,13 @@ first steps:
 """
 
 #: Sub-commands that read a recipe; their arguments are its keys.
-_TRAINING = {"sft": sft.run, "pretrain": pretrain.run, "cache-teacher": cache_teacher.run, "warmup": warmup.run}
+_TRAINING = {
+    "sft": sft.run,
+    "pretrain": pretrain.run,
+    "cache-teacher": cache_teacher.run,
+    "warmup": warmup.run,
+    "plan": plan.run,
+}
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
 _SPEAK_TO_USERS = {"hf_tpu_ext", "trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
 
@@ -36,12 +42,14 @@ def main(argv: list[str] | None = None) -> int:
             Arguments after `hf-tpu`. By default those of the process.
 
     Returns:
-        `int`: Exit status: `0`, or `2` for a mistake in what was asked for.
+        `int`: Exit status: `0`, or `2` for a mistake in what was asked for. That of `hf-tpu plan` is `1` where a recipe does
+        not fit.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] and argv[0] in _TRAINING:
-            _TRAINING[argv[0]](argv[1:])
+            # What a plan comes to is its status; the others say nothing.
+            return _TRAINING[argv[0]](argv[1:]) or 0
         else:
             args = _parser().parse_args(argv or ["--help"])
             return args.func(args)
@@ -67,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser(
         "warmup", help="compile a recipe's programs before it is run (`hf-tpu warmup --help` says how)"
+    )
+    commands.add_parser(
+        "plan", help="compile a recipe for a TPU that is not there: does it fit (`hf-tpu plan --help` says how)"
     )
     prepare.add_parser(commands)
     return parser

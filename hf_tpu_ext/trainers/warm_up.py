@@ -1,27 +1,17 @@
 """Compiling the programs of a run before the run, by training on made batches and keeping nothing."""
 
-from bisect import bisect_left
 from collections.abc import Hashable
-from typing import Any
 
-import datasets
-import torch
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import SaveStrategy
+from transformers import TrainerCallback
 
 from ..backends import select_backend
 from ..backends.base import Counters
 from ..backends.compile_cache import CacheUse, cache_root
-from ..callbacks.run_lines import RunLines
 from ..callbacks.samples import ShowSamples
 from ..step.replay import CLOSING, MICRO
 from .configs import ExtensionArguments
-from .lengths import row_lengths
-
-
-# A step may be run otherwise once it was seen, and otherwise again once the two were compared.
-_STEPS_PER_SHAPE = 3
+from .every_length import EveryLengthMixin
 
 
 class WarmedUp(Exception):
@@ -80,7 +70,7 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
     return lines
 
 
-class WarmUpMixin:
+class WarmUpMixin(EveryLengthMixin):
     """
     Makes `train` of a trainer compile the programs of training and evaluation, for every length that they need.
 
@@ -101,16 +91,12 @@ class WarmUpMixin:
         `ValueError`: There is nothing to compile, or nowhere to keep it.
     """
 
-    #: In place of the recipe's.
-    output_dir: str
+    # A step may be run otherwise once it was seen, and otherwise again once the two were compared.
+    steps_per_length = 3
 
     def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
         for line in open_compile_cache(args):
             tqdm.write(line)
-        args.output_dir = self.output_dir
-        args.report_to = []
-        args.save_strategy = SaveStrategy.NO
-        args.load_best_model_at_end = args.push_to_hub = False
         super().__init__(model, args, *rest, **kwargs)
 
     def train(self, *args, **kwargs) -> None:
@@ -127,44 +113,17 @@ class WarmUpMixin:
             [`WarmedUp`]: When they are compiled.
             `ValueError`: The rows are not tokens.
         """
-        assert self.lengths, "the commands that take a recipe ask for max_length"
-        accumulation = self.args.gradient_accumulation_steps
-        train_rows = self._row_per_length(self.train_dataset)
-        self.train_dataset = _repeat(train_rows, self._train_batch_size * accumulation, times=_STEPS_PER_SHAPE)
-        num_programs = len(train_rows) * (2 if accumulation > 1 else 1)
+        num_programs = len(self.train_rows) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         if self.eval_dataset is not None:
-            eval_rows = self._row_per_length(self.eval_dataset)
-            self.eval_dataset = _repeat(eval_rows, self.args.eval_batch_size)
-            num_programs += len(eval_rows)
-        self.args.train_sampling_strategy = "sequential"
-        self.args.max_steps = len(train_rows) * _STEPS_PER_SHAPE
-        for callback in (ProgressCallback, PrinterCallback, RunLines):
-            self.remove_callback(callback)
+            num_programs += len(self.eval_rows)
         with tqdm(total=num_programs, desc="compiling", unit="program", disable=self.args.disable_tqdm) as bar:
             compiling = _Compiling(self, self.pop_callback(ShowSamples), bar)
-            self.add_callback(compiling)
-            super().train()
+            self.train_every_length([compiling])
         raise WarmedUp(compiling.programs, self.backend.cache_use())
-
-    def _row_per_length(self, dataset) -> datasets.Dataset:
-        """One row for each declared length that batches of a dataset are padded to."""
-        lengths = row_lengths(dataset)
-        if lengths is not None:
-            found: dict[int, int] = {}
-            for index, length in enumerate(lengths):
-                found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
-            return dataset.select([found[place] for place in sorted(found)])
-        row = next(iter(dataset))
-        if "input_ids" not in row:
-            raise ValueError(
-                "hf-tpu warmup takes rows of tokens, and the rows of this dataset are made into tokens batch by batch "
-                "(images). Start the run itself: its programs are kept as well."
-            )
-        return datasets.Dataset.from_list([_stretch(row, length) for length in self.lengths])
 
 
 class _Compiling(TrainerCallback):
-    """Notes what is spent on each program, evaluates at the end, and keeps the progress."""
+    """Notes what is spent on each program, and keeps the progress."""
 
     def __init__(self, trainer: WarmUpMixin, samples: ShowSamples | None, bar: tqdm):
         self.programs: dict[Hashable, Counters] = {}
@@ -193,10 +152,6 @@ class _Compiling(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._note(CLOSING, self._trainer._batch_shape)
-        control.should_save = False
-        if state.global_step == state.max_steps:
-            control.should_log = True
-            control.should_evaluate = self._trainer.eval_dataset is not None
 
     def on_prediction_step(self, args, state, control, **kwargs):
         self._note("evaluation step", self._trainer._batch_shape)
@@ -219,20 +174,3 @@ def warming_up(trainer: type, output_dir: str) -> type:
         `type`: A class whose `train` raises [`WarmedUp`].
     """
     return type(f"WarmUp{trainer.__name__}", (WarmUpMixin, trainer), {"output_dir": output_dir})
-
-
-def _repeat(rows: datasets.Dataset, count: int, times: int = 1) -> datasets.Dataset:
-    """Each row `count` times one after the other, and that `times` times."""
-    return rows.select(torch.arange(len(rows)).repeat_interleave(count).repeat(times).tolist())
-
-
-def _stretch(row: dict[str, Any], length: int) -> dict[str, Any]:
-    """A row of another length: what there is for each token is repeated, or cut off."""
-    tokens = len(row["input_ids"])
-    stretched = {
-        key: (value * -(-length // tokens))[:length] if isinstance(value, list) and len(value) == tokens else value
-        for key, value in row.items()
-    }
-    if "seq_lengths" in row:
-        stretched["seq_lengths"] = [length]
-    return stretched

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hlo import Collective
 from schemes import CHIPS, LENGTH, ROWS_PER_CHIP, SCHEMES, SIZES, Run, make_inputs, run_schemes
 from tables import versions, write_block
 
+from hf_tpu_ext.plan.hlo import Collective
 from hf_tpu_ext.sharding.plan import PlannedParameter, format_bytes
 from hf_tpu_ext.step.replay import CLOSING, MICRO
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from datasets import load_dataset
-from hlo import Program
 from peft import LoraConfig
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+from hf_tpu_ext.plan.hlo import Collective, argument_bytes, parse_collectives
 from hf_tpu_ext.sharding.plan import PlannedParameter
 
 
@@ -65,6 +65,60 @@ SCHEMES = {
     "fsdp_saving": Scheme("fully sharded, bfloat16, gradient checkpointing", "fsdp", saving=True),
     "data_fsdp": Scheme("data=2 x fsdp=4", "data=2,fsdp=4"),
 }
+
+
+@dataclass(frozen=True)
+class Program:
+    """
+    A compiled program of one device.
+
+    Args:
+        text (`str`):
+            Its optimized HLO.
+        weights (`frozenset[tuple[int, ...]]`):
+            Shapes of the weights, whole and in parts, each with its sizes in ascending order: compilers transpose.
+    """
+
+    text: str
+    weights: frozenset[tuple[int, ...]]
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes that a device holds when the program starts."""
+        return argument_bytes(self.text)
+
+    @property
+    def numbers(self) -> list[Collective]:
+        """Collectives of single numbers: sums for metrics and for the gradient norm."""
+        return [item for item in parse_collectives(self.text) if not any(tensor.dims for tensor in item.tensors)]
+
+    @property
+    def gathers(self) -> list[Collective]:
+        """All-gathers of weights."""
+        return self._of_weights("all-gather")
+
+    @property
+    def scatters(self) -> list[Collective]:
+        """Reduce-scatters of gradients."""
+        return self._of_weights("reduce-scatter")
+
+    @property
+    def reductions(self) -> list[Collective]:
+        """All-reduces of gradients."""
+        return self._of_weights("all-reduce")
+
+    @property
+    def others(self) -> list[Collective]:
+        """All other collectives."""
+        known = [*self.numbers, *self.gathers, *self.scatters, *self.reductions]
+        return [item for item in parse_collectives(self.text) if item not in known]
+
+    def _of_weights(self, kind: str) -> list[Collective]:
+        return [
+            item
+            for item in parse_collectives(self.text)
+            if item.kind == kind and any(tuple(sorted(tensor.dims)) in self.weights for tensor in item.tensors)
+        ]
 
 
 @dataclass(frozen=True)
@@ -161,7 +215,27 @@ def train(scheme: Scheme, directory: Path) -> Run:
                 (dumps[kind],) = new
             return program
 
-    trainer = Recorder(
+    trainer = make_trainer(Recorder, scheme, directory)
+    trainer.train()
+    return Run(trainer.mesh, trainer.sharding_plan.parameters, dumps)
+
+
+def make_trainer(trainer_class: type[TPUSFTTrainer], scheme: Scheme, directory: Path) -> TPUSFTTrainer:
+    """
+    Make the trainer of a scheme.
+
+    Args:
+        trainer_class (`type`):
+            Its class.
+        scheme ([`Scheme`]):
+            How to train.
+        directory (`Path`):
+            Directory of [`make_inputs`].
+
+    Returns:
+        [`TPUSFTTrainer`]: The trainer.
+    """
+    return trainer_class(
         str(directory / "model"),
         TPUSFTConfig(
             str(directory / "output"),
@@ -179,8 +253,6 @@ def train(scheme: Scheme, directory: Path) -> Run:
         train_dataset=load_dataset("json", data_files=str(directory / "data" / "train.jsonl"), split="train"),
         peft_config=LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0) if scheme.lora else None,
     )
-    trainer.train()
-    return Run(trainer.mesh, trainer.sharding_plan.parameters, dumps)
 
 
 def run_schemes(names: Sequence[str], directory: Path) -> dict[str, Run]:

@@ -1,5 +1,6 @@
-"""The training programs of eight devices, compiled for a TPU v5e-8 by the TPU compiler in an environment of its own."""
+"""The training programs of eight chips, compiled for a TPU v5e-8."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
-from hlo import Program  # noqa: E402
-from schemes import SCHEMES, Run, make_inputs, run_schemes  # noqa: E402
+from schemes import Program, Run, make_inputs  # noqa: E402
+
+from hf_tpu_ext.plan.compiler import compile_programs  # noqa: E402
+from hf_tpu_ext.plan.programs import Argument, TracedProgram  # noqa: E402
+from hf_tpu_ext.plan.topologies import find_topology  # noqa: E402
+from hf_tpu_ext.sharding.plan import PlannedParameter  # noqa: E402
 
 
-ENVIRONMENT = HERE.parents[1] / ".venv-tpu-compiler"
 # Smaller weights are not worth it to the compiler to be summed up in parts.
 SIZES = {
     "vocab_size": 2048,
@@ -45,47 +49,48 @@ class TPUProgram(Program):
     memory: dict[str, int]
 
 
-def run_command(*command) -> str:
-    """Run a command; its output becomes the error if it fails."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        pytest.fail(f"{' '.join(map(str, command))} failed:\n{done.stdout}", pytrace=False)
-    return done.stdout
-
-
 @pytest.fixture(scope="session")
-def compiler():
-    """Python of the environment with the TPU compiler. Made as `make tpu-compiler` makes it, if it is not there."""
-    python, installed = ENVIRONMENT / "bin" / "python", ENVIRONMENT / ".installed"
-    if not installed.exists():
-        run_command(sys.executable, "-m", "venv", ENVIRONMENT)
-        run_command(python, "-m", "pip", "install", "-r", HERE / "requirements.txt")
-        installed.touch()
-    return python
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory) -> dict[str, Run]:
-    """What each scheme compiles on eight devices of the host."""
+def traced(tmp_path_factory) -> dict[str, dict]:
+    """What `trace_schemes.py` writes."""
     directory = tmp_path_factory.mktemp("eight_chips")
     make_inputs(directory, **SIZES)
-    return run_schemes(list(SCHEMES), directory)
+    done = subprocess.run(
+        [sys.executable, HERE / "trace_schemes.py", directory],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        pytest.fail(f"Tracing failed:\n{done.stdout}", pytrace=False)
+    return json.loads((directory / "traced.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")
-def compile_for_tpu(compiler, runs, tmp_path_factory):
-    """Compiles a program of a scheme for `v5e:2x4`, once, and gives the [`TPUProgram`] of one chip."""
-    directory = tmp_path_factory.mktemp("tpu_programs")
+def runs(traced) -> dict[str, Run]:
+    """Parameters of each scheme."""
+    return {
+        name: Run(found["mesh"], [PlannedParameter(**values) for values in found["parameters"]], {})
+        for name, found in traced.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def compile_for_tpu(traced, runs):
+    """Compiles a program of a scheme, once, and gives the [`TPUProgram`] of one chip."""
     programs: dict[tuple[str, str], TPUProgram] = {}
 
     def compile_program(scheme: str, kind: str) -> TPUProgram:
         if (scheme, kind) not in programs:
-            run, optimized = runs[scheme], directory / f"{scheme}.{kind}.txt"
-            printed = run_command(compiler, HERE / "compiler.py", run.dumps[kind], optimized)
-            memory = json.loads(printed.splitlines()[-1])
-            program = TPUProgram(optimized.read_text(encoding="utf-8"), run.weight_shapes, memory)
-            programs[scheme, kind] = program
-            megabytes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in memory.items())
+            (values,) = (values for values in traced[scheme]["programs"] if values["kind"] == kind)
+            values = values | {
+                "module": base64.b64decode(values["module"]),
+                "arguments": [Argument(**argument) for argument in values["arguments"]],
+                "batch_shape": tuple(values["batch_shape"]),
+            }
+            (compiled,) = compile_programs([TracedProgram(**values)], find_topology("v5e-8"))
+            assert compiled.error is None
+            programs[scheme, kind] = TPUProgram(compiled.text, runs[scheme].weight_shapes, compiled.memory)
+            megabytes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in compiled.memory.items())
             print(f"\n{scheme}, {kind}: {megabytes}")
         return programs[scheme, kind]
 

@@ -1,9 +1,9 @@
 from collections import Counter
 
 import pytest
-from hlo import parse_collectives
 from schemes import SCHEMES
 
+from hf_tpu_ext.plan.hlo import parse_collectives
 from hf_tpu_ext.step.replay import CLOSING, MICRO
 
 
@@ -32,7 +32,7 @@ def test_compiles_and_updates_in_place(compile_for_tpu, scheme, kind):
     counts = Counter(item.kind for item in parse_collectives(program.text))
     print(f"collectives: {', '.join(f'{count} {name}' for name, count in counts.items())}")
     memory = program.memory
-    assert sum(memory.values()) - memory["alias"] < CHIP_BYTES
+    assert sum(memory.values()) - 2 * memory["alias"] < CHIP_BYTES
     assert memory["alias"] > 0.95 * memory["output"]
 
 
@@ -44,7 +44,7 @@ def test_fully_sharded_holds_a_part(compile_for_tpu, kind):
 
 @pytest.mark.parametrize("scheme", ["data", "data_accumulated", "data_accumulated_lora"])
 def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(compile_for_tpu, runs, scheme):
-    for kind in runs[scheme].dumps:
+    for kind in [MICRO, CLOSING] if SCHEMES[scheme].gradient_accumulation_steps > 1 else [CLOSING]:
         found = parse_collectives(compile_for_tpu(scheme, kind).text)
         reduced = Counter(tensor.num_bytes for item in found for tensor in item.tensors)
         gradients = Counter(p.num_bytes for p in runs[scheme].trainable if kind == CLOSING)

@@ -1,5 +1,6 @@
 import pytest
-from hlo import Collective, Shape, argument_bytes, parse_collectives, parse_shapes
+
+from hf_tpu_ext.plan.hlo import Collective, Shape, argument_bytes, parse_collectives, parse_shapes
 
 
 MODULE = """\

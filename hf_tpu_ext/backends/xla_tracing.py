@@ -1,0 +1,215 @@
+"""XLA whose programs are traced and not run: tensors of any size, of which there is the shape alone."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .program import Program
+from .xla import XLABackend, rows_spec
+from .xla_replay import XLAProgram, XLARecording
+
+
+_XLAC = torch_xla._XLAC
+
+# Bytes of a tensor that is sent with its values: batches are, gradients of every chip are not.
+_SMALL = 2**26
+
+
+@dataclass(frozen=True)
+class TracedModule(Program):
+    """
+    A program that was traced and is not run.
+
+    Args:
+        module (`bytes`):
+            Serialized `HloModuleProto`.
+        arguments (`list[torch.Tensor]`):
+            What was placed, sent or computed before, for each of its arguments.
+        donated (`list[bool]`):
+            Whether a result takes the argument's place.
+        shardings (`list[str | None]`):
+            How each argument is split over the chips, as HLO writes it, where the module does not say.
+    """
+
+    module: bytes
+    arguments: list[torch.Tensor]
+    donated: list[bool]
+    shardings: list[str | None]
+
+    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def difference(self, other: "TracedModule") -> str | None:
+        return None
+
+    @property
+    def seeds(self) -> list[int]:
+        """As [`XLAProgram.seeds`], which are of no use to a program that is not run."""
+        return []
+
+
+class _Recording(XLARecording):
+    def __init__(self, backend: "TracingBackend", state: Sequence[torch.Tensor]):
+        super().__init__(backend.device, state)
+        self._backend = backend
+
+    def finish(self, state: Sequence[torch.Tensor], like: XLAProgram | None = None) -> TracedModule:
+        traced = self.end_trace(state, like)
+        return self._backend.take_module(traced.results, traced.values, traced.updated)
+
+
+class TracingBackend(XLABackend):
+    """
+    XLA on the host, by which programs are traced as for the chips of a TPU, and not run.
+
+    What is placed, sent or computed has a shape and a dtype only. So a model needs no memory, and its parameters may be on the
+    meta device. Numbers that are read are 0.
+
+    Args:
+        num_chips (`int`):
+            Chips of the TPU. The XLA runtime of this process is started with as many devices.
+    """
+
+    def __init__(self, num_chips: int):
+        super().__init__(f"programs are traced for {num_chips} TPU chips", "CPU")
+        super().use_chips(num_chips, "num_chips")
+        self._shardings = WeakIdKeyDictionary()
+        # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
+        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._buffers: list[torch.Tensor] = []
+
+    def use_chips(self, num_chips: int | None, setting: str) -> None:
+        if num_chips not in (None, self._host_chips):
+            raise ValueError(
+                f"{setting}={num_chips}, but programs are traced for {self._host_chips} chips. Leave it out, or name a "
+                f"topology of {num_chips}."
+            )
+
+    # ---- Tensors ----
+
+    def _new(self, like: torch.Tensor) -> torch.Tensor:
+        placeholder = xb.create_placeholder_tensor(tuple(like.shape), like.dtype)
+        self._buffers.append(placeholder)
+        return placeholder
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        (identity,) = _XLAC._get_tensors_handle([tensor])
+        self._owners[identity] = weakref.ref(tensor)
+        return tensor
+
+    def place(self, model: nn.Module) -> nn.Module:
+        made: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.device != self.device:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = self._own(nn.Parameter(self._new(parameter), parameter.requires_grad))
+                    module._parameters[name] = made[id(parameter)]
+        return super().place(model)
+
+    def _send(self, data: Any, by_rows: bool) -> Any:
+        def send(value: torch.Tensor) -> torch.Tensor:
+            if value.nbytes < _SMALL:
+                # With a value, a tensor can be marked as split, which what is computed from it then tells on.
+                sent = super(TracingBackend, self)._send(value, by_rows)
+                self._buffers.append(sent)
+            else:
+                sent = self._new(value).detach()
+            if self._mesh is not None:
+                self.shard(sent, rows_spec(self._mesh, sent.ndim, by_rows))
+            return self._own(sent)
+
+        return tree_map_only(torch.Tensor, send, data)
+
+    def fetch(self, data: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda value: torch.zeros(value.shape, dtype=value.dtype), data)
+
+    def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
+        if self._mesh is not None:
+            # Placeholders cannot be marked. A small tensor tells how HLO writes the same.
+            example = torch.zeros([self.num_chips] * len(spec)).to(self.device)
+            sharding = self._mesh.get_op_sharding(spec)
+            _XLAC._xla_mark_sharding(example, sharding)
+            self._shardings[tensor] = sharding, _XLAC._get_xla_sharding_spec(example)
+
+    # ---- Programs ----
+
+    def _pending(self) -> list[torch.Tensor]:
+        """Tensors that were computed and not run. torch_xla counts them, and does not list them."""
+        tensors = [
+            value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device.type == "xla"
+        ]
+        pending = _XLAC._check_tensor_need_materialization(tensors)
+        return [tensor for tensor, is_pending in zip(tensors, pending, strict=True) if is_pending]
+
+    def _sync(self, wait: bool = False) -> None:
+        # What was computed so far is taken as run when the next program begins.
+        pass
+
+    def _take_as_run(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.data = self._new(tensor)
+            self._own(tensor)
+
+    def record(self, state: Sequence[torch.Tensor]) -> _Recording:
+        self._take_as_run(self._pending())
+        return _Recording(self, state)
+
+    def _kept_in_place(self, result: torch.Tensor) -> torch.Tensor:
+        """A result that is split as the tensor is that it was computed for."""
+        if result not in self._shardings or _XLAC._get_xla_sharding_spec(result):
+            return result
+        # As torch_xla does it where the tensor is marked, which has a value then.
+        kept = torch.zeros_like(result)
+        _XLAC._xla_mark_sharding(kept, self._shardings[result][0])
+        return kept.copy_(result)
+
+    def end_module(self) -> TracedModule:
+        """
+        End the program traced so far, whose arguments stay as they are.
+
+        Returns:
+            [`TracedModule`]: The program.
+        """
+        results = self._pending()
+        _, values = _XLAC._get_tensors_xla_device_data_node(results)
+        return self.take_module(results, values, [False] * len(values))
+
+    def take_module(
+        self, results: list[torch.Tensor], values: list[torch.Tensor], donated: list[bool]
+    ) -> TracedModule:
+        """
+        Take what was traced, and go on as if it had been run.
+
+        Args:
+            results (`list[torch.Tensor]`):
+                What was computed.
+            values (`list[torch.Tensor]`):
+                What from, in the order of the program's arguments.
+            donated (`list[bool]`):
+                Whether a result takes its place.
+
+        Returns:
+            [`TracedModule`]: The program.
+        """
+        arguments = []
+        for identity, value in zip(_XLAC._get_tensors_handle(values), values, strict=True):
+            owner = self._owners[identity]() if identity in self._owners else None
+            arguments.append(value if owner is None else owner)
+        module = TracedModule(
+            _XLAC._get_xla_tensors_hlo_proto([self._kept_in_place(result) for result in results]),
+            arguments,
+            donated,
+            [self._shardings[argument][1] if argument in self._shardings else None for argument in arguments],
+        )
+        self._take_as_run(results)
+        return module

@@ -1,0 +1,170 @@
+"""`hf-tpu plan`: compile a recipe for a TPU that is not there."""
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from . import pretrain, sft
+from .recipe import Recipe, read_recipe
+
+
+DESCRIPTION = """\
+Say whether a recipe compiles and fits on a TPU, and what it costs, before a TPU is rented. The programs of the run are
+traced without weights and given to the compiler for TPU, on this machine, which needs none: pip install
+'hf_tpu_ext[plan]'. A large model takes minutes and no more memory than the compiler does.
+
+examples:
+  hf-tpu plan --config recipes/sft_lora_qwen3.yaml
+  hf-tpu plan --config recipes/sft_lora_qwen3.yaml --topology v5e-1 --seq-lengths 1024
+  hf-tpu plan --config recipes/sft_lora_qwen3.yaml --search
+
+The exit status is 0 if it fits, 1 if it does not, and 2 if that could not be told. For a recipe of `hf-tpu pretrain`:
+
+  hf-tpu plan pretrain --config recipes/pretrain_tinystories.yaml
+
+options of its own:
+  --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...
+  --seq-lengths N ...  tokens of rows, in place of reading the dataset
+  --search             try batch sizes, what is computed again, and meshes, and print those that are worth it
+  --json FILE          write the plan to FILE, too
+  --hlo DIRECTORY      write the compiled programs (optimized HLO) there
+  --prices FILE        prices of a chip's hour, in place of the list prices that come with this package
+  --compiler PYTHON    a Python that has the compiler's packages, by default this one
+  --jobs N             programs to compile at once (default: 1)
+"""
+# Keys of the recipe that make no sense with rows that are made.
+_OF_THE_DATA = (
+    "datasets",
+    "dataset_config",
+    "dataset_streaming",
+    "streaming",
+    "dataset_text_field",
+    "formatting_func",
+)
+_COMMANDS = {"sft": sft, "pretrain": pretrain}
+# These say on what a run is, and that is what --topology says.
+_OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(f"command line: {message}")
+
+
+def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--topology", default="v5e-8")
+    parser.add_argument("--seq-lengths", type=int, nargs="+")
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--hlo", type=Path)
+    parser.add_argument("--prices", type=Path)
+    parser.add_argument("--compiler", default=sys.executable)
+    parser.add_argument("--jobs", type=int, default=1)
+    options, rest = parser.parse_known_args(argv)
+    for length in options.seq_lengths or ():
+        if length < 1:
+            raise ValueError(
+                f"--seq-lengths {length}: a row has at least one token, for example --seq-lengths 512 1024"
+            )
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ValueError(f"--json {options.json}: there is no directory {options.json.parent}. Make it first.")
+    if options.hlo is not None and not options.hlo.is_dir():
+        raise ValueError(f"--hlo {options.hlo}: there is no such directory. Make it first.")
+    return options, rest
+
+
+def run(argv: list[str]) -> int:
+    """
+    Plan a recipe.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `hf-tpu plan`.
+
+    Returns:
+        `int`: `0` if it fits, `1` if it does not, `2` if that could not be told.
+
+    Raises:
+        `ValueError`: Something in the recipe is missing, unknown or does not fit, or the topology is unknown.
+    """
+    named = [argv[0]] if argv[:1] and argv[0] in _COMMANDS else []
+    command = named[0] if named else "sft"
+    options, rest = _options(argv[len(named) :])
+
+    from ..plan.topologies import find_topology
+
+    topology = find_topology(options.topology)
+    recipe = _open_recipe(rest, _COMMANDS[command].TINY_DATA, topology.num_chips)
+
+    from ..plan.make import Compiler, make_plan
+    from ..plan.page import render
+    from ..plan.prices import PRICES
+    from ..plan.search import search
+    from ..plan.trace import trace_run
+
+    with tempfile.TemporaryDirectory() as directory:
+        if options.seq_lengths:
+            recipe = _with_made_rows(recipe, Path(directory), options.seq_lengths)
+        elif not {"dataset_name", "datasets"} & {*recipe.values, *(word.removeprefix("--") for word in recipe.argv)}:
+            raise ValueError(
+                "Programs have the shapes of batches, and the recipe names no data. Give lengths of rows in its place: "
+                "--seq-lengths 1024"
+            )
+        compiler = Compiler(options.compiler, options.jobs, options.hlo)
+
+        def make(changes: dict[str, str]):
+            changed = replace(recipe, argv=[*recipe.argv, *_words(changes)])
+            title = " ".join(["plan", *named])
+            try:
+                programs, traced = trace_run(
+                    lambda adapt: _COMMANDS[command].train(changed, title, DESCRIPTION, adapt)
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"{error}\nA plan needs the model's configuration and tokenizer. The data can be left out: "
+                    f"--seq-lengths 1024"
+                ) from error
+            if options.seq_lengths:
+                traced = traced.without_data()
+            name = recipe.path or "the command line"
+            return make_plan(name, topology, programs, traced, compiler, options.prices or PRICES), traced
+
+        plan, traced = make({})
+        if options.search:
+            plan = search(plan, traced.per_device_train_batch_size, lambda changes: make(changes)[0])
+    print(render(plan))
+    if options.json is not None:
+        plan.save(options.json)
+    return {True: 0, False: 1, None: 2}[plan.fits]
+
+
+def _with_made_rows(recipe: Recipe, directory: Path, lengths: list[int]) -> Recipe:
+    from ..plan.made_rows import write_rows
+
+    values = {key: value for key, value in recipe.values.items() if key not in _OF_THE_DATA}
+    named = write_rows(directory, lengths, values)
+    # After whatever else the command line says.
+    return replace(recipe, values=values, argv=[*recipe.argv, *_words(named)])
+
+
+def _words(values: dict[str, str]) -> list[str]:
+    return [word for key, value in values.items() for word in (f"--{key}", value)]
+
+
+def _open_recipe(argv: list[str], tiny_data: str, num_chips: int) -> Recipe:
+    recipe = read_recipe(argv)
+    os.environ.update(recipe.env)
+    for variable in _OF_THE_MACHINE:
+        os.environ.pop(variable, None)
+    if recipe.smoke is not None:
+        recipe.use_tiny(tiny_data)
+    recipe.values["backend"] = "xla"
+
+    from ..backends.selection import select_tracing
+
+    select_tracing(num_chips)
+    return recipe

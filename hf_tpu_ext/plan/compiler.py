@@ -1,0 +1,139 @@
+"""The compiler for TPU, in processes of its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import requires
+from pathlib import Path
+
+from .hlo import Shape, parse_module
+from .programs import CompiledProgram, TracedProgram
+from .topologies import Topology
+
+
+_SCRIPT = Path(__file__).with_name("tpu_compiler.py")
+_HOW_TO_INSTALL = (
+    "Install them: pip install 'hf_tpu_ext[plan]', or in an environment of their own, whose Python --compiler names: "
+    "{packages}"
+)
+
+
+def required_versions() -> dict[str, str]:
+    """
+    Versions of the packages that compile.
+
+    Returns:
+        `dict[str, str]`: Version by name. The client that compiles without a TPU is an internal interface of jaxlib, and these
+        are the versions that torch_xla's own extras ask for, so that a plan is made by the compiler of the run.
+    """
+    found = (re.fullmatch(r"(\w+)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext"))
+    return {match[1]: match[2] for match in found if match}
+
+
+def why_no_compiler(python: str) -> str | None:
+    """
+    Say why a Python cannot compile for TPU.
+
+    Args:
+        python (`str`):
+            Path of the interpreter.
+
+    Returns:
+        `str` or `None`: What is missing, and what to type.
+    """
+    required = required_versions()
+    how = _HOW_TO_INSTALL.format(packages=" ".join(f"{name}=={version}" for name, version in required.items()))
+    try:
+        done = subprocess.run([python, str(_SCRIPT)], capture_output=True, text=True)
+    except OSError as error:
+        return f"{python} cannot be started ({error.strerror}). {how}"
+    if done.returncode:
+        return f"{python} does not run as a Python: {done.stderr.strip()[-300:]}. {how}"
+    installed = json.loads(done.stdout)
+    wrong = [
+        f"{name} {version} is not installed"
+        if installed[name] is None
+        else f"{name} is {installed[name]}, not {version}"
+        for name, version in required.items()
+        if installed[name] != version
+    ]
+    return f"The compiler for TPU is not there: {', '.join(wrong)}. {how}" if wrong else None
+
+
+def compile_programs(
+    programs: Sequence[TracedProgram], topology: Topology, python: str = sys.executable, jobs: int = 1
+) -> Iterator[CompiledProgram]:
+    """
+    Compile programs for a TPU.
+
+    Args:
+        programs (`Sequence[TracedProgram]`):
+            The programs.
+        topology ([`Topology`]):
+            The TPU.
+        python (`str`, *optional*):
+            Python that has the compiler, by default this one.
+        jobs (`int`, *optional*, defaults to `1`):
+            How many to compile at once.
+
+    Yields:
+        [`CompiledProgram`]: Each as soon as it and those before it are compiled.
+
+    Raises:
+        `ValueError`: The compiler was stopped, which is mostly for want of memory, or does not know the topology.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda program: _compile(program, topology, python), programs)
+
+
+def _compile(program: TracedProgram, topology: Topology, python: str) -> CompiledProgram:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "program.pb").write_bytes(program.module)
+        options = {
+            "topology": topology.compiler_options,
+            "donated": [index for index, argument in enumerate(program.arguments) if argument.donated],
+            "shardings": {
+                index: argument.sharding
+                for index, argument in enumerate(program.arguments)
+                if argument.sharding is not None
+            },
+        }
+        (directory / "options.json").write_text(json.dumps(options), encoding="utf-8")
+        done = subprocess.run(
+            [python, str(_SCRIPT), name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode:
+            raise ValueError(_why_stopped(done, topology))
+        result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        if "error" in result:
+            return CompiledProgram(program.kind, program.batch_shape, result["seconds"], result["error"])
+        text = (directory / "optimized.txt").read_text(encoding="utf-8")
+    held: Counter[str] = Counter()
+    for argument, shape in zip(program.arguments, _argument_shapes(text), strict=True):
+        held[argument.role] += shape.num_bytes
+    return CompiledProgram(
+        program.kind, program.batch_shape, result["seconds"], None, text, result["memory"], dict(held)
+    )
+
+
+def _argument_shapes(text: str) -> list[Shape]:
+    module = parse_module(text)
+    found = [line for line in module.computations[module.entry].values() if line.opcode == "parameter"]
+    return [line.shapes[0] for line in sorted(found, key=lambda line: int(line.rest.partition(")")[0]))]
+
+
+def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
+    if done.returncode < 0:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 1e9
+        return (
+            f"The compiler for TPU was stopped by signal {-done.returncode}, most likely for want of memory ({free:.1f} GB "
+            "are free). Plan on a machine with more memory, or compile one program at a time: --jobs 1"
+        )
+    return f"The compiler for TPU failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"

@@ -1,0 +1,288 @@
+"""Reads the text of compiled XLA programs (HLO): their instructions, the arguments of each device, and what crosses between
+devices."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+# The layout says which memory a tensor is in: `{1,0:T(8,128)S(1)}`.
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
+_INSTRUCTION = re.compile(r"^ *(ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)", re.MULTILINE)
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(.*?^}", re.MULTILINE | re.DOTALL)
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.-]+)|\bbranch_computations=\{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    Shape of a tensor on one device.
+
+    Args:
+        dtype (`str`):
+            XLA's name of the type, e.g. `"f32"`, `"bf16"`, `"pred"`.
+        dims (`tuple[int, ...]`):
+            Its dimensions.
+        space (`int`, *optional*, defaults to `0`):
+            Number of the memory that holds it: `0` is the main one, of a TPU its HBM.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        bits = 8 if self.dtype == "pred" else int(re.search(r"\d+", self.dtype)[0])
+        return self.size * bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """
+    A line of a program.
+
+    Args:
+        name (`str`):
+            Name of its result.
+        type_text (`str`):
+            Type of its result.
+        opcode (`str`):
+            What it does, e.g. `"convolution"`.
+        rest (`str`):
+            Operands and attributes.
+        is_root (`bool`):
+            Whether it is the result of its computation.
+    """
+
+    name: str
+    type_text: str
+    opcode: str
+    rest: str
+    is_root: bool
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Its result: one shape, or those of a tuple's elements."""
+        return parse_shapes(self.type_text)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of what it takes."""
+        return tuple(re.findall(r"%([\w.-]+)", self.rest.partition(")")[0]))
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it refers to."""
+        return tuple(
+            name.strip(" %") for found in _CALLED.findall(self.rest) for name in (found[0] or found[1]).split(",")
+        )
+
+    def attribute(self, name: str) -> str | None:
+        """
+        Find an attribute.
+
+        Args:
+            name (`str`):
+                E.g. `"dim_labels"`.
+
+        Returns:
+            `str` or `None`: Its text, without braces.
+        """
+        found = re.search(rf"[, ]{name}=(?:\{{([^}}]*)\}}|([^, ]+))", self.rest)
+        return found and (found[2] if found[1] is None else found[1])
+
+
+@dataclass(frozen=True)
+class Module:
+    """
+    A program.
+
+    Args:
+        computations (`dict[str, dict[str, Instruction]]`):
+            The instructions of each computation, by name and in order.
+        entry (`str`):
+            Name of the computation that is the program.
+    """
+
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+
+    def root(self, computation: str) -> Instruction:
+        """
+        Find the result of a computation.
+
+        Args:
+            computation (`str`):
+                Its name.
+
+        Returns:
+            [`Instruction`]: The instruction that makes the result.
+        """
+        return next(line for line in self.computations[computation].values() if line.is_root)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """
+    An operation in which devices exchange data.
+
+    Args:
+        kind (`str`):
+            One of [`KINDS`].
+        tensors (`tuple[Shape, ...]`):
+            The tensors exchanged, as one device has them whole: what an all-gather makes, what the others take. Compilers
+            combine several tensors into one operation.
+        group_size (`int`, *optional*):
+            Number of devices that exchange with each other, where the program says it.
+        computation (`str`, *optional*, defaults to `""`):
+            Name of the computation that it is in.
+    """
+
+    kind: str
+    tensors: tuple[Shape, ...]
+    group_size: int | None = field(default=None, compare=False)
+    computation: str = field(default="", compare=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def describe(self) -> str:
+        """
+        Words for what is exchanged.
+
+        Returns:
+            `str`: E.g. `"pred[64,64]"`, `"8 x f32[512,32]"`.
+        """
+        counts = Counter(f"{tensor.dtype}[{','.join(map(str, tensor.dims))}]" for tensor in self.tensors)
+        return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items())
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """
+    Read the type of an instruction.
+
+    Args:
+        text (`str`):
+            As HLO writes it, e.g. `"f32[2,3]{1,0}"` or `"(bf16[8]{0}, pred[])"`.
+
+    Returns:
+        `tuple[Shape, ...]`: The shape, or those of a tuple's elements.
+    """
+    return tuple(
+        Shape(dtype, tuple(int(size) for size in dims.split(",") if size), int(space or 0))
+        for dtype, dims, space in _SHAPE.findall(text)
+    )
+
+
+def parse_module(text: str) -> Module:
+    """
+    Read a program.
+
+    Args:
+        text (`str`):
+            An optimized HLO module.
+
+    Returns:
+        [`Module`]: The program.
+    """
+    computations, entry = {}, ""
+    for computation in _COMPUTATION.finditer(text):
+        computations[computation[2]] = {
+            name: Instruction(name, result, opcode, rest, bool(root))
+            for root, name, result, opcode, rest in _INSTRUCTION.findall(computation[0])
+        }
+        if computation[1]:
+            entry = computation[2]
+    return Module(computations, entry)
+
+
+def parse_collectives(text: str) -> list[Collective]:
+    """
+    Find the collectives of a program. Each is listed once, also inside of a loop.
+
+    Args:
+        text (`str`):
+            An optimized HLO module.
+
+    Returns:
+        `list[Collective]`: In the order of the text. Of an asynchronous pair only the start is listed, and of operations
+        that are parts of one exchange the first.
+    """
+    return list(find_collectives(parse_module(text)))
+
+
+def find_collectives(module: Module) -> Iterator[Collective]:
+    """
+    Find the collectives of a program, as [`parse_collectives`] does.
+
+    Args:
+        module ([`Module`]):
+            The program.
+
+    Yields:
+        [`Collective`]: One of them.
+    """
+    channels = set()
+    for computation, lines in module.computations.items():
+        # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
+        # Its channel says nothing.
+        fused = computation.startswith("all-reduce-scatter")
+        for line in lines.values():
+            kind = line.opcode.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            channel = line.attribute("channel_id")
+            if not fused and channel in channels:
+                continue
+            if not fused and channel is not None:
+                channels.add(channel)
+            operands = tuple(shape for operand in line.operands for shape in lines[operand].shapes)
+            # The result of an asynchronous start holds its operands as well, before what it makes.
+            tensors = line.shapes[-len(operands) :] if kind == "all-gather" else operands
+            yield Collective("reduce-scatter" if fused else kind, tensors, _group_size(line), computation)
+
+
+def argument_bytes(text: str) -> int:
+    """
+    Bytes that each device holds when a program starts.
+
+    Args:
+        text (`str`):
+            An optimized HLO module, in which shapes are those of one device.
+
+    Returns:
+        `int`: Size of the entry computation's parameters.
+    """
+    module = parse_module(text)
+    return sum(
+        shape.num_bytes
+        for line in module.computations[module.entry].values()
+        if line.opcode == "parameter"
+        for shape in line.shapes
+    )
+
+
+def _group_size(line: Instruction) -> int | None:
+    # Written out, {{0,1},{2,3}}, as a grid of devices, [2,2]<=[4], or by axes of a mesh, mesh['a'=2,'b'=4] {'b'}.
+    found = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=|mesh\[([^]]*)\] ?\{([^}]*)\})", line.rest)
+    if found is None:
+        return None
+    written, columns, mesh, axes = found.groups()
+    if mesh is not None:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+        # A part of an axis gives its own size: 'a':(1)2.
+        return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes))
+    return written.count(",") + 1 if columns is None else int(columns)

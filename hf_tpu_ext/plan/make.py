@@ -1,0 +1,162 @@
+"""Making a plan of what was traced."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from ..sharding import describe_mesh
+from ..step.replay import CLOSING, MICRO
+from .compiler import compile_programs, required_versions, why_no_compiler
+from .estimate import read_dimensions, step_flops
+from .memory_estimate import MemoryEstimate, estimate_memory
+from .page import format_count
+from .prices import PRICES, read_prices
+from .programs import CompiledProgram, TracedProgram
+from .result import Plan, PlannedProgram
+from .topologies import Topology
+from .trace import Run
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """
+    How programs are compiled.
+
+    Args:
+        python (`str`, *optional*):
+            Python that has the compiler's packages, by default this one.
+        jobs (`int`, *optional*, defaults to `1`):
+            Programs to compile at once.
+        output_dir (`Path`, *optional*):
+            Where to write the compiled programs, as text.
+    """
+
+    python: str = sys.executable
+    jobs: int = 1
+    output_dir: Path | None = None
+
+
+def make_plan(
+    title: str,
+    topology: Topology,
+    programs: Sequence[TracedProgram],
+    run: Run,
+    compiler: Compiler,
+    prices: Path = PRICES,
+) -> Plan:
+    """
+    Compile the programs of a run, and put together what is known of it.
+
+    Args:
+        title (`str`):
+            Which run.
+        topology ([`Topology`]):
+            The TPU.
+        programs (`Sequence[TracedProgram]`):
+            Its programs.
+        run ([`Run`]):
+            The run.
+        compiler ([`Compiler`]):
+            How to compile.
+        prices (`Path`, *optional*):
+            File of prices, by default the package's.
+
+    Returns:
+        [`Plan`]: The plan. Without programs, where the compiler is not there.
+
+    Raises:
+        `ValueError`: The compiler was stopped or does not know the topology, or the prices cannot be read.
+    """
+    price = read_prices(prices).get(topology.chip.name)
+    missing = why_no_compiler(compiler.python)
+    planned = []
+    if missing is None:
+        with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="program") as bar:
+            for compiled in compile_programs(programs, topology, compiler.python, compiler.jobs):
+                if compiler.output_dir is not None:
+                    name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
+                    (compiler.output_dir / name).write_text(compiled.text, encoding="utf-8")
+                planned.append(PlannedProgram.of(compiled, *_analytic_flops(run, compiled, topology)))
+                bar.update()
+    unknown = [] if missing is None else [missing]
+    if price is None:
+        unknown.append(f"the price: {prices} has none for {topology.chip.name}")
+    if run.optimizer_steps is None:
+        unknown.append(
+            "time and cost of the run: the number of steps is not known without the data (max_steps says it)"
+        )
+    return Plan(
+        title=title,
+        facts=_facts(run, programs),
+        topology=topology,
+        programs=planned,
+        versions={name: version(name) for name in ("torch_xla", "transformers", "trl")}
+        | (required_versions() if missing is None else {}),
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        optimizer_steps=run.optimizer_steps,
+        token_share=run.token_share,
+        price=price,
+        estimate=None if missing is None else _estimate(run, programs, topology),
+        unknown=unknown,
+    )
+
+
+def _is_counted(run: Run) -> bool:
+    return read_dimensions(run.config) is not None and not run.has_teacher
+
+
+def _adapters(run: Run) -> int | None:
+    return run.trained_parameters if run.trained_parameters < run.parameters else None
+
+
+def _analytic_flops(run: Run, program: CompiledProgram, topology: Topology) -> tuple[float | None, float | None]:
+    """Of a training program, without and with what is computed again, where the model can be counted."""
+    if not _is_counted(run) or program.kind not in (MICRO, CLOSING):
+        return None, None
+    count = partial(step_flops, read_dimensions(run.config), program.batch_shape, _adapters(run))
+    again = "head" if run.rematerialization == "none" else run.rematerialization
+    return count(), count(again, sliced_attention=run.sliced_attention, head_in_loop=topology.num_chips == 1)
+
+
+def _estimate(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> MemoryEstimate | None:
+    """By formulas, where each chip has the whole model and the model can be counted."""
+    if not _is_counted(run) or run.mesh["fsdp"] > 1:
+        return None
+    rows, length = max(program.batch_shape for program in programs if program.kind == CLOSING)
+    return estimate_memory(
+        read_dimensions(run.config),
+        (rows // topology.num_chips, length),
+        _adapters(run),
+        run.rematerialization,
+        layers_in_loop=run.layers_in_loop,
+        accumulates=run.gradient_accumulation_steps > 1,
+        sliced_attention=run.sliced_attention,
+        head_in_loop=topology.num_chips == 1,
+    )
+
+
+def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
+    chips = programs[0].num_chips
+    rows = run.per_device_train_batch_size * run.gradient_accumulation_steps * chips
+    lengths = sorted({program.batch_shape[1] for program in programs if program.kind in (MICRO, CLOSING)})
+    share = 100 * run.trained_parameters / run.parameters
+    facts = {
+        "model": f"{run.config.model_type}, {format_count(run.parameters).strip()} parameters, "
+        f"{format_count(run.trained_parameters).strip()} trained ({share:.3g} %)",
+        "precision": run.precision,
+        "an optimizer step": f"{run.per_device_train_batch_size} rows a chip x {run.gradient_accumulation_steps} accumulated x "
+        f"{chips} chip{'s' if chips > 1 else ''} = {rows} rows of {', '.join(map(str, lengths))} tokens",
+    }
+    if chips > 1:
+        facts["chips"] = describe_mesh(run.mesh)
+    facts["computed again"] = run.rematerialization
+    if run.rows is not None:
+        facts["data"] = f"{run.rows:,} rows"
+    if run.token_share is not None:
+        facts["padding"] = f"{100 * (1 - run.token_share):.1f} % of the tokens in batches"
+    return facts

@@ -1,0 +1,86 @@
+"""What a plan passes from hand to hand: programs as they were traced, and as they were compiled."""
+
+from dataclasses import dataclass, field
+
+
+#: What an argument of a program is for.
+ROLES = ("weights", "optimizer state", "gradients", "batch", "other")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """
+    An argument of a traced program.
+
+    Args:
+        role (`str`):
+            One of [`ROLES`].
+        num_bytes (`int`):
+            Its whole size.
+        donated (`bool`):
+            Whether a result takes its place.
+        sharding (`str`, *optional*):
+            How it is split over the chips, as HLO writes it, where the module does not say.
+    """
+
+    role: str
+    num_bytes: int
+    donated: bool
+    sharding: str | None = None
+
+
+@dataclass(frozen=True)
+class TracedProgram:
+    """
+    A program of a run, as it is handed to the compiler.
+
+    Args:
+        kind (`str`):
+            What it does: `"micro-step"`, `"training step"`.
+        batch_shape (`tuple[int, ...]`):
+            Shape of its batch, `(batch, length)`, of all chips.
+        module (`bytes`):
+            Serialized `HloModuleProto`, with shardings.
+        arguments (`list[Argument]`):
+            Its arguments.
+        num_chips (`int`):
+            Chips that it runs on.
+    """
+
+    kind: str
+    batch_shape: tuple[int, ...]
+    module: bytes
+    arguments: list[Argument]
+    num_chips: int
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """
+    A program of a run, as the compiler for TPU made it.
+
+    Args:
+        kind (`str`):
+            As in [`TracedProgram`].
+        batch_shape (`tuple[int, ...]`):
+            As in [`TracedProgram`].
+        seconds (`float`):
+            Time that compiling took.
+        error (`str`, *optional*):
+            What the compiler says where it refuses the program. Nothing below is known then.
+        text (`str`, *optional*, defaults to `""`):
+            The optimized HLO of one chip.
+        memory (`dict[str, int]`, *optional*):
+            Bytes of a chip's memory: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp`,
+            `generated_code`.
+        arguments (`dict[str, int]`, *optional*):
+            Bytes of the arguments on a chip, by role.
+    """
+
+    kind: str
+    batch_shape: tuple[int, ...]
+    seconds: float
+    error: str | None = None
+    text: str = ""
+    memory: dict[str, int] = field(default_factory=dict)
+    arguments: dict[str, int] = field(default_factory=dict)

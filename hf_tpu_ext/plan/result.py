@@ -1,0 +1,326 @@
+"""A plan: what is known of a run before it."""
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..distillation.cache_writer import write_atomically
+from ..step.replay import CLOSING, MICRO
+from .hlo_cost import Cost, measure_cost
+from .memory_estimate import MemoryEstimate
+from .prices import Price
+from .programs import CompiledProgram
+from .roofline import Roofline, measure_roofline
+from .topologies import Topology
+
+
+#: What stays on a chip between two programs, whether a program uses it or not.
+KEPT = ("weights", "optimizer state", "gradients")
+#: Parts of a chip's memory in the order of the page.
+PARTS = (*KEPT, "batch", "other arguments", "results", "activations and temporary", "generated code")
+#: A program of more arithmetic than this many times the analytic figure deserves a second look.
+FLOPS_RATIO = 1.1
+
+
+@dataclass(frozen=True)
+class PlannedProgram:
+    """
+    A program of a plan.
+
+    Args:
+        kind (`str`):
+            What it does, e.g. `"micro-step"`, `"training step"`.
+        batch_shape (`tuple[int, ...]`):
+            Shape of its batch, `(batch, length)`, of all chips.
+        seconds (`float`):
+            Time that compiling took.
+        error (`str`, *optional*):
+            What the compiler says where it refuses the program.
+        memory (`dict[str, int]`, *optional*):
+            As in [`CompiledProgram`].
+        arguments (`dict[str, int]`, *optional*):
+            Bytes of the arguments on a chip, by role.
+        cost ([`Cost`], *optional*):
+            What one run does on a chip.
+        model_flops (`float`, *optional*):
+            Analytic operations of one run on all chips, without what is computed twice.
+        expected_flops (`float`, *optional*):
+            The same, with what is computed twice on purpose.
+    """
+
+    kind: str
+    batch_shape: tuple[int, ...]
+    seconds: float
+    error: str | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    arguments: dict[str, int] = field(default_factory=dict)
+    cost: Cost | None = None
+    model_flops: float | None = None
+    expected_flops: float | None = None
+
+    @classmethod
+    def of(
+        cls, program: CompiledProgram, model_flops: float | None = None, expected_flops: float | None = None
+    ) -> "PlannedProgram":
+        """
+        Measure a compiled program.
+
+        Args:
+            program ([`CompiledProgram`]):
+                The program.
+            model_flops (`float`, *optional*):
+                As above.
+            expected_flops (`float`, *optional*):
+                As above.
+
+        Returns:
+            [`PlannedProgram`]: What is known of it.
+        """
+        return cls(
+            program.kind,
+            program.batch_shape,
+            program.seconds,
+            program.error,
+            program.memory,
+            program.arguments,
+            measure_cost(program.text) if program.error is None else None,
+            model_flops,
+            expected_flops,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch of all chips, padding included."""
+        rows, length = self.batch_shape
+        return rows * length
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the compiler refused it because it does not fit."""
+        return self.error is not None and "RESOURCE_EXHAUSTED" in self.error
+
+    @property
+    def excess_bytes(self) -> int | None:
+        """By how much it does not fit, where the compiler says it."""
+        found = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", self.error or "")
+        return None if found is None else round(float(found[1]) * 2 ** (10 * " KMGT".index(found[2])))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of a chip's memory by [`PARTS`], of this program alone."""
+        named = {role: self.arguments.get(role, 0) for role in (*KEPT, "batch")}
+        return named | {
+            "other arguments": self.memory["argument"] - sum(named.values()),
+            "results": self.memory["output"] - self.memory["alias"],
+            "activations and temporary": self.memory["temp"],
+            "generated code": self.memory["generated_code"],
+        }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """
+    A variant of the run that was compiled as well.
+
+    Args:
+        settings (`dict[str, str]`):
+            What is different, by name of the setting.
+        fits (`bool`, *optional*):
+            Whether it fits. `None`: it could not be told.
+        peak_bytes (`int`, *optional*):
+            Highest use of a chip's memory.
+        seconds (`float`, *optional*):
+            Least time of an optimizer step.
+        tokens_per_second (`float`, *optional*):
+            Tokens per second and chip in that time.
+        error (`str`, *optional*):
+            Why it is not known.
+    """
+
+    settings: dict[str, str]
+    fits: bool | None
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    What is known of a run before it.
+
+    Args:
+        title (`str`):
+            Which run.
+        facts (`dict[str, str]`):
+            What a person should know of it (model, precision, ...), in the order of the page.
+        topology ([`Topology`]):
+            The TPU.
+        programs (`list[PlannedProgram]`):
+            Its programs. None, where the compiler is missing.
+        versions (`dict[str, str]`):
+            Versions of the packages that made the plan.
+        gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
+            Micro-steps of an optimizer step.
+        optimizer_steps (`int`, *optional*):
+            Optimizer steps of the run.
+        token_share (`float`, *optional*):
+            Share of tokens that are not padding.
+        price ([`Price`], *optional*):
+            What a chip costs.
+        estimate ([`MemoryEstimate`], *optional*):
+            Analytic memory of a chip.
+        trials (`list[Trial]`, *optional*):
+            Variants that are worth it, of those that were tried.
+        advice (`list[str]`, *optional*):
+            What to change.
+        unknown (`list[str]`, *optional*):
+            What could not be found out, besides what a program says.
+    """
+
+    title: str
+    facts: dict[str, str]
+    topology: Topology
+    programs: list[PlannedProgram]
+    versions: dict[str, str]
+    gradient_accumulation_steps: int = 1
+    optimizer_steps: int | None = None
+    token_share: float | None = None
+    price: Price | None = None
+    estimate: MemoryEstimate | None = None
+    trials: list[Trial] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def compiled(self) -> list[PlannedProgram]:
+        """Programs that the compiler took."""
+        return [program for program in self.programs if program.error is None]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every program fits on the chips; `None` if it could not be told."""
+        if any(program.out_of_memory for program in self.programs):
+            return False
+        if not self.programs or len(self.compiled) < len(self.programs):
+            return None
+        return self.peak_bytes <= self.topology.chip.memory_bytes
+
+    def parts(self, program: PlannedProgram) -> dict[str, int]:
+        """
+        What a chip holds while a program runs.
+
+        Args:
+            program ([`PlannedProgram`]):
+                A compiled program.
+
+        Returns:
+            `dict[str, int]`: Bytes by [`PARTS`]: the program's own, what stays on the chip although this program does not
+            use it (the optimizer's state during a micro-step), and the code of all programs.
+        """
+        kept = {role: max(other.parts[role] for other in self.compiled) for role in KEPT}
+        code = sum(other.parts["generated code"] for other in self.compiled)
+        return program.parts | kept | {"generated code": code}
+
+    @property
+    def largest(self) -> PlannedProgram | None:
+        """The compiled program during which a chip holds most."""
+        return max(self.compiled, key=lambda program: sum(self.parts(program).values()), default=None)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most that a chip holds."""
+        return None if self.largest is None else sum(self.parts(self.largest).values())
+
+    @property
+    def longest(self) -> list[tuple[PlannedProgram, int]]:
+        """Training programs of the largest batch, and how often each runs in an optimizer step."""
+        training = [program for program in self.programs if program.kind in (MICRO, CLOSING)]
+        most = max((program.tokens for program in training), default=0)
+        runs = {MICRO: self.gradient_accumulation_steps - 1, CLOSING: 1}
+        return [(program, runs[program.kind]) for program in training if program.tokens == most]
+
+    @property
+    def roofline(self) -> Roofline | None:
+        """Least time of an optimizer step with the largest batch."""
+        if not self.longest or any(program.cost is None for program, _ in self.longest):
+            return None
+        return measure_roofline([(program.cost, runs) for program, runs in self.longest], self.topology)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step with the largest batch, on all chips, padding included."""
+        return sum(runs * program.tokens for program, runs in self.longest)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second and chip at the bound."""
+        return self.roofline and self.tokens_per_step / self.roofline.seconds / self.topology.num_chips
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization at the bound: useful arithmetic over what the chips could do in that time."""
+        if self.roofline is None or any(program.model_flops is None for program, _ in self.longest):
+            return None
+        useful = sum(runs * program.model_flops for program, runs in self.longest)
+        peak = self.topology.num_chips * self.topology.chip.flops_per_second
+        return useful / (peak * self.roofline.seconds)
+
+    @property
+    def flops_ratio(self) -> float | None:
+        """Matrix arithmetic of the compiled programs of a step over the analytic figure."""
+        if self.roofline is None or any(program.expected_flops is None for program, _ in self.longest):
+            return None
+        done = sum(runs * program.cost.matrix_flops for program, runs in self.longest) * self.topology.num_chips
+        return done / sum(runs * program.expected_flops for program, runs in self.longest)
+
+    @property
+    def run_seconds(self) -> tuple[float, float, float] | None:
+        """Time of the run: the bound, and the expected range. Every step is taken to have the largest batch."""
+        if self.roofline is None or self.optimizer_steps is None:
+            return None
+        steps = (self.roofline.seconds, *self.roofline.expected_seconds)
+        return tuple(self.optimizer_steps * seconds for seconds in steps)
+
+    @property
+    def run_dollars(self) -> tuple[float, float, float] | None:
+        """What the chips cost for that time."""
+        if self.run_seconds is None or self.price is None:
+            return None
+        rate = self.price.dollars_per_chip_hour * self.topology.num_chips / 3600
+        return tuple(rate * seconds for seconds in self.run_seconds)
+
+    @property
+    def unknowns(self) -> list[str]:
+        """All that could not be found out."""
+        told = [reason for program in self.compiled for reason in program.cost.unknown]
+        return list(dict.fromkeys([*self.unknown, *told]))
+
+    def to_json(self) -> str:
+        """
+        Write down all of it.
+
+        Returns:
+            `str`: JSON, with the derived figures under `"derived"`.
+        """
+        derived = (
+            "fits peak_bytes tokens_per_step tokens_per_second mfu flops_ratio run_seconds run_dollars unknowns"
+        ).split()
+        values = {name: getattr(self, name) for name in derived} | {"roofline": None}
+        if self.roofline is not None:
+            expected = self.roofline.expected_seconds
+            values["roofline"] = asdict(self.roofline) | {"wall": self.roofline.wall, "expected_seconds": expected}
+        values["parts"] = self.largest and self.parts(self.largest)
+        return json.dumps(asdict(self) | {"derived": values}, indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """
+        Write the JSON to a file, which is whole or not there.
+
+        Args:
+            path (`str` or `Path`):
+                The file.
+        """
+        write_atomically(Path(path), self.to_json().encode())

@@ -1,0 +1,130 @@
+"""The TPUs that a run can be planned for: what people call them, what the compiler calls them, and what their chips can do."""
+
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+
+_CHIPS = Path(__file__).with_name("chips.json")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """
+    A kind of chip.
+
+    Args:
+        name (`str`):
+            E.g. `"v5e"`.
+        title (`str`):
+            E.g. `"TPU v5e"`.
+        flops_per_second (`float`):
+            Highest rate of bfloat16 matrix products; an addition and a multiplication are two.
+        memory_bytes (`int`):
+            What the compiler lets a program have of the chip's memory (HBM).
+        memory_bytes_per_second (`float`):
+            Bandwidth of that memory.
+        link_bytes_per_second (`float`):
+            What one link to a neighbour carries in one direction.
+        sources (`dict[str, str]`):
+            Where each of these figures is from.
+    """
+
+    name: str
+    title: str
+    flops_per_second: float
+    memory_bytes: int
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """
+    Chips of one host.
+
+    Args:
+        name (`str`):
+            What people call it, e.g. `"v5e-8"`.
+        layout (`tuple[int, ...]`):
+            How the chips lie, e.g. `(2, 4)`.
+        chip ([`Chip`]):
+            What they are.
+    """
+
+    name: str
+    layout: tuple[int, ...]
+    chip: Chip
+
+    @property
+    def num_chips(self) -> int:
+        """Number of chips."""
+        return math.prod(self.layout)
+
+    @property
+    def compiler_name(self) -> str:
+        """What the compiler calls it, e.g. `"v5e:2x4"`."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.layout))}"
+
+    @property
+    def compiler_options(self) -> dict[str, str | int | tuple[int, ...]]:
+        """Keyword arguments of `jax.experimental.topologies.get_topology_desc`."""
+        if self.num_chips > 1:
+            return {"topology_name": self.compiler_name}
+        # A host has several chips unless this is said.
+        return {"topology_name": self.compiler_name, "chips_per_host_bounds": (1, 1, 1), "num_slices": 1}
+
+    @property
+    def exchange_bytes_per_second(self) -> float:
+        """What the chip with the fewest neighbours can send, and can receive at the same time; `0.0` for one chip."""
+        # Those at the corners: one neighbour along each dimension. Slices of one host do not wrap around.
+        return sum(size > 1 for size in self.layout) * self.chip.link_bytes_per_second
+
+
+def read_topologies() -> dict[str, Topology]:
+    """
+    Read what is known.
+
+    Returns:
+        `dict[str, Topology]`: By all names, those of people first.
+    """
+    named: dict[str, Topology] = {}
+    aliases: dict[str, Topology] = {}
+    for name, values in json.loads(_CHIPS.read_text(encoding="utf-8")).items():
+        layouts, others = values.pop("topologies"), values.pop("aliases")
+        chip = Chip(name, **values)
+        for title, layout in layouts.items():
+            named[title] = topology = Topology(title, tuple(map(int, layout.split("x"))), chip)
+            aliases[topology.compiler_name] = topology
+        aliases |= {alias: named[title] for alias, title in others.items()}
+    return named | aliases
+
+
+def find_topology(name: str) -> Topology:
+    """
+    Find the TPU of a name.
+
+    Args:
+        name (`str`):
+            E.g. `"v5e-8"`, `"v5litepod-8"`, `"v5e:2x4"`.
+
+    Returns:
+        [`Topology`]: The TPU.
+
+    Raises:
+        `ValueError`: There is none of that name with all its chips on one host.
+    """
+    topologies = read_topologies()
+    given = name.strip().lower()
+    if given in topologies:
+        return topologies[given]
+    names = list(dict.fromkeys(topology.name for topology in topologies.values()))
+    close = dict.fromkeys(topologies[match].name for match in difflib.get_close_matches(given, topologies, n=5))
+    hint = f"Closest: {', '.join(close)}. " if close else ""
+    raise ValueError(
+        f"topology {name!r} is not known. {hint}These have all chips on one host, and after the dash their number (of v5p: "
+        f"of its cores, two a chip): {', '.join(names)}."
+    )

@@ -1,0 +1,147 @@
+"""
+Compiles a program with the compiler for TPU, on a machine without one.
+
+A process of its own, for jax and libtpu never to be loaded beside torch_xla. It may be another Python, with these two
+packages alone, so nothing of this package is imported. Started by [`~hf_tpu_ext.plan.compiler.compile_programs`]:
+
+    python tpu_compiler.py DIRECTORY
+
+It takes `program.pb` and `options.json` from the directory and writes `optimized.txt` and `result.json`. Without a directory it
+prints the versions of the packages.
+"""
+
+import json
+import os
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+PACKAGES = ("jax", "jaxlib", "libtpu")
+# No TPU is to be looked for, neither on this machine nor at a metadata server, and one that is in use may stay so.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+MEMORY = ("argument", "output", "alias", "temp", "generated_code")
+
+
+def installed_versions() -> dict[str, str | None]:
+    """
+    Look up the packages that compile.
+
+    Returns:
+        `dict[str, str | None]`: Version by name, `None` where there is none.
+    """
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -> bytes:
+    """
+    Take up a traced program.
+
+    Args:
+        module (`bytes`):
+            Serialized `HloModuleProto`.
+        donated (`list[int]`):
+            Arguments that results may take the place of.
+        shardings (`dict[int, str]`):
+            How arguments are split over the chips, as HLO writes it, where the module does not say.
+
+    Returns:
+        `bytes`: The same program as StableHLO.
+    """
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jaxlib.mlir import ir
+
+    computation = xla_client.XlaComputation(module)
+    with mlir.make_ir_context():
+        program = ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
+        main = next(function for function in program.body.operations if function.name.value == "main")
+        if "arg_attrs" in main.attributes:
+            arguments = [{entry.name: entry.attr for entry in argument} for argument in main.attributes["arg_attrs"]]
+        else:
+            arguments = [{} for _ in main.regions[0].blocks[0].arguments]
+        for index in donated:
+            arguments[index]["jax.buffer_donor"] = ir.BoolAttr.get(True)
+        for index, sharding in shardings.items():
+            arguments[index]["mhlo.sharding"] = ir.StringAttr.get(sharding)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
+        return mlir.module_to_bytecode(program)
+
+
+def compile_program(program: bytes, topology: dict):
+    """
+    Compile for the chips of a topology.
+
+    Args:
+        program (`bytes`):
+            StableHLO.
+        topology (`dict`):
+            Keyword arguments of `jax.experimental.topologies.get_topology_desc`.
+
+    Returns:
+        The executable of one chip.
+    """
+    import numpy as np
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+
+    chips = topologies.get_topology_desc(platform="tpu", **topology).devices
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    for holder in (options, build):
+        holder.num_replicas, holder.num_partitions = 1, len(chips)
+    build.use_spmd_partitioning = len(chips) > 1
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(chips)).reshape(1, -1))
+    # As torch_xla has it: where a result is, the partitioner decides.
+    build.allow_spmd_sharding_propagation_to_output = [True]
+    return chips[0].client.compile(program, xla_client.DeviceList(tuple(chips)), options)
+
+
+def main(directory: Path) -> None:
+    """
+    Compile the program of a directory.
+
+    Args:
+        directory (`Path`):
+            Where it is, and where the result goes.
+    """
+    options = json.loads((directory / "options.json").read_text(encoding="utf-8"))
+    os.environ |= ENVIRONMENT
+    # torch_xla leaves the path of another libtpu there.
+    os.environ.pop("TPU_LIBRARY_PATH", None)
+    shardings = {int(index): sharding for index, sharding in options["shardings"].items()}
+    program = read_program((directory / "program.pb").read_bytes(), options["donated"], shardings)
+
+    from jax.errors import JaxRuntimeError
+
+    start = time.monotonic()
+    try:
+        executable = compile_program(program, options["topology"])
+    except JaxRuntimeError as error:
+        result = {"error": str(error)}
+    else:
+        memory = executable.get_compiled_memory_stats()
+        result = {"memory": {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in MEMORY}}
+        (directory / "optimized.txt").write_text(executable.hlo_modules()[0].to_string(), encoding="utf-8")
+    result["seconds"] = time.monotonic() - start
+    (directory / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        main(Path(sys.argv[1]))
+    else:
+        print(json.dumps(installed_versions()))

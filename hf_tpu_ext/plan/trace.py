@@ -1,0 +1,281 @@
+"""Tracing the programs of a run, without weights and without running them."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from tqdm.auto import tqdm
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.trainer_utils import has_length
+
+from ..backends.program import Program
+from ..callbacks.samples import ShowSamples
+from ..step.replay import CLOSING
+from ..step.sliced_attention import SLICED_EAGER
+from ..trainers.configs import ExtensionArguments
+from ..trainers.every_length import EveryLengthMixin
+from .programs import Argument, TracedProgram
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What is known of a run besides its programs.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the trained model.
+        parameters (`int`):
+            Its parameters, adapters included.
+        trained_parameters (`int`):
+            Those of them that are trained.
+        precision (`str`):
+            Of weights and computation, for people.
+        mesh (`dict[str, int]`):
+            Size of each axis.
+        per_device_train_batch_size (`int`):
+            Rows of a micro-step on one chip.
+        gradient_accumulation_steps (`int`):
+            Micro-steps of an optimizer step.
+        rematerialization (`str`):
+            What the backward pass computes again.
+        rows (`int`, *optional*):
+            Rows of the training data, where it was read.
+        optimizer_steps (`int`, *optional*):
+            Optimizer steps of the run, where they are known.
+        max_steps (`int`, *optional*):
+            Optimizer steps that the recipe asks for, whatever the data is.
+        token_share (`float`, *optional*):
+            Share of the tokens in batches that are not padding, where the data was read.
+        has_teacher (`bool`):
+            Whether another model runs in each step.
+        layers_in_loop (`bool`):
+            Whether the layers are the turns of one loop.
+        sliced_attention (`bool`):
+            Whether attention goes through its scores slice by slice.
+    """
+
+    config: PreTrainedConfig
+    parameters: int
+    trained_parameters: int
+    precision: str
+    mesh: dict[str, int]
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    rematerialization: str
+    rows: int | None
+    optimizer_steps: int | None
+    max_steps: int | None
+    token_share: float | None
+    has_teacher: bool
+    layers_in_loop: bool
+    sliced_attention: bool
+
+    def without_data(self) -> "Run":
+        """The run as far as it is known if its rows were made up."""
+        return replace(self, rows=None, token_share=None, optimizer_steps=self.max_steps)
+
+
+class Traced(Exception):
+    """
+    Ends the tracing of a run, in place of a return into a script that would save what was not trained.
+
+    Args:
+        programs (`list[TracedProgram]`):
+            The programs, in the order of their first use.
+        run ([`Run`]):
+            The run.
+    """
+
+    def __init__(self, programs: list[TracedProgram], run: Run):
+        super().__init__()
+        self.programs = programs
+        self.run = run
+
+
+class TracingMixin(EveryLengthMixin):
+    """
+    Makes `train` of a trainer trace the programs of training and evaluation, for every length that they need.
+
+    The backend has to be a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `str`):
+            As upstream.
+        args ([`ExtensionArguments`]):
+            Arguments of the run. They are changed.
+        *rest:
+            Upstream's other positional arguments.
+        **kwargs:
+            Upstream's other keyword arguments.
+    """
+
+    steps_per_length = 1
+
+    def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
+        # Traced is what would be replayed.
+        args.step_replay = True
+        self._max_steps = args.max_steps if args.max_steps > 0 else None
+        super().__init__(model, args, *rest, **kwargs)
+        self._traced: dict[tuple[str, tuple[int, ...]], TracedProgram] = {}
+        self._bar: tqdm | None = None
+
+    def train(self, *args, **kwargs) -> None:
+        """
+        Trace the programs, in place of training.
+
+        Args:
+            *args:
+                Not used.
+            **kwargs:
+                Not used.
+
+        Raises:
+            [`Traced`]: When they are traced.
+            `ValueError`: The steps of this run are not replayed, or its rows are not tokens.
+        """
+        self._num_rows = len(self.train_dataset) if has_length(self.train_dataset) else None
+        self.pop_callback(ShowSamples)
+        with tqdm(desc="tracing", unit="program", disable=self.args.disable_tqdm) as self._bar:
+            self.train_every_length()
+
+    def _describe_run(self) -> Run:
+        facts = self._run_facts()
+        rows = self._num_rows
+        steps = self._max_steps
+        if steps is None and rows is not None:
+            steps = max(1, int(-(-rows // self._rows_per_step) * self.args.num_train_epochs))
+        parameters = list(self.model.parameters())
+        return Run(
+            config=self.model.config,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trained_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            precision="; ".join([facts.precision, *self._frozen_lines()]),
+            mesh=self.mesh,
+            per_device_train_batch_size=self.args.per_device_train_batch_size // self.backend.num_chips,
+            gradient_accumulation_steps=self.args.gradient_accumulation_steps,
+            rematerialization=self.compiled.rematerialization,
+            rows=rows,
+            optimizer_steps=steps,
+            max_steps=self._max_steps,
+            token_share=facts.token_share,
+            has_teacher=bool(self._further_models()),
+            layers_in_loop=self.layer_stack is not None,
+            sliced_attention=self.model.config._attn_implementation == SLICED_EAGER,
+        )
+
+    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
+        if run is None and kind == CLOSING or self.replay is None:
+            raise ValueError(
+                "The steps of this recipe cannot be planned, since they are not replayed; the line above says why."
+            )
+        roles = self._roles()
+        module = self.backend.end_module() if run is None else run()
+        key = (kind, self._batch_shape)
+        if key not in self._traced:
+            arguments = [
+                Argument(
+                    roles.get(id(argument), "other"),
+                    argument.numel() * argument.element_size(),
+                    donated,
+                    sharding,
+                )
+                for argument, donated, sharding in zip(module.arguments, module.donated, module.shardings, strict=True)
+            ]
+            self._traced[key] = TracedProgram(
+                kind, self._batch_shape, module.module, arguments, self.backend.num_chips
+            )
+            self._bar.update()
+        return module
+
+    def _roles(self) -> dict[int, str]:
+        """What tensors are for, by their identity."""
+        roles = {}
+        for model in (self.model, *self._further_models()):
+            for tensor in (*model.parameters(), *model.buffers()):
+                roles[id(tensor)] = "weights"
+                if tensor.grad is not None:
+                    roles[id(tensor.grad)] = "gradients"
+        if self.local_gradients is not None:
+            roles |= {id(tensor): "gradients" for tensor in self.local_gradients.tensors}
+        for state in self._plain_optimizer.state.values():
+            roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
+        return roles | {
+            id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
+        }
+
+    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        self._sent_batch = super()._send_batch(inputs)
+        return self._sent_batch
+
+    def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
+        # There are no values to look at. What was published in bfloat16 is held.
+        published = AutoConfig.from_pretrained(self.model.config.name_or_path).dtype
+        return [published == torch.bfloat16] * len(weights)
+
+    def _finalize_training(self, *args):
+        # Within training, where frozen weights have the dtype that they are trained beside.
+        raise Traced(list(self._traced.values()), self._describe_run())
+
+
+def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:
+    """
+    Trace the programs of a run.
+
+    Args:
+        train (`Callable[[Callable[[type], type]], Any]`):
+            Makes the trainer and trains with it. Called with what makes its class from that of the recipe.
+
+    Returns:
+        `tuple[list[TracedProgram], Run]`: The programs, in the order of their first use, and the run.
+    """
+    with tempfile.TemporaryDirectory() as directory, weights_left_out():
+        try:
+            train(
+                lambda trainer: type(f"Tracing{trainer.__name__}", (TracingMixin, trainer), {"output_dir": directory})
+            )
+        except Traced as traced:
+            return traced.programs, traced.run
+    raise AssertionError("the trainer was not asked to train")
+
+
+@contextmanager
+def weights_left_out() -> Iterator[None]:
+    """Within this context, models are made from their configuration alone, with parameters on the meta device."""
+    upstream = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")}
+
+    def from_config(cls, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
+        with init_empty_weights():
+            model = upstream["_from_config"].__func__(cls, config, **kwargs)
+        model.tie_weights()
+        return model
+
+    PreTrainedModel.from_pretrained = classmethod(_from_pretrained)
+    PreTrainedModel._from_config = classmethod(from_config)
+    try:
+        yield
+    finally:
+        for name, method in upstream.items():
+            setattr(PreTrainedModel, name, method)
+
+
+def _from_pretrained(
+    cls,
+    name: str,
+    *args,
+    config: PreTrainedConfig | None = None,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    **kwargs,
+) -> PreTrainedModel:
+    if not isinstance(config, PreTrainedConfig):
+        where = {key: kwargs[key] for key in ("subfolder", "gguf_file", "cache_dir", "token") if key in kwargs}
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **where)
+    dtype = config.dtype if dtype in ("auto", None) else dtype
+    return cls._from_config(config, dtype=dtype, attn_implementation=attn_implementation)

@@ -1,0 +1,121 @@
+"""Running every program of a run, on rows of every length that its batches are padded to."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import torch
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
+from ..callbacks.run_lines import RunLines
+from .configs import ExtensionArguments
+from .lengths import row_lengths
+
+
+class EveryLengthMixin:
+    """
+    Makes `train` of a trainer run a few optimizer steps for each length that batches are padded to, and one evaluation.
+
+    Nothing is saved, logged or reported, and the recipe's `output_dir` is not touched.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `str`):
+            As upstream.
+        args ([`ExtensionArguments`]):
+            Arguments of the run. They are changed.
+        *rest:
+            Upstream's other positional arguments.
+        **kwargs:
+            Upstream's other keyword arguments.
+    """
+
+    #: In place of the recipe's.
+    output_dir: str
+    #: Optimizer steps for each length.
+    steps_per_length: int
+
+    def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
+        args.output_dir = self.output_dir
+        args.report_to = []
+        args.save_strategy = SaveStrategy.NO
+        args.load_best_model_at_end = args.push_to_hub = False
+        super().__init__(model, args, *rest, **kwargs)
+
+    def train_every_length(self, callbacks: Sequence[TrainerCallback] = ()) -> None:
+        """
+        Train on made batches of every length, and evaluate at the end.
+
+        Args:
+            callbacks (`Sequence[~transformers.TrainerCallback]`, *optional*):
+                In place of those that say how a run is getting on.
+
+        Raises:
+            `ValueError`: The rows are not tokens.
+        """
+        assert self.lengths, "the commands that take a recipe ask for max_length"
+        rows_per_step = self._train_batch_size * self.args.gradient_accumulation_steps
+        self.train_dataset = _repeat(self.train_rows, rows_per_step, self.steps_per_length)
+        if self.eval_dataset is not None:
+            self.eval_dataset = _repeat(self.eval_rows, self.args.eval_batch_size)
+        self.args.train_sampling_strategy = "sequential"
+        self.args.max_steps = len(self.train_dataset) // rows_per_step
+        for callback in (ProgressCallback, PrinterCallback, RunLines):
+            self.remove_callback(callback)
+        for callback in (_EvaluateAtTheEnd(self), *callbacks):
+            self.add_callback(callback)
+        super().train()
+
+    @property
+    def train_rows(self) -> datasets.Dataset:
+        """One row of the training data for each length that its batches are padded to."""
+        return self._row_per_length(self.train_dataset)
+
+    @property
+    def eval_rows(self) -> datasets.Dataset:
+        """One row of the evaluation data for each length that its batches are padded to."""
+        return self._row_per_length(self.eval_dataset)
+
+    def _row_per_length(self, dataset) -> datasets.Dataset:
+        lengths = row_lengths(dataset)
+        if lengths is not None:
+            found: dict[int, int] = {}
+            for index, length in enumerate(lengths):
+                found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
+            return dataset.select([found[place] for place in sorted(found)])
+        row = next(iter(dataset))
+        if "input_ids" not in row:
+            raise ValueError(
+                "Programs are made from rows of tokens, and the rows of this dataset are made into tokens batch by batch "
+                "(images). Start the run itself: it keeps its programs as well."
+            )
+        return datasets.Dataset.from_list([_stretch(row, length) for length in self.lengths])
+
+
+class _EvaluateAtTheEnd(TrainerCallback):
+    def __init__(self, trainer: EveryLengthMixin):
+        self._trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = False
+        if state.global_step == state.max_steps:
+            control.should_log = True
+            control.should_evaluate = self._trainer.eval_dataset is not None
+
+
+def _repeat(rows: datasets.Dataset, count: int, times: int = 1) -> datasets.Dataset:
+    """Each row `count` times one after the other, and that `times` times."""
+    return rows.select(torch.arange(len(rows)).repeat_interleave(count).repeat(times).tolist())
+
+
+def _stretch(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """A row of another length: what there is for each token is repeated, or cut off."""
+    tokens = len(row["input_ids"])
+    stretched = {
+        key: (value * -(-length // tokens))[:length] if isinstance(value, list) and len(value) == tokens else value
+        for key, value in row.items()
+    }
+    if "seq_lengths" in row:
+        stretched["seq_lengths"] = [length]
+    return stretched

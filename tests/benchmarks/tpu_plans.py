@@ -1,0 +1,277 @@
+"""
+What the compiler for TPU makes of the training steps of models that people train: `hf-tpu plan` of each.
+
+    python tests/benchmarks/tpu_plans.py [--only WORDS] [--write-docs]
+
+Models are given by their configuration alone; nothing is downloaded and nothing is run. With `--write-docs` the tables go into
+docs/plan.md, and the page of one plan into README.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tables import make_parser, write_block
+from transformers import AutoConfig
+
+from hf_tpu_ext.examples.tiny import make_tokenizer
+from hf_tpu_ext.sharding.plan import format_bytes
+
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT, README = ROOT / "docs" / "plan.md", ROOT / "README.md"
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+# The sizes that these models were published with (their `config.json`).
+MODELS = {
+    "Qwen3-0.6B": ("qwen3", QWEN3),
+    "Qwen3-0.6B of 2 layers, vocabulary 32k": ("qwen3", {**QWEN3, "num_hidden_layers": 2, "vocab_size": 32768}),
+    "Qwen3-0.6B of 2 layers, vocabulary 152k": ("qwen3", {**QWEN3, "num_hidden_layers": 2}),
+    "Qwen2.5-0.5B": (
+        "qwen2",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen2.5-7B": (
+        "qwen2",
+        {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+LORA = {"use_peft": "true", "lora_r": "8", "lora_target_modules": "all-linear"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    A run to plan.
+
+    Args:
+        title (`str`):
+            What it is.
+        model (`str`):
+            One of [`MODELS`].
+        topology (`str`):
+            As `hf-tpu plan` takes it.
+        length (`int`):
+            Tokens of a row.
+        settings (`dict[str, str]`):
+            Keys of the recipe.
+    """
+
+    title: str
+    model: str
+    topology: str = "v5e-1"
+    length: int = 1024
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+def _qwen3(title: str, **settings: str) -> Case:
+    return Case(title, "Qwen3-0.6B", settings={"per_device_train_batch_size": "4", **settings})
+
+
+CASES = [
+    _qwen3("LoRA, 4 rows", **LORA),
+    _qwen3("LoRA, 4 rows, scan_layers: off", **LORA, scan_layers="off"),
+    _qwen3("LoRA, 4 rows, rematerialization: dots", **LORA, rematerialization="dots"),
+    _qwen3("LoRA, 4 rows, rematerialization: none", **LORA, rematerialization="none"),
+    _qwen3("LoRA, 32 rows", **LORA | {"per_device_train_batch_size": "32"}),
+    _qwen3("full, 4 rows"),
+    _qwen3("full, 4 rows, scan_layers: off", scan_layers="off"),
+    *(
+        Case(
+            f"LoRA, 4 rows, {size}",
+            f"Qwen3-0.6B of 2 layers, vocabulary {size}",
+            settings=LORA | {"per_device_train_batch_size": "4"},
+        )
+        for size in ("32k", "152k")
+    ),
+    Case(
+        "full, 4 rows a chip, mesh: data",
+        "Qwen2.5-0.5B",
+        "v5e-8",
+        1000,
+        {"per_device_train_batch_size": "4", "mesh": "data"},
+    ),
+    Case(
+        "LoRA, 1 row a chip, mesh: fsdp",
+        "Qwen2.5-7B",
+        "v5e-8",
+        1024,
+        LORA | {"per_device_train_batch_size": "1", "mesh": "fsdp"},
+    ),
+    Case(
+        "LoRA, 1 row a chip, mesh: data",
+        "Qwen2.5-7B",
+        "v5e-8",
+        1024,
+        LORA | {"per_device_train_batch_size": "1", "mesh": "data"},
+    ),
+]
+
+
+# The page in README.md. The data is not read, so the number of steps is said.
+PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-8", settings={"max_steps": "1000"})
+
+
+def make_model(name: str, directory: Path) -> Path:
+    """
+    Write what a plan needs of a model: its configuration and a tokenizer.
+
+    Args:
+        name (`str`):
+            One of [`MODELS`].
+        directory (`Path`):
+            Where to.
+
+    Returns:
+        `Path`: The directory of the model.
+    """
+    kind, sizes = MODELS[name]
+    path = directory / name.replace(" ", "_")
+    make_tokenizer(path)
+    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+    # As it was published: plans ask for this.
+    AutoConfig.for_model(kind, **sizes, dtype="bfloat16", architectures=[architecture]).save_pretrained(path)
+    return path
+
+
+def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
+    """
+    Plan a run with `hf-tpu plan`.
+
+    Args:
+        case ([`Case`]):
+            The run.
+        directory (`Path`):
+            Where its model and the plan go.
+        *more (`str`):
+            Further words of the command.
+
+    Returns:
+        `tuple[dict, str]`: The plan as JSON and as a page.
+
+    Raises:
+        `RuntimeError`: It could not be told whether the run fits. The output is in the message.
+    """
+    settings = {
+        "model_name_or_path": str(make_model(case.model, directory)),
+        "max_length": str(case.length),
+        "output_dir": str(directory / "run"),
+        **case.settings,
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    output = directory / "plan.json"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "hf_tpu_ext.cli.main",
+            "plan",
+            "--topology",
+            case.topology,
+            "--seq-lengths",
+            str(case.length),
+        ]
+        + ["--json", str(output), *words, *more],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{case} failed:\n{done.stdout}{done.stderr[-3000:]}")
+    return json.loads(output.read_text(encoding="utf-8")), done.stdout
+
+
+def make_row(case: Case, planned: dict) -> str:
+    """
+    Write the row of a run.
+
+    Args:
+        case ([`Case`]):
+            The run.
+        planned (`dict`):
+            Its plan.
+
+    Returns:
+        `str`: A row of a Markdown table.
+    """
+    derived, program = planned["derived"], planned["programs"][-1]
+    cells = [case.model, case.title, case.topology, f"{program['seconds']:.0f}"]
+    if derived["parts"] is None:
+        cells += ["no", program["error"].split(". ")[0].replace("|", "/"), "", "", ""]
+    else:
+        parts = derived["parts"]
+        cells += [
+            "yes" if derived["fits"] else "no",
+            format_bytes(derived["peak_bytes"]),
+            format_bytes(parts["activations and temporary"]),
+            format_bytes(parts["generated code"]),
+            f"{1000 * derived['roofline']['seconds']:.0f} ms",
+        ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = make_parser(__doc__, DOCUMENT)
+    parser.add_argument("--only", metavar="WORDS", default="", help="plan only the runs whose row has these words")
+    arguments = parser.parse_args()
+    lines = [
+        "| model | run | on | seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least |",
+        "|---|---|---|---:|---|---:|---:|---:|---:|",
+    ]
+    measured = []
+    for case in CASES:
+        if arguments.only not in f"{case.model} {case.title} {case.topology}":
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            planned, _ = plan(case, Path(directory))
+        measured.append(planned)
+        lines.append(make_row(case, planned))
+        print(lines[-1], file=sys.stderr, flush=True)
+    versions = ", ".join(f"{name} {version}" for name, version in measured[0]["versions"].items())
+    block = "\n".join([*lines, "", f"{versions}; `python tests/benchmarks/tpu_plans.py`"])
+    print(block)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
+    if arguments.write:
+        write_block(DOCUMENT, "tpu_plans", block)
+        with tempfile.TemporaryDirectory() as directory:
+            _, page = plan(PAGE, Path(directory), "--config", PAGE.title)
+        command = f"hf-tpu plan --config {PAGE.title} --topology {PAGE.topology} --seq-lengths {PAGE.length} --max_steps 1000"
+        write_block(README, "plan_page", f"```text\n$ {command}\n\n{page.rstrip()}\n```")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`hf-tpu plan`: what fits, what does not, and what could not be told."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig
+
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Directory with data and models without weights: a tiny one, and one that is too large for a chip."""
+    directory = tmp_path_factory.mktemp("planned")
+    make_arithmetic(directory / "data")
+    make_model(directory / "model")
+    (directory / "model" / "model.safetensors").unlink()
+    make_tokenizer(directory / "large")
+    sizes = {
+        "hidden_size": 8192,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 1,
+        "vocab_size": 2**19,
+        "head_dim": 128,
+    }
+    config = AutoConfig.for_model("qwen3", **sizes, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
+    config.save_pretrained(directory / "large")
+    return directory
+
+
+@pytest.fixture
+def plan(prepared, tmp_path):
+    """Gives the exit status of a plan, what it prints, and its JSON if it wrote one."""
+
+    def run(*argv, model="model", **env):
+        output = tmp_path / "plan.json"
+        output.unlink(missing_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--model_name_or_path", prepared / model]
+            + ["--output_dir", tmp_path / "run", "--max_length", "64", "--json", output, *argv],
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+        )
+        assert not (tmp_path / "run").exists()
+        planned = json.loads(output.read_text()) if output.exists() else None
+        return done.returncode, done.stdout + done.stderr, planned
+
+    return run
+
+
+def test_fits(plan, prepared):
+    status, page, planned = plan(
+        "--dataset_name", prepared / "data", "--topology", "v5e-8", "--gradient_accumulation_steps", "2", "--jobs", "2"
+    )
+    assert status == 0, page
+    assert "FITS" in page
+    micro, closing = planned["programs"]
+    assert (micro["kind"], closing["kind"]) == ("micro-step", "training step")
+    assert micro["batch_shape"] == closing["batch_shape"] == [64, 64]
+    # Whatever a step updates takes the place of what it was.
+    assert closing["memory"]["alias"] > 0.99 * closing["memory"]["output"]
+    parameters = 107264
+    assert closing["arguments"]["weights"] == 4 * parameters
+    assert closing["arguments"]["optimizer state"] == 8 * parameters
+    # Gradients are added up over the chips once.
+    assert [exchange["kind"] for exchange in closing["cost"]["exchanges"]] == ["all-reduce"]
+    assert micro["cost"]["exchanges"] == [] or sum(item["num_bytes"] for item in micro["cost"]["exchanges"]) < 1000
+    # 1,792 rows, 8 rows a chip, 8 chips, 2 accumulated, 3 epochs.
+    assert planned["optimizer_steps"] == 14 * 3
+    assert planned["derived"]["run_dollars"][0] > 0
+
+
+def test_does_not_fit(plan):
+    status, page, planned = plan("--seq-lengths", "64", "--topology", "v5e-1", model="large")
+    assert status == 1, page
+    assert "DOES NOT FIT" in page
+    assert "RESOURCE_EXHAUSTED" in planned["programs"][-1]["error"]
+    assert planned["derived"]["fits"] is False
+
+
+def test_without_the_compiler(plan, tmp_path):
+    empty = tmp_path / "python"
+    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    empty.chmod(0o755)
+    status, page, planned = plan("--seq-lengths", "64", "--compiler", empty)
+    assert status == 2
+    assert "COULD NOT TELL" in page
+    assert "jax 0.7.1 is not installed" in page
+    assert "pip install 'hf_tpu_ext[plan]'" in page
+    assert planned["programs"] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--topology", "v5e-16", "--seq-lengths", "64"], ["v5e-16", "v5e-8", "v5e-1"]),
+        (["--seq-lengths", "0"], ["--seq-lengths 0", "at least one token"]),
+        ([], ["names no data", "--seq-lengths"]),
+        (["--seq-lengths", "64", "--num_chips", "4"], ["num_chips=4", "8"]),
+        (["--seq-lengths", "64", "--json", "/nowhere/plan.json"], ["/nowhere"]),
+        (["--seq-lengths", "64", "--optim", "sgd"], ["not replayed"]),
+        (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere", "--seq-lengths"]),
+    ],
+    ids=["topology", "no_tokens", "no_shapes", "chips", "json", "optimizer", "data"],
+)
+def test_bad_input(plan, argv, says):
+    status, printed, planned = plan(*argv)
+    assert status == 2
+    assert planned is None
+    assert "Traceback" not in printed
+    for words in says:
+        assert words in printed

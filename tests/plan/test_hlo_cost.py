@@ -1,0 +1,226 @@
+"""
+Programs in `data/` are what libtpu 0.0.21 made, for v5e, of the gradient of a toy with 3 checkpointed layers: `q = x @ w` in
+8 heads of 64, scores `q q'`, `x + scores q`; 4 rows of 256 in bfloat16. Once with the layers in a loop, once one by one, and
+in a loop with the weights split over 8 chips with one row each. Metadata is cut off.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from hf_tpu_ext.plan.hlo_cost import Exchange, measure_cost
+
+
+DATA = Path(__file__).parent / "data"
+# Operations of a product of a layer, by hand: the projection, and a product of attention.
+PROJECTION = 2 * 4 * 256 * 512 * 512
+ATTENTION = 2 * 4 * 8 * 256 * 256 * 64
+# Forward; in the backward pass the projection and the scores again, the projection twice, each product of attention twice.
+LAYER = (PROJECTION + 2 * ATTENTION) + (PROJECTION + ATTENTION) + (2 * PROJECTION + 4 * ATTENTION)
+
+
+def measure(name):
+    return measure_cost((DATA / f"{name}.hlo").read_text(encoding="utf-8"))
+
+
+def program(*lines, before=""):
+    return measure_cost(
+        f"""\
+HloModule m
+
+%add (x: f32[], y: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%x, %y)
+}}
+
+{before}
+ENTRY %main (p: f32[8]) -> f32[8] {{
+"""
+        + "".join(f"  {line}\n" for line in lines)
+        + "}\n"
+    )
+
+
+def test_a_loop_counts_for_each_turn():
+    assert measure("loop_v5e_1").matrix_flops == 3 * LAYER
+
+
+def test_layers_one_by_one_count_like_a_loop_of_them():
+    # The first layer's input needs no gradient: one product that a loop does all the same.
+    assert measure("unrolled_v5e_1").matrix_flops == 3 * LAYER - PROJECTION
+
+
+def test_without_loops_the_count_is_that_of_the_compiler():
+    assert measure("unrolled_v5e_1").flops == pytest.approx(11551637504, rel=1e-3)
+
+
+def test_collectives_in_a_loop_count_for_each_turn():
+    cost = measure("loop_fsdp_v5e_8")
+    # A layer's weight is gathered for each pass, and its gradient reduced; each chip keeps an eighth.
+    weight = 512 * 512 * 2
+    assert cost.exchanges == [
+        Exchange("all-gather", 6, 6 * weight, 6 * weight * 7 // 8),
+        Exchange("reduce-scatter", 3, 3 * weight, 3 * weight * 7 // 8),
+    ]
+    assert cost.link_bytes == 9 * weight * 7 // 8
+    assert cost.matrix_flops == 3 * LAYER // 4
+    assert cost.unknown == []
+
+
+def test_what_is_kept_on_the_chip_is_not_memory_traffic():
+    loop = measure("loop_v5e_1")
+    # At least: the weights and the input are read, the gradient of the weights is written.
+    least = 2 * 3 * 512 * 512 * 2 + 4 * 256 * 512 * 2
+    # The compiler's own analysis says 155 MB, most of it of tensors in the chip's vector memory.
+    assert least <= loop.memory_bytes < 3 * least
+
+
+@pytest.mark.parametrize(
+    ("result", "left", "right", "attributes", "flops"),
+    [
+        ("bf16[64,32]", "bf16[16,64]", "bf16[16,32]", "dim_labels=fb_io->bf", 2 * 64 * 32 * 16),
+        (
+            "bf16[4,64,32]",
+            "bf16[4,64,16]",
+            "bf16[32,16,1]",
+            "window={size=1}, dim_labels=0bf_oi0->0bf",
+            2 * 4 * 64 * 32 * 16,
+        ),
+        # A product for each of 6 heads: of the window of 6 only one position meets a head.
+        (
+            "bf16[6,64,32]",
+            "bf16[6,64,16]",
+            "bf16[6,32,16]",
+            "window={size=6 stride=5 lhs_dilate=6}, dim_labels=0bf_0oi->0bf",
+            2 * 6 * 64 * 32 * 16,
+        ),
+        (
+            "bf16[6,64,32]",
+            "bf16[6,64,16]",
+            "bf16[6,32,16]",
+            "window={size=6 stride=6 pad=5_5 lhs_dilate=5 rhs_reversal=1}, dim_labels=0bf_0oi->0bf",
+            2 * 6 * 64 * 32 * 16,
+        ),
+        # A sum over a batch of 4, with the batch as a window.
+        (
+            "bf16[64,32,1]",
+            "bf16[4,16,64]",
+            "bf16[4,16,32]",
+            "window={size=4}, dim_labels=0fb_0io->bf0",
+            2 * 4 * 64 * 32 * 16,
+        ),
+        # One product, its result in 8 heads of 4.
+        (
+            "bf16[4,64,8,4]",
+            "bf16[4,64,16,1]",
+            "bf16[8,4,16,1]",
+            "window={size=1x8 pad=0_0x7_7 rhs_reversal=0x1}, dim_labels=0bf1_1oi0->0b1f",
+            2 * 4 * 64 * (8 * 4) * 16,
+        ),
+    ],
+)
+def test_products_as_compilers_for_tpu_write_them(result, left, right, attributes, flops):
+    cost = program(
+        f"%l = {left}{{1,0:T(8,128)(2,1)S(1)}} parameter(0)",
+        f"%r = {right}{{1,0}} parameter(1)",
+        f'ROOT %c = {result}{{1,0:T(8,128)(2,1)}} convolution(%l, %r), {attributes}, metadata={{op_name="dot.1"}}',
+    )
+    assert (cost.matrix_flops, cost.flops) == (flops, flops)
+
+
+def test_a_dot():
+    cost = program(
+        "%l = f32[3,8,4]{2,1,0} parameter(0)",
+        "%r = f32[3,4,5]{2,1,0} parameter(1)",
+        "ROOT %d = f32[3,8,5]{2,1,0} dot(%l, %r), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
+        "rhs_contracting_dims={1}",
+    )
+    assert cost.matrix_flops == 2 * 3 * 8 * 5 * 4
+    assert cost.memory_bytes == 4 * (3 * 8 * 4 + 3 * 4 * 5 + 3 * 8 * 5)
+
+
+def test_other_arithmetic():
+    cost = program(
+        "%p = f32[8,16]{1,0} parameter(0)",
+        "%s = f32[] constant(0)",
+        "%e = f32[8,16]{1,0} exponential(%p)",
+        "%m = f32[8,16]{1,0} multiply(%p, %e)",
+        "ROOT %r = f32[8]{0} reduce(%m, %s), dimensions={1}, to_apply=%add",
+    )
+    assert (cost.flops, cost.matrix_flops) == (2 * 8 * 16, 0)
+
+
+FUSED = """\
+%fused (a: f32[28,64], b: s32[], c: f32[28,64], d: f32[1,64]) -> f32[28,64] {
+  %a = f32[28,64]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %c = f32[28,64]{1,0} parameter(2)
+  %d = f32[1,64]{1,0:S(1)} parameter(3)
+  %z = s32[] constant(0)
+  %part = f32[1,64]{1,0} dynamic-slice(%a, %b, %z), dynamic_slice_sizes={1,64}
+  %sum = f32[1,64]{1,0} add(%part, %d)
+  ROOT %u = f32[28,64]{1,0} dynamic-update-slice(%c, %sum, %b, %z)
+}
+"""
+
+
+def test_a_fusion_moves_the_parts_that_it_takes():
+    cost = program(
+        "%a = f32[28,64]{1,0} parameter(0)",
+        "%b = s32[] parameter(1)",
+        "%c = f32[28,64]{1,0} parameter(2)",
+        "%d = f32[1,64]{1,0:S(1)} parameter(3)",
+        "ROOT %f = f32[28,64]{1,0} fusion(%a, %b, %c, %d), kind=kLoop, calls=%fused",
+        before=FUSED,
+    )
+    # A row read, a row written, and the index, for both.
+    assert 2 * 256 <= cost.memory_bytes <= 2 * 256 + 8
+    assert cost.flops == 64
+
+
+def test_asynchronous_copies_move_what_they_copy():
+    cost = program(
+        "%p = f32[512,512]{1,0:T(8,128)} parameter(0)",
+        "%c = (f32[512,512]{1,0:T(8,128)S(1)}, f32[512,512]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p)",
+        "%cd = f32[512,512]{1,0:T(8,128)S(1)} copy-done(%c)",
+        "%s = ((f32[512,512]{1,0:T(8,128)}), f32[128,512]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%p), "
+        "slice={[0:128], [0:512]}",
+        "ROOT %sd = f32[128,512]{1,0:T(8,128)S(1)} slice-done(%s)",
+    )
+    assert cost.memory_bytes == 4 * (512 * 512 + 128 * 512)
+
+
+def test_asynchronous_exchanges_move_what_they_take_and_make():
+    cost = program(
+        "%p = f32[16]{0} parameter(0)",
+        "%g = (f32[16]{0}, f32[64]{0}) all-gather-start(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}",
+        "%c = (f32[16]{0}, f32[16]{0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=2",
+        "%r = f32[16]{0} all-reduce-start(%p), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%add",
+        "ROOT %d = f32[64]{0} all-gather-done(%g)",
+    )
+    assert cost.memory_bytes == 4 * ((16 + 64) + 16 + (16 + 16))
+
+
+@pytest.mark.parametrize(
+    ("operation", "sent"),
+    [
+        ("all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add", 2 * 3 * 64 // 4),
+        ("all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add", 2 * 3 * 64 // 4),
+        ("all-gather(%p), channel_id=1, replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}", 3 * 64 // 4),
+        ("all-gather(%p), channel_id=1, replica_groups=mesh['a'=2,'b'=4] {'a','b'}, dimensions={0}", 7 * 64 // 8),
+        ("all-gather(%p), channel_id=1, replica_groups=mesh['a'=8] {'a':(1)2}, dimensions={0}", 64 // 2),
+        ("collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,2}}", 64),
+    ],
+)
+def test_what_a_chip_sends(operation, sent):
+    cost = program("%p = f32[16]{0} parameter(0)", f"ROOT %c = f32[16]{{0}} {operation}")
+    assert (cost.exchanges[0].num_bytes, cost.link_bytes) == (64, sent)
+
+
+def test_what_cannot_be_counted_is_said():
+    cost = program(
+        "%p = f32[16]{0} parameter(0)",
+        'ROOT %attend = f32[16]{0} custom-call(%p), custom_call_target="tpu_custom_call"',
+    )
+    assert cost.unknown == ["what the kernel attend does"]

@@ -1,0 +1,76 @@
+"""The estimate beside what libtpu 0.0.21 made, for v5e, of optimizer steps that the trainer traced with torch_xla 2.9."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_tpu_ext.plan.estimate import Dimensions, count_lora_parameters
+from hf_tpu_ext.plan.memory_estimate import estimate_memory
+
+
+# The sizes of Qwen3-0.6B, and others, with more or fewer layers.
+QWEN3 = Dimensions(28, 1024, 3072, 16, 8, 128, 151936, tied=True, qk_norm=True)
+OTHER = replace(QWEN3, hidden=896, intermediate=4864, heads=14, kv_heads=2)
+# Model, layers, batch shape, rank of LoRA, what is computed again, further settings; MB at the peak.
+LOOP, ACCUMULATES, SLICED = {"layers_in_loop": True}, {"accumulates": True}, {"sliced_attention": True}
+# Rows split over 8 chips.
+DATA_PARALLEL = {"head_in_loop": False}
+COMPILED = [
+    (QWEN3, 28, (4, 1024), None, "full", LOOP, 13408),
+    (QWEN3, 8, (4, 1024), None, "full", LOOP, 6533),
+    (QWEN3, 8, (4, 512), None, "full", LOOP, 5345),
+    (QWEN3, 8, (4, 1024), None, "full", LOOP | SLICED, 5891),
+    (OTHER, 12, (8, 512), None, "full", LOOP | SLICED, 6897),
+    (QWEN3, 8, (4, 1024), 8, "full", LOOP, 1638),
+    (QWEN3, 8, (4, 1024), 8, "full", LOOP | SLICED, 1232),
+    (QWEN3, 28, (4, 1024), 8, "full", LOOP | SLICED, 2393),
+    (QWEN3, 28, (16, 512), 8, "full", LOOP | SLICED, 3746),
+    (QWEN3, 6, (4, 2048), 16, "full", LOOP | SLICED, 1831),
+    (OTHER, 24, (4, 1024), 8, "full", LOOP | SLICED, 2263),
+    (QWEN3, 4, (4, 1024), None, "full", {}, 4578),
+    (QWEN3, 8, (4, 1024), None, "full", {}, 5605),
+    (QWEN3, 4, (4, 1024), None, "full", SLICED, 3860),
+    (QWEN3, 4, (4, 1024), None, "full", ACCUMULATES, 5173),
+    (QWEN3, 4, (4, 1024), 8, "full", {}, 1703),
+    (QWEN3, 4, (4, 1024), 8, "full", SLICED, 1160),
+    (QWEN3, 4, (4, 1024), 8, "full", DATA_PARALLEL, 4897),
+    (QWEN3, 4, (4, 1024), None, "none", {}, 5614),
+    (QWEN3, 4, (4, 1024), 8, "none", {}, 3098),
+    (QWEN3, 4, (4, 1024), 8, "none", SLICED, 1806),
+]
+
+
+def adapters(dimensions, rank):
+    return None if rank is None else count_lora_parameters(dimensions, rank)
+
+
+@pytest.mark.parametrize(("model", "layers", "shape", "rank", "policy", "settings", "megabytes"), COMPILED)
+def test_within_15_percent_of_the_compiler(model, layers, shape, rank, policy, settings, megabytes):
+    dimensions = replace(model, layers=layers)
+    estimate = estimate_memory(dimensions, shape, adapters(dimensions, rank), policy, **settings)
+    assert estimate.peak_bytes / 1e6 == pytest.approx(megabytes, rel=0.15)
+
+
+def test_what_stays_on_a_chip_is_exact():
+    parts = estimate_memory(QWEN3, (4, 1024)).parts
+    # Float32: four bytes of a weight, eight of its moments.
+    assert (parts["weights"], parts["optimizer state"]) == (4 * 596_049_920, 8 * 596_049_920)
+    assert parts["gradients of layers"] == 4 * 28 * 15_730_944
+    parts = estimate_memory(QWEN3, (4, 1024), 5_046_272).parts
+    assert (parts["weights"], parts["optimizer state"]) == (2 * 596_049_920 + 4 * 5_046_272, 8 * 5_046_272)
+
+
+def test_a_longer_batch_needs_more_and_rematerialization_less():
+    def peak(shape, policy="full"):
+        return estimate_memory(QWEN3, shape, 5_046_272, policy).peak_bytes
+
+    assert peak((4, 512)) < peak((4, 1024)) < peak((8, 1024)) < peak((8, 1024), "none")
+    # Scores grow with the square of the length, unless they are never there at once.
+    assert peak((1, 4096)) > peak((4, 1024))
+    long, short = (estimate_memory(QWEN3, shape, 5_046_272, sliced_attention=True) for shape in ((1, 4096), (4, 1024)))
+    assert long == short
+
+
+@pytest.mark.parametrize(("policy", "in_loop"), [("dots", False), ("mlp", True), ("none", True)])
+def test_what_it_does_not_describe_is_not_known(policy, in_loop):
+    assert estimate_memory(QWEN3, (4, 1024), None, policy, in_loop) is None

@@ -1,0 +1,217 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from hf_tpu_ext.plan.hlo_cost import Cost, Exchange
+from hf_tpu_ext.plan.memory_estimate import MemoryEstimate
+from hf_tpu_ext.plan.page import WIDTH, format_count, format_seconds, render
+from hf_tpu_ext.plan.prices import Price
+from hf_tpu_ext.plan.result import Plan, PlannedProgram, Trial
+from hf_tpu_ext.plan.topologies import find_topology
+
+
+GB = 10**9
+OUT_OF_MEMORY = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.75G of 15.75G hbm. "
+    "Exceeded hbm capacity by 2.00G.\n\nTotal hbm usage >= 18.00G:\n    reserved        258.00M"
+)
+COST = Cost(200 * 10**12, 197 * 10**12, 819 * 10**8, [Exchange("all-gather", 56, 3 * GB, 2 * GB)], [])
+
+
+def program(kind="training step", **changes):
+    memory = {"argument": 9 * GB, "output": 9 * GB, "alias": 9 * GB, "temp": 3 * GB, "generated_code": GB // 10}
+    arguments = {"weights": 3 * GB, "optimizer state": 6 * GB}
+    made = PlannedProgram(kind, (32, 1024), 21.5, None, memory, arguments, COST, 8 * 150e12, 8 * 190e12)
+    return replace(made, **changes)
+
+
+MICRO_STEP = program(
+    "micro-step",
+    memory={"argument": 6 * GB, "output": 3 * GB, "alias": 3 * GB, "temp": 5 * GB, "generated_code": GB // 10},
+    arguments={"weights": 3 * GB, "gradients": 3 * GB},
+)
+
+
+def plan(*programs, **changes):
+    made = Plan(
+        title="recipe.yaml",
+        facts={"model": "a model " * 20},
+        topology=find_topology("v5e-8"),
+        programs=list(programs),
+        versions={"libtpu": "0.0.21"},
+        optimizer_steps=3600,
+        token_share=0.5,
+        price=Price(1.2, "us-central1", "2026-11", "list"),
+    )
+    return replace(made, **changes)
+
+
+def test_fits_and_by_how_much():
+    planned = plan(program())
+    assert planned.fits is True
+    assert planned.peak_bytes == 12.1 * GB
+    assert "FITS: a chip holds 12.10 GB of the 16.91 GB" in render(planned)
+    assert "4.81 GB to spare" in render(planned)
+
+
+def test_a_chip_also_holds_what_the_running_program_does_not_use():
+    planned = plan(program(), MICRO_STEP, gradient_accumulation_steps=4)
+    # During the micro-step: 6 GB of the optimizer's state besides, and the code of both programs.
+    assert planned.largest is planned.programs[1]
+    assert planned.peak_bytes == (3 + 3 + 5 + 6 + 0.2) * GB
+    assert planned.fits is False
+    assert "DOES NOT FIT: a chip holds 17.20 GB, 288.57 MB more than" in render(planned)
+
+
+def test_parts_add_up():
+    planned = program(memory=MICRO_STEP.memory | {"output": 4 * GB})
+    assert sum(planned.parts.values()) == (6 + 4 - 3 + 5 + 0.1) * GB
+    assert planned.parts["results"] == GB
+
+
+def test_what_the_compiler_refuses_does_not_fit():
+    refused = PlannedProgram("training step", (64, 1024), 3.0, OUT_OF_MEMORY)
+    planned = plan(refused)
+    assert planned.fits is False
+    assert refused.excess_bytes == 2 * 2**30
+    page = render(planned)
+    assert "DOES NOT FIT: a chip needs 2.15 GB more than the 16.91 GB" in page
+    assert "the compiler says: RESOURCE_EXHAUSTED" in page and "refused" in page
+    # A program that fits beside it changes nothing.
+    assert plan(refused, program()).fits is False
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        (),
+        (PlannedProgram("training step", (8, 8), 1.0, "INTERNAL: crashed"),),
+    ],
+)
+def test_could_not_tell(programs):
+    planned = plan(*programs, estimate=MemoryEstimate({"weights": 20 * GB}))
+    assert planned.fits is None and planned.roofline is None and planned.run_dollars is None
+    page = render(planned)
+    assert "COULD NOT TELL" in page
+    assert "By an estimate a chip holds 20.00 GB, more than the 16.91 GB" in page
+    assert "memory of a chip, ESTIMATED without the compiler" in page
+
+
+def test_time_and_cost():
+    planned = plan(program())
+    assert planned.roofline.seconds == pytest.approx(1)
+    assert planned.tokens_per_step == 32 * 1024
+    assert planned.tokens_per_second == pytest.approx(4096)
+    assert planned.mfu == pytest.approx(150 / 197)
+    least, fast, slow = planned.run_seconds
+    assert (least, fast, slow) == pytest.approx((3600, 3600 / 0.67, 3600 * (1 + 0.1 + 0.02) / 0.46))
+    # Eight chips for an hour.
+    assert planned.run_dollars[0] == pytest.approx(8 * 1.2)
+    page = " ".join(render(planned).split())
+    assert "at least 1 s; the wall: arithmetic (arithmetic 1 s, memory 100 ms, links 20 ms)" in page
+    assert "4,096 tokens/s/chip at that bound, 2,048 without padding; MFU 76 %" in page
+    assert "at least $9.60" in page and "us-central1, 2026-11 (list)" in page
+
+
+def test_micro_steps_of_an_optimizer_step():
+    planned = plan(program(), MICRO_STEP, gradient_accumulation_steps=4)
+    assert planned.roofline.seconds == pytest.approx(4)
+    assert planned.tokens_per_step == 4 * 32 * 1024
+
+
+def test_the_largest_batch_and_the_training_programs_alone_make_a_step():
+    short = program(batch_shape=(32, 128), cost=replace(COST, matrix_flops=10**12))
+    evaluation = program("evaluation step", batch_shape=(64, 2048))
+    assert plan(short, program(), evaluation).roofline.seconds == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("expected", "warned"), [(190e12, False), (170e12, True)])
+def test_arithmetic_that_nobody_asked_for_is_warned_of(expected, warned):
+    planned = plan(program(expected_flops=8 * expected))
+    assert planned.flops_ratio == pytest.approx(197e12 / expected)
+    assert ("WARNING" in render(planned)) == warned
+
+
+def test_collectives_and_what_is_not_known():
+    page = render(plan(program(cost=replace(COST, unknown=["what the kernel attend does"])), unknown=["the price"]))
+    assert "56 all-gather of 3.00 GB" in page
+    assert "- the price\n- what the kernel attend does" in page
+
+
+def test_without_steps_or_price():
+    planned = plan(program(), optimizer_steps=None, price=None)
+    assert planned.run_seconds is None and planned.run_dollars is None
+    assert "the run" not in render(planned)
+    assert "its cost" not in render(plan(program(), price=None))
+
+
+def test_variants_are_a_table():
+    trials = [
+        Trial({"batch": "16"}, True, 12 * GB, 1.5, 9000.0),
+        Trial({"batch": "8", "mesh": "fsdp"}, None, error="refused"),
+    ]
+    lines = render(plan(program(), trials=trials)).splitlines()
+    start = lines.index("variants, of those tried, that no other beats in both speed and memory")
+    assert [line.split() for line in lines[start + 1 : start + 4]] == [
+        ["batch", "mesh", "memory", "fits", "step", "at", "least", "tokens/s/chip"],
+        ["16", "12.00", "GB", "yes", "1.5", "s", "9,000"],
+        ["8", "fsdp", "?", "?", "?", "?"],
+    ]
+
+
+def test_a_page_is_at_most_a_hundred_columns_wide():
+    refused = PlannedProgram("micro-step", (64, 1024), 3.0, OUT_OF_MEMORY)
+    for planned in (
+        plan(program(), MICRO_STEP),
+        plan(program(), refused),
+        plan(estimate=MemoryEstimate({"weights": GB})),
+    ):
+        assert max(map(len, render(planned).splitlines())) <= WIDTH
+
+
+def test_the_bar_of_a_part_starts_where_the_one_before_ends():
+    bars = [line.split()[-1] for line in render(plan(program())).splitlines() if "...." in line]
+    filled = [{index for index, mark in enumerate(bar) if mark == "#"} for bar in bars]
+    taken = sorted(index for bar in filled for index in bar)
+    assert taken == list(range(round(40 * 12.1 / 16.911433728)))
+
+
+def test_json_holds_all_of_it(tmp_path):
+    planned = plan(program(), trials=[Trial({"batch": "8"}, True, GB, 1.0, 8000.0)])
+    planned.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["versions"] == {"libtpu": "0.0.21"}
+    assert content["topology"]["chip"]["memory_bytes"] == 16911433728
+    derived = content["derived"]
+    assert derived["fits"] is True and derived["roofline"]["wall"] == "arithmetic"
+    assert derived["parts"]["optimizer state"] == 6 * GB
+    assert derived["run_dollars"][0] == pytest.approx(9.6)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_json_of_a_plan_of_which_nothing_is_known():
+    assert json.loads(plan().to_json())["derived"]["fits"] is None
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(22.65e12, "22.6 T"), (596e6, "596 M"), (4096, "4.1 k"), (3, "3 "), (2.5e18, "2500 P")]
+)
+def test_large_numbers(number, text):
+    assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0002, "0.2 ms"),
+        (0.184, "184 ms"),
+        (1.52, "1.5 s"),
+        (95, "95 s"),
+        (600, "10 min"),
+        (190, "3.2 min"),
+        (11520, "3.2 h"),
+    ],
+)
+def test_times(seconds, text):
+    assert format_seconds(seconds) == text

@@ -1,0 +1,54 @@
+import pytest
+
+from hf_tpu_ext.plan.topologies import find_topology, read_topologies
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "compiler_name"),
+    [
+        ("v5e-1", 1, "v5e:1x1"),
+        ("v5e-4", 4, "v5e:2x2"),
+        ("v5e-8", 8, "v5e:2x4"),
+        ("v6e-1", 1, "v6e:1x1"),
+        ("v6e-4", 4, "v6e:2x2"),
+        ("v6e-8", 8, "v6e:2x4"),
+        ("v5p-2", 1, "v5p:1x1x1"),
+        ("v5p-8", 4, "v5p:2x2x1"),
+        ("v5litepod-8", 8, "v5e:2x4"),
+        ("v6e:2x2", 4, "v6e:2x2"),
+        (" V5E-8 ", 8, "v5e:2x4"),
+    ],
+)
+def test_names_of_people_and_of_the_compiler(name, chips, compiler_name):
+    topology = find_topology(name)
+    assert (topology.num_chips, topology.compiler_name) == (chips, compiler_name)
+    assert topology.compiler_options["topology_name"] == compiler_name
+    assert ("chips_per_host_bounds" in topology.compiler_options) == (chips == 1)
+
+
+def test_what_a_chip_can_do():
+    chip = find_topology("v5e-8").chip
+    assert (chip.flops_per_second, chip.memory_bytes_per_second) == (197e12, 819e9)
+    assert chip.memory_bytes == 15.75 * 2**30
+    assert find_topology("v6e-1").chip.memory_bytes == 31.25 * 2**30
+
+
+def test_a_corner_has_one_neighbour_along_each_dimension():
+    assert find_topology("v5e-1").exchange_bytes_per_second == 0
+    assert find_topology("v5e-8").exchange_bytes_per_second == 2 * 50e9
+    assert find_topology("v5p-8").exchange_bytes_per_second == 2 * 100e9
+
+
+def test_each_figure_has_a_source():
+    for topology in read_topologies().values():
+        figures = {name for name, value in vars(topology.chip).items() if isinstance(value, int | float)}
+        assert figures == topology.chip.sources.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "close"), [("v5e8", "v5e-8"), ("v5-litepod-4", "v5e-4"), ("v6e-16", "v6e-1"), ("tpu", "one host")]
+)
+def test_an_unknown_name_lists_the_closest(name, close):
+    with pytest.raises(ValueError, match=close) as error:
+        find_topology(name)
+    assert repr(name) in str(error.value) and "v5p-8" in str(error.value)

@@ -1,0 +1,62 @@
+"""The programs of a plan are those of the run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_tpu_ext.examples.tiny import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("planned") / "model"
+    make_model(directory, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    return directory
+
+
+@pytest.fixture
+def programs(model, tmp_path):
+    """Gives the programs of a run, by `"train"` or `"trace"`."""
+
+    def run(how, settings):
+        output = tmp_path / f"{how}.json"
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("trace_driver.py"), how, model, output, json.dumps(settings)],
+            env=os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(settings.get("chips", 1))},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(output.read_text())
+
+    return run
+
+
+LORA = {"r": 4, "lora_dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2, "lora": LORA, "bf16": True},
+        {"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA},
+        pytest.param({"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"chips": 4, "mesh": "fsdp", "rematerialization": "dots"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: "-".join(f"{key}={value}" for key, value in settings.items() if key != "lora"),
+)
+def test_traced_for_a_plan_is_what_is_trained(programs, settings):
+    trained, traced = programs("train", settings), programs("trace", settings)
+    assert len(traced["programs"]) == (2 if "gradient_accumulation_steps" in settings else 1)
+    assert traced["donated"] == trained["donated"]
+    assert all(traced["donated"])
+    for (text, shardings), (trained_text, trained_shardings) in zip(
+        traced["programs"], trained["programs"], strict=True
+    ):
+        assert text == trained_text
+        assert shardings == trained_shardings

@@ -1,0 +1,104 @@
+"""
+Trains one step, or traces it for a plan, and writes down the programs as text.
+
+    python trace_driver.py train|trace MODEL OUTPUT '{"field": value, ...}'
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+
+from hf_tpu_ext.backends.selection import select_tracing
+
+
+how, model, output, given = sys.argv[1:]
+settings = json.loads(given)
+chips, lora = settings.pop("chips", 1), settings.pop("lora", None)
+if how == "trace":
+    select_tracing(chips)
+
+import torch_xla  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer  # noqa: E402
+from hf_tpu_ext.backends import xla, xla_replay  # noqa: E402
+from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
+
+
+texts, donated = [], []
+
+
+def note(results, updated):
+    text = torch_xla._XLAC._get_xla_tensors_hlo(results)
+    # Numbered by whatever was traced before in this process.
+    texts.append(re.sub(r"^HloModule IrToHlo\.\d+", "HloModule", text))
+    donated.append([index for index, is_updated in enumerate(updated) if is_updated])
+
+
+def train(adapt=lambda trainer: trainer):
+    rows = Dataset.from_list([{"input_ids": [1] * length} for length in (40, 64)] * 64)
+    trainer = adapt(TPUSFTTrainer)(
+        model,
+        TPUSFTConfig(
+            **{"output_dir": f"{output}.run", "max_length": 64, "per_device_train_batch_size": 2, "max_steps": 1}
+            | {
+                "model_init_kwargs": {"dtype": "float32"},
+                "report_to": "none",
+                "save_strategy": "no",
+                "disable_tqdm": True,
+            }
+            | settings
+        ),
+        train_dataset=rows,
+        peft_config=None if lora is None else LoraConfig(task_type="CAUSAL_LM", **lora),
+    )
+    trainer.train()
+
+
+if how == "train":
+
+    class NotingRecording(xla_replay.XLARecording):
+        def end_trace(self, *args):
+            traced = super().end_trace(*args)
+            note(traced.results, traced.updated)
+            return traced
+
+    xla.XLARecording = NotingRecording
+    train()
+    beside = [{}] * len(texts)
+else:
+    write_module = torch_xla._XLAC._get_xla_tensors_hlo_proto
+
+    def note_and_write(results):
+        note(results, [])
+        return write_module(results)
+
+    torch_xla._XLAC._get_xla_tensors_hlo_proto = note_and_write
+    programs, _ = trace_run(train)
+    donated = [[index for index, argument in enumerate(program.arguments) if argument.donated] for program in programs]
+    # A tensor without a value cannot be marked as split. It is noted beside the module.
+    beside = [
+        {str(index): argument.sharding for index, argument in enumerate(program.arguments) if argument.sharding}
+        for program in programs
+    ]
+
+
+def take_out_shardings(text, beside):
+    """The text without the shardings of arguments, and these."""
+    shardings = {**dict(re.findall(r"parameter\((\d+)\), sharding=(\{.*?\})$", text, re.MULTILINE)), **beside}
+
+    def without_repeated(match):
+        return match[1] if shardings.get(match[2]) == match[3] else match[0]
+
+    text = re.sub(r"(parameter\(\d+\)), sharding=\{.*?\}$", r"\1", text, flags=re.MULTILINE)
+    # Where an argument that is marked is cast, torch_xla says the same of the result.
+    text = re.sub(r"( convert\([^)]*%p(\d+)\.\d+\)), sharding=(\{.*?\})$", without_repeated, text, flags=re.MULTILINE)
+    # Without a sharding, an argument is whole on every chip.
+    return text, {index: sharding for index, sharding in shardings.items() if sharding != "{replicated}"}
+
+
+taken = [take_out_shardings(text, noted) for text, noted in zip(texts, beside, strict=True)]
+Path(output).write_text(json.dumps({"programs": taken, "donated": donated}))

@@ -1,0 +1,55 @@
+"""
+Traces the schemes of `tests/benchmarks/schemes.py` for a plan.
+
+    python trace_schemes.py DIRECTORY
+
+The directory is one of `schemes.make_inputs`. Writes `traced.json` into it: by scheme its parameters and its programs.
+"""
+
+import base64
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from hf_tpu_ext.backends.selection import select_tracing
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from schemes import CHIPS, SCHEMES, make_trainer  # noqa: E402
+
+from hf_tpu_ext import TPUSFTTrainer  # noqa: E402
+from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
+
+
+def main(directory: Path) -> None:
+    """
+    Trace all schemes.
+
+    Args:
+        directory (`Path`):
+            Where model and rows are, and where the programs go.
+    """
+    select_tracing(CHIPS)
+    traced = {}
+    for name, scheme in SCHEMES.items():
+        trainers = []
+
+        def train(adapt, scheme=scheme, trainers=trainers):
+            trainers.append(make_trainer(adapt(TPUSFTTrainer), scheme, directory))
+            trainers[0].train()
+
+        programs, _ = trace_run(train)
+        traced[name] = {
+            "mesh": trainers[0].mesh,
+            "parameters": [asdict(parameter) for parameter in trainers[0].sharding_plan.parameters],
+            "programs": [
+                asdict(program) | {"module": base64.b64encode(program.module).decode()} for program in programs
+            ],
+        }
+    (directory / "traced.json").write_text(json.dumps(traced), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
