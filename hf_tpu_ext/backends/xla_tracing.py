@@ -97,11 +97,11 @@ class TracingBackend(XLABackend):
     # ---- Tensors ----
 
     def _new(self, like: torch.Tensor) -> torch.Tensor:
-        placeholder = xb.create_placeholder_tensor(tuple(like.shape), like.dtype)
-        self._buffers.append(placeholder)
-        return placeholder
+        return xb.create_placeholder_tensor(tuple(like.shape), like.dtype)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Not the tensor, which would be computed anew together with what shares its data.
+        self._buffers += _XLAC._get_tensors_xla_device_data_node([tensor])[1]
         (identity,) = _XLAC._get_tensors_handle([tensor])
         self._owners[identity] = weakref.ref(tensor)
         return tensor
@@ -121,7 +121,6 @@ class TracingBackend(XLABackend):
             if value.nbytes < _SMALL:
                 # With a value, a tensor can be marked as split, which what is computed from it then tells on.
                 sent = super(TracingBackend, self)._send(value, by_rows)
-                self._buffers.append(sent)
             else:
                 sent = self._new(value).detach()
             if self._mesh is not None:

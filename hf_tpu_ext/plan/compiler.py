@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -130,10 +131,7 @@ def _argument_shapes(text: str) -> list[Shape]:
 
 
 def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
-    if done.returncode < 0:
+    if done.returncode == -signal.SIGKILL:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 1e9
-        return (
-            f"The compiler for TPU was stopped by signal {-done.returncode}, most likely for want of memory ({free:.1f} GB "
-            "are free). Plan on a machine with more memory, or compile one program at a time: --jobs 1"
-        )
+        return f"The compiler for TPU was killed, most likely for want of memory ({free:.1f} GB are free). Plan on a machine with more memory, or compile one program at a time: --jobs 1"
     return f"The compiler for TPU failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"

@@ -11,16 +11,12 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..step.layer_scan import LayerStack, find_layers, why_not_alike
 from ..step.optimizer import LazyAdamW
-from ..step.sliced_attention import use_sliced_attention
 
 
 #: Families for which a loop was found to give the same losses as layers one by one.
 VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 # With fewer layers there is little to gain.
 _LEAST_LAYERS = 8
-# Scores of a layer on a chip, 2 GB in float32, above which slices take less memory also in layers that stand one by one and are
-# computed again: there the compiler for TPU keeps something of every layer's slices.
-_MANY_SCORES = 2**29
 
 
 class LayerScanMixin:
@@ -70,24 +66,6 @@ class LayerScanMixin:
         modules, name, _ = self._place_of_layers
         modules[name] = self.layer_stack
         self.backend.wait()
-
-    def choose_attention(self, model: nn.Module) -> None:
-        """
-        Go through attention in slices from now on, where that takes less memory.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                Model on the device.
-        """
-        unwrapped = unwrap_peft_model(model)
-        if not isinstance(unwrapped, PreTrainedModel):
-            return
-        if self.layer_stack is None and self.compiled.rematerialization != "none":
-            heads = unwrapped.config.get_text_config().num_attention_heads
-            rows = self._train_batch_size // self.backend.num_chips
-            if rows * heads * max(self.lengths, default=0) ** 2 <= _MANY_SCORES:
-                return
-        use_sliced_attention(model, self.backend, self.mesh)
 
     def unscan_layers(self) -> None:
         """Give the layers their parameters back, if they run as one loop."""

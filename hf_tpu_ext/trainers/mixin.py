@@ -19,6 +19,7 @@ from ..step.attention_mask import static_masks
 from ..step.kernels import use_static_kernels
 from ..step.loss_log import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.sliced_attention import use_sliced_attention
 from .arguments import (
     ADAMW_NAMES,
     CompiledArguments,
@@ -207,6 +208,7 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.lazy:
             use_static_kernels(model)
+            use_sliced_attention(model, self.backend, self.mesh)
             self.backend.place(model)
             self._shard_model(model)
         else:

@@ -24,7 +24,6 @@ class StepBoundary(TrainerCallback):
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
         self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
-        trainer.choose_attention(model)
         if isinstance(optimizer.optimizer, LazyAdamW):
             optimizer.optimizer.create_state()
         if not trainer.keep_gradients_local(model) and args.gradient_accumulation_steps > 1:

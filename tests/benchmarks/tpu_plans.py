@@ -140,7 +140,7 @@ CASES = [
 
 
 # The page in README.md. The data is not read, so the number of steps is said.
-PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-8", settings={"max_steps": "1000"})
+PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-1", settings={"max_steps": "1000"})
 
 
 def make_model(name: str, directory: Path) -> Path:

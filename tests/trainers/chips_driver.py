@@ -12,7 +12,6 @@ from test_counts import CountPerStep
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
 from hf_tpu_ext.step import sliced_attention
-from hf_tpu_ext.trainers import layers
 
 
 def shards_of(tensor):
@@ -81,7 +80,7 @@ if __name__ == "__main__":
     # With a real vocabulary and real lengths the loss and attention take many turns of their loops, which the partitioner is
     # to bear.
     fused_head._CHUNK_ELEMENTS = fused_head._UNROLLED_ELEMENTS = 32 * 259
-    sliced_attention._SLICE_ELEMENTS, layers._MANY_SCORES = 1024, 0
+    sliced_attention._SLICE_ELEMENTS = 1024
     with open(spec_file) as file:
         spec = json.load(file)
     results = {}
