@@ -49,9 +49,13 @@ def _is_seed(tensor_id: int) -> bool:
 
 @dataclass(frozen=True)
 class _Seed:
-    """A seed that a program starts from: that of the step after so many random operators."""
+    """
+    A seed that a program starts from: that of the step after so many random operators. Where a loop has drawn from it,
+    torch_xla no longer marks it as one, and it is known by its value alone.
+    """
 
     draws: int
+    marked: bool = True
 
 
 @dataclass(frozen=True)
@@ -177,17 +181,48 @@ class XLARecording(Recording):
         ids, values = _XLAC._get_tensors_xla_device_data_node(results)
         seeds = [value for tensor_id, value in zip(ids, values, strict=True) if _is_seed(tensor_id)]
         draws_before = iter(self._draws_before(seeds, [] if like is None else like.seeds))
+        after = xm.get_rng_state()
+        draws = _count_draws(self._seed, after)
+        unmarked = self._find_unmarked_seeds(ids, values, draws, like)
         inputs: list[int | torch.Tensor | _Seed] = []
-        for tensor_id, value, buffer in zip(ids, values, _buffers(values), strict=True):
+        for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, _buffers(values), strict=True)):
             if _is_seed(tensor_id):
                 inputs.append(_Seed(next(draws_before)))
+                continue
+            if place in unmarked:
+                inputs.append(unmarked[place])
                 continue
             if buffer in self._others:
                 raise CannotReplay("a number is sent to the device in the middle of a step")
             inputs.append(self._slots.get(buffer, value))
         updated = [isinstance(slot, int) and slot < len(state) and pending[slot] for slot in inputs]
-        after = xm.get_rng_state()
-        return TracedStep(results, outputs, values, inputs, updated, _count_draws(self._seed, after), after)
+        return TracedStep(results, outputs, values, inputs, updated, draws, after)
+
+    def _find_unmarked_seeds(
+        self, ids: list[int], values: list[torch.Tensor], draws: int, like: "XLAProgram | None"
+    ) -> dict[int, _Seed]:
+        """
+        Seeds that are known by their value, by the place of the argument. Read anew in each recording: a constant may have the
+        value of a seed once, and not twice.
+        """
+        if not draws:
+            return {}
+        places = [
+            place
+            for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, _buffers(values), strict=True))
+            if value.dtype == torch.int64
+            and not value.ndim
+            and not _is_seed(tensor_id)
+            and buffer not in self._slots
+            and (like is None or place in like.unmarked_seeds)
+        ]
+        if not places:
+            return {}
+        drawn = {_after_draws(self._seed, count): count for count in range(draws + 1)}
+        found = [value.item() % _SEED_MODULUS for value in _XLAC._xla_get_cpu_tensors([values[i] for i in places])]
+        return {
+            place: _Seed(drawn[seed], marked=False) for place, seed in zip(places, found, strict=True) if seed in drawn
+        }
 
     def _draws_before(self, seeds: list[torch.Tensor], known: list[int]) -> list[int]:
         """For each seed that the program starts from, the random operators between the beginning of the step and it."""
@@ -233,7 +268,12 @@ class XLAProgram(Program):
     @property
     def seeds(self) -> list[int]:
         """For each seed that the program starts from, the random operators between the beginning of the step and it."""
-        return [slot.draws for slot in self._inputs if isinstance(slot, _Seed)]
+        return [slot.draws for slot in self._inputs if isinstance(slot, _Seed) and slot.marked]
+
+    @property
+    def unmarked_seeds(self) -> set[int]:
+        """Places of seeds that are known by their value alone."""
+        return {place for place, slot in enumerate(self._inputs) if isinstance(slot, _Seed) and not slot.marked}
 
     def take(self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """

@@ -56,6 +56,11 @@ class TracedModule(Program):
         """As [`XLAProgram.seeds`], which are of no use to a program that is not run."""
         return []
 
+    @property
+    def unmarked_seeds(self) -> set[int]:
+        """As [`XLAProgram.unmarked_seeds`]."""
+        return set()
+
 
 class _Recording(XLARecording):
     def __init__(self, backend: "TracingBackend", state: Sequence[torch.Tensor]):

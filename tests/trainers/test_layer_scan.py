@@ -167,6 +167,22 @@ def test_the_steps_are_one_program(xla, scanned, make):
     assert compiles[1] <= compiles[0]
 
 
+def test_steps_with_dropout_in_the_loop_are_replayed(xla, scanned, make, same_logs):
+    steps = dict(max_steps=6, logging_steps=1)
+    trainers = []
+    for step_replay in (False, None):
+        before = xla.counters()
+        trainers.append(scanned(make(attention_dropout=0.2), step_replay=step_replay, **steps))
+        assert (xla.counters() - before).replays == (0 if step_replay is False else 4)
+    same_logs(*trainers)
+    # It is drawn anew at each step, whatever the learning rate does.
+    without = scanned(make(), **steps)
+    losses = [
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (*trainers, without)
+    ]
+    assert all(with_dropout != plain for with_dropout, plain in zip(losses[0], losses[2], strict=True))
+
+
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
