@@ -1,0 +1,26 @@
+"""The code blocks of the documentation run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from block_driver import BLOCK
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_code_blocks_run(tmp_path):
+    pages = [str(page) for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("block_driver.py"), *pages],
+        cwd=tmp_path,
+        env={**os.environ, "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert [line.removeprefix("page ") for line in done.stdout.splitlines() if line.startswith("page ")] == pages
