@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import requires
 from pathlib import Path
 
-from .hlo import Shape, parse_module
+from ..hardware.topologies import Topology
+from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
-from .topologies import Topology
 
 
 _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
@@ -117,21 +117,18 @@ def _compile(program: TracedProgram, topology: Topology, python: str) -> Compile
             return CompiledProgram(program.kind, program.batch_shape, result["seconds"], result["error"])
         text = (directory / "optimized.txt").read_text(encoding="utf-8")
     held: Counter[str] = Counter()
-    for argument, shape in zip(program.arguments, _argument_shapes(text), strict=True):
+    for argument, shape in zip(program.arguments, argument_shapes(text), strict=True):
         held[argument.role] += shape.num_bytes
     return CompiledProgram(
         program.kind, program.batch_shape, result["seconds"], None, text, result["memory"], dict(held)
     )
 
 
-def _argument_shapes(text: str) -> list[Shape]:
-    module = parse_module(text)
-    found = [line for line in module.computations[module.entry].values() if line.opcode == "parameter"]
-    return [line.shapes[0] for line in sorted(found, key=lambda line: int(line.rest.partition(")")[0]))]
-
-
 def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
     if done.returncode == -signal.SIGKILL:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 1e9
-        return f"The compiler for TPU was killed, most likely for want of memory ({free:.1f} GB are free). Plan on a machine with more memory, or compile one program at a time: --jobs 1"
+        return (
+            f"The compiler for TPU was killed, most likely for want of memory ({free:.1f} GB are free). Plan on a machine "
+            "with more memory, or compile one program at a time: --jobs 1"
+        )
     return f"The compiler for TPU failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"

@@ -255,6 +255,24 @@ def find_collectives(module: Module) -> Iterator[Collective]:
             yield Collective("reduce-scatter" if fused else kind, tensors, _group_size(line), computation)
 
 
+def argument_shapes(text: str) -> list[Shape]:
+    """
+    What each device holds when a program starts.
+
+    Args:
+        text (`str`):
+            An optimized HLO module, in which shapes are those of one device.
+
+    Returns:
+        `list[Shape]`: The entry computation's parameters, in their order.
+    """
+    module = parse_module(text)
+    found = [line for line in module.computations[module.entry].values() if line.opcode == "parameter"]
+    return [
+        shape for line in sorted(found, key=lambda line: int(line.rest.partition(")")[0])) for shape in line.shapes
+    ]
+
+
 def argument_bytes(text: str) -> int:
     """
     Bytes that each device holds when a program starts.
@@ -266,13 +284,7 @@ def argument_bytes(text: str) -> int:
     Returns:
         `int`: Size of the entry computation's parameters.
     """
-    module = parse_module(text)
-    return sum(
-        shape.num_bytes
-        for line in module.computations[module.entry].values()
-        if line.opcode == "parameter"
-        for shape in line.shapes
-    )
+    return sum(shape.num_bytes for shape in argument_shapes(text))
 
 
 def _group_size(line: Instruction) -> int | None:

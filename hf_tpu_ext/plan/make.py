@@ -9,16 +9,16 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from ..hardware.prices import PRICES, read_prices
+from ..hardware.topologies import Topology
 from ..sharding import describe_mesh
+from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import CLOSING, MICRO
 from .compiler import compile_programs, required_versions, why_no_compiler
-from .estimate import read_dimensions, step_flops
 from .memory_estimate import MemoryEstimate, estimate_memory
 from .page import format_count
-from .prices import PRICES, read_prices
 from .programs import CompiledProgram, TracedProgram
 from .result import Plan, PlannedProgram
-from .topologies import Topology
 from .trace import Run
 
 
@@ -120,7 +120,7 @@ def _analytic_flops(run: Run, program: CompiledProgram, topology: Topology) -> t
         return None, None
     count = partial(step_flops, read_dimensions(run.config), program.batch_shape, _adapters(run))
     again = "head" if run.rematerialization == "none" else run.rematerialization
-    return count(), count(again, sliced_attention=run.sliced_attention, head_in_loop=topology.num_chips == 1)
+    return count(), count(again, sliced_attention=run.sliced_attention)
 
 
 def _estimate(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> MemoryEstimate | None:
@@ -136,7 +136,6 @@ def _estimate(run: Run, programs: Sequence[TracedProgram], topology: Topology) -
         layers_in_loop=run.layers_in_loop,
         accumulates=run.gradient_accumulation_steps > 1,
         sliced_attention=run.sliced_attention,
-        head_in_loop=topology.num_chips == 1,
     )
 
 

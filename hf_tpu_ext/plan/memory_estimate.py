@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from .estimate import SLICE_SCORES, Dimensions
+from ..step.estimate import Dimensions
+from ..step.sliced_attention import SLICE_ELEMENTS
 
 
 # What a layer's backward pass has at once, in scores of a layer: these and the mask, in float32, and their gradient. If layers
@@ -45,7 +46,6 @@ def estimate_memory(
     layers_in_loop: bool = False,
     accumulates: bool = False,
     sliced_attention: bool = False,
-    head_in_loop: bool = True,
 ) -> MemoryEstimate | None:
     """
     Estimate what a training step takes of the memory of a chip that has the whole model.
@@ -71,8 +71,6 @@ def estimate_memory(
             Whether gradients are summed up over micro-steps, and so are there throughout.
         sliced_attention (`bool`, *optional*, defaults to `False`):
             Whether attention is computed [in slices][hf_tpu_ext.step.sliced_attention] of a layer.
-        head_in_loop (`bool`, *optional*, defaults to `True`):
-            Whether the head is [a loop][hf_tpu_ext.step.looped_head]. Otherwise the compiler keeps all logits.
 
     Returns:
         [`MemoryEstimate`] or `None`: Memory by part; `None` for what this does not describe.
@@ -85,8 +83,8 @@ def estimate_memory(
     trained_layers = layers * dimensions.layer_parameters if full else adapters
     embedding = dimensions.embedding if full else 0
     count = rows * dimensions.heads * length**2
-    sliced = sliced_attention and count > SLICE_SCORES
-    scores = 4 * (SLICE_SCORES if sliced else count)
+    sliced = sliced_attention and count > SLICE_ELEMENTS
+    scores = 4 * (SLICE_ELEMENTS if sliced else count)
     # What a layer's backward pass goes back to, in bytes of a token: in the MLP in bfloat16, between the parts of a layer in
     # float32; what goes into each adapter after dropout, with its mask, and what three of them return. If that is computed
     # again just before, gradients come on top.
@@ -119,7 +117,7 @@ def estimate_memory(
             {
                 "gradients of the embedding": 4 * embedding,
                 # In bfloat16 and in float32.
-                "logits": 12 * _TILE if head_in_loop else 6 * tokens * dimensions.vocabulary,
+                "logits": 12 * _TILE,
                 # The mask is made once for all layers.
                 "attention scores": 0 if sliced else scores,
             },

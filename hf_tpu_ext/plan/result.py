@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..distillation.cache_writer import write_atomically
+from ..hardware.prices import Price
+from ..hardware.topologies import Topology
 from ..step.replay import CLOSING, MICRO
 from .hlo_cost import Cost, measure_cost
 from .memory_estimate import MemoryEstimate
-from .prices import Price
 from .programs import CompiledProgram
 from .roofline import Roofline, measure_roofline
-from .topologies import Topology
 
 
 #: What stays on a chip between two programs, whether a program uses it or not.

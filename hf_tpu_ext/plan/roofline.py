@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..hardware.topologies import Topology
 from .hlo_cost import Cost
-from .topologies import Topology
 
 
 #: Share of a chip's peak that tuned training programs were published to reach: dense models of 16 to 128 billion parameters on

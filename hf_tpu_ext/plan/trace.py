@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,14 @@ class Run:
     has_teacher: bool
     layers_in_loop: bool
     sliced_attention: bool
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What a [search][hf_tpu_ext.plan.search.search] varies, as it is in this run."""
+        settings = {"rematerialization": self.rematerialization}
+        if self.mesh["data"] * self.mesh["fsdp"] > 1:
+            settings["mesh"] = ",".join(axis for axis, size in self.mesh.items() if size > 1)
+        return settings | {"per_device_train_batch_size": str(self.per_device_train_batch_size)}
 
     def without_data(self) -> "Run":
         """The run as far as it is known if its rows were made up."""
@@ -235,9 +244,7 @@ def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[Trac
     """
     with tempfile.TemporaryDirectory() as directory, weights_left_out():
         try:
-            train(
-                lambda trainer: type(f"Tracing{trainer.__name__}", (TracingMixin, trainer), {"output_dir": directory})
-            )
+            train(partial(TracingMixin.over, output_dir=directory))
         except Traced as traced:
             return traced.programs, traced.run
     raise AssertionError("the trainer was not asked to train")

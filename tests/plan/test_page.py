@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 
+from hf_tpu_ext.hardware.prices import Price
+from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost, Exchange
 from hf_tpu_ext.plan.memory_estimate import MemoryEstimate
 from hf_tpu_ext.plan.page import WIDTH, format_count, format_seconds, render
-from hf_tpu_ext.plan.prices import Price
 from hf_tpu_ext.plan.result import Plan, PlannedProgram, Trial
-from hf_tpu_ext.plan.topologies import find_topology
 
 
 GB = 10**9

@@ -1,8 +1,8 @@
 import pytest
 
+from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost, Exchange
 from hf_tpu_ext.plan.roofline import measure_roofline
-from hf_tpu_ext.plan.topologies import find_topology
 
 
 EIGHT = find_topology("v5e-8")

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
 from hf_tpu_ext.plan.result import Plan, PlannedProgram
 from hf_tpu_ext.plan.search import search
-from hf_tpu_ext.plan.topologies import find_topology
 
 
 GB = 10**9

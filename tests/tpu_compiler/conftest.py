@@ -15,9 +15,9 @@ sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
 from schemes import Program, Run, make_inputs  # noqa: E402
 
+from hf_tpu_ext.hardware.topologies import find_topology  # noqa: E402
 from hf_tpu_ext.plan.compiler import compile_programs  # noqa: E402
 from hf_tpu_ext.plan.programs import Argument, TracedProgram  # noqa: E402
-from hf_tpu_ext.plan.topologies import find_topology  # noqa: E402
 from hf_tpu_ext.sharding.plan import PlannedParameter  # noqa: E402
 
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from .sliced_attention import SLICE_ELEMENTS
+
 
 #: Types of models whose layers are those that are counted here.
 MODEL_TYPES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 _QKV_BIASED = {"qwen2"}
 _QK_NORMED = {"qwen3"}
-#: Scores of attention that are there at once, if it is computed [in slices][hf_tpu_ext.step.sliced_attention].
-SLICE_SCORES = 2**22
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,6 @@ def step_flops(
     adapters: int | None = None,
     rematerialization: str = "none",
     sliced_attention: bool = False,
-    head_in_loop: bool = True,
 ) -> float | None:
     """
     Count the arithmetic of forward and backward pass in matrix products.
@@ -194,8 +193,6 @@ def step_flops(
             `"full"`.
         sliced_attention (`bool`, *optional*, defaults to `False`):
             Whether attention is computed in slices.
-        head_in_loop (`bool`, *optional*, defaults to `True`):
-            Whether the head is a loop.
 
     Returns:
         `float` or `None`: Operations; an addition and a multiplication are two. `None` for other policies.
@@ -206,8 +203,8 @@ def step_flops(
     weights = layers + dimensions.embedding
     flops = 2 * weights + attention
     flops += (4 * weights if adapters is None else 2 * weights + 6 * adapters) + 2 * attention
-    always = 2 * dimensions.embedding if head_in_loop else 0
-    if sliced_attention and rows * dimensions.heads * length**2 > SLICE_SCORES:
+    always = 2 * dimensions.embedding
+    if sliced_attention and rows * dimensions.heads * length**2 > SLICE_ELEMENTS:
         always += attention // 2
     again = {
         "none": 0,

@@ -1,6 +1,7 @@
 import pytest
 
-from hf_tpu_ext.plan.topologies import find_topology, read_topologies
+from hf_tpu_ext.backends import detect
+from hf_tpu_ext.hardware.topologies import find_chip, find_topology, read_topologies
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,14 @@ def test_an_unknown_name_lists_the_closest(name, close):
     with pytest.raises(ValueError, match=close) as error:
         find_topology(name)
     assert repr(name) in str(error.value) and "v5p-8" in str(error.value)
+
+
+def test_chips_are_known_by_what_a_machine_says():
+    """Figures of a run on a TPU: how much memory a program can use, and the peak that utilization is of."""
+    known = {title: find_chip(title) for title in detect._TPU_PCI_DEVICES.values()}
+    assert {title: chip.name for title, chip in known.items() if chip is not None} == {
+        "TPU v5e": "v5e",
+        "TPU v5p": "v5p",
+        "TPU v6e": "v6e",
+    }
+    assert find_chip("TPU") is None

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from hf_tpu_ext.plan.prices import Price, read_prices
-from hf_tpu_ext.plan.topologies import read_topologies
+from hf_tpu_ext.hardware.prices import Price, read_prices
+from hf_tpu_ext.hardware.topologies import read_topologies
 
 
 def test_every_chip_has_a_price_with_its_date():

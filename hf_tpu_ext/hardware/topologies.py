@@ -103,6 +103,20 @@ def read_topologies() -> dict[str, Topology]:
     return named | aliases
 
 
+def find_chip(title: str) -> Chip | None:
+    """
+    Find the chip that a machine says it has.
+
+    Args:
+        title (`str`):
+            E.g. `"TPU v5e"`.
+
+    Returns:
+        [`Chip`] or `None`: The chip, where it is known.
+    """
+    return next((topology.chip for topology in read_topologies().values() if topology.chip.title == title), None)
+
+
 def find_topology(name: str) -> Topology:
     """
     Find the TPU of a name.

@@ -1,0 +1,1 @@
+"""What chips can do and what they cost, from files of figures with their sources."""
