@@ -12,8 +12,6 @@ from .losses import TopK, full_divergence, top_k_divergence
 
 # Elements of a chunk's logits. A chunk of fewer tokens for a larger vocabulary keeps the memory the same.
 _CHUNK_ELEMENTS = 2**23
-# And where the chunks cannot be the turns of a loop, of which there are then fewer.
-_UNROLLED_ELEMENTS = 2**26
 _MOST_TOKENS = 1024
 
 
@@ -181,16 +179,16 @@ class FusedDistillation(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, teacher, student, settings, backend, dtype):
         ctx.set_materialize_grads(False)
         ctx.student, ctx.teacher, ctx.targets = student, teacher, targets
-        ctx.settings, ctx.backend, ctx.dtype = settings, backend, dtype
+        ctx.settings, ctx.backend, ctx.dtype, ctx.apart = settings, backend, dtype, backend.chips_apart
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.unrolls = _unrolls(backend, settings, teacher)
-        chunks = _Chunks(hidden, weight, targets, teacher, ctx.unrolls)
+        chunks = _Chunks(hidden, weight, targets, teacher)
 
-        def compare(carry, chunk):
-            head, chunk_targets, chunk_teacher = chunks.take(chunk, student._replace(weight=weight, bias=bias))
-            return carry, tuple(settings.terms(head, chunk_targets, chunk_teacher, dtype))
+        def compare(constants, chunk):
+            terms = settings.terms(*chunks.take(chunk, student, *constants), dtype)
+            return constants, tuple(terms)
 
-        _, terms = backend.scan(compare, (), chunks.tensors, unroll=ctx.unrolls)
+        # The loop carries what all chunks share: it would compute it anew in each turn.
+        _, terms = backend.scan(compare, _shared(weight, bias, teacher), chunks.tensors)
         terms = TokenTerms(*(chunks.join(term) for term in terms))
         ctx.mark_non_differentiable(*terms[2:])
         return tuple(terms)
@@ -205,18 +203,18 @@ class FusedDistillation(torch.autograd.Function):
             torch.zeros(tokens, dtype=sums, device=hidden.device) if gradient is None else gradient.to(sums)
             for gradient in (log_probs_grad, kd_grad)
         ]
-        chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, ctx.unrolls, *upstream)
+        chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, *upstream)
         wanted = {"weight": weight if needs_weight else None, "bias": bias if needs_bias else None}
         wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
 
-        def differentiate(carry, chunk):
+        def differentiate(carried, chunk):
+            constants, carry = carried
             # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a loop's
             # body have no data. A step that ends just then would crash.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                leaves = {name: tensor.detach().requires_grad_() for name, tensor in wanted.items()}
-                head, targets, teacher = chunks.take(
-                    chunk, ctx.student._replace(**{"weight": weight, "bias": bias, **leaves})
-                )
+                head, targets, teacher = chunks.take(chunk, ctx.student, *constants)
+                leaves = {name: head._asdict()[name].detach().requires_grad_() for name in wanted}
+                head = head._replace(**leaves)
                 rows = head.hidden.detach().requires_grad_(needs_hidden)
                 terms = ctx.settings.terms(head._replace(hidden=rows), targets, teacher, ctx.dtype)
                 by_log_prob, by_kd = chunk[-2:]
@@ -224,29 +222,30 @@ class FusedDistillation(torch.autograd.Function):
                 inputs = [*([rows] if needs_hidden else []), *leaves.values()]
                 gradients = list(torch.autograd.grad(total, inputs))
             hidden_grad = gradients.pop(0) if needs_hidden else by_kd
-            return tuple(so_far + new for so_far, new in zip(carry, gradients, strict=True)), (hidden_grad,)
+            carry = tuple(so_far + new for so_far, new in zip(carry, gradients, strict=True))
+            return (constants, carry), (hidden_grad,)
 
         start = tuple(torch.zeros(tensor.shape, dtype=sums, device=hidden.device) for tensor in wanted.values())
-        totals, (rows_grad,) = ctx.backend.scan(differentiate, start, chunks.tensors, unroll=ctx.unrolls)
+        with ctx.backend.on_each_chip(ctx.apart):
+            (_, totals), (rows_grad,) = ctx.backend.scan(
+                differentiate, (_shared(weight, bias, ctx.teacher), start), chunks.tensors
+            )
         by_name = {name: total.to(wanted[name].dtype) for name, total in zip(wanted, totals, strict=True)}
         hidden_grad = chunks.join(rows_grad).to(hidden.dtype) if needs_hidden else None
         return hidden_grad, by_name.get("weight"), by_name.get("bias"), *[None] * 6
 
 
-def _unrolls(backend: Backend, settings: Distillation, teacher: Head | TopK) -> bool:
-    """Whether chunks follow one another in the program: XLA's partitioner stops at a top K inside a loop of one chip's."""
-    return backend.num_chips > 1 and (settings.top_k is not None or isinstance(teacher, TopK))
+def _shared(weight: Tensor, bias: Tensor | None, teacher: Head | TopK) -> tuple[tuple, tuple]:
+    """Weights and biases, of the student and of a teacher that is run."""
+    return (weight, bias), () if isinstance(teacher, TopK) else (teacher.weight, teacher.bias)
 
 
 class _Chunks:
     """Tokens of a batch in chunks of equal size: `(chunks, tokens, ...)`, the last one completed with zeros."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, unrolls: bool, *more: Tensor
-    ):
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, *more: Tensor):
         self._tokens = hidden.shape[0]
-        elements = _UNROLLED_ELEMENTS if unrolls else _CHUNK_ELEMENTS
-        size = max(8, min(_MOST_TOKENS, elements // weight.shape[0]) // 8 * 8)
+        size = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
         self._count = -(-self._tokens // size)
         # Even chunks rather than a short last one.
         self._size = -(-self._tokens // self._count)
@@ -260,13 +259,14 @@ class _Chunks:
             tensor = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
         return tensor.reshape(self._count, self._size, *tensor.shape[1:])
 
-    def take(self, chunk: tuple[Tensor, ...], student: Head) -> tuple[Head, Tensor, Head | TopK]:
+    def take(
+        self, chunk: tuple[Tensor, ...], student: Head, own: tuple[Tensor, ...], of_teacher: tuple[Tensor, ...]
+    ) -> tuple[Head, Tensor, Head | TopK]:
         hidden, targets, *rest = chunk
-        if isinstance(self._teacher, Head):
-            teacher = self._teacher._replace(hidden=rest[0])
-        else:
-            teacher = TopK(*rest[:3])
-        return student._replace(hidden=hidden), targets, teacher
+        student = student._replace(hidden=hidden, weight=own[0], bias=own[1])
+        if isinstance(self._teacher, TopK):
+            return student, targets, TopK(*rest[:3])
+        return student, targets, self._teacher._replace(hidden=rest[0], weight=of_teacher[0], bias=of_teacher[1])
 
     def join(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(-1, *tensor.shape[2:])[: self._tokens]

@@ -11,10 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from ..backends.base import Backend
-from ..sharding import ShardingPlan
-from ..step.kernels import use_static_kernels
+from ..sharding.placement import place_model
 from ..step.replaced_head import head_computed_by
-from ..step.sliced_attention import use_sliced_attention
 from .fused_head import Head
 from .losses import TopK
 
@@ -111,11 +109,7 @@ class OnlineTeacher(Teacher):
     def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int]):
         self.model = model.eval().requires_grad_(False)
         add_fused_lm_head(model)
-        if backend.lazy:
-            use_static_kernels(model)
-            use_sliced_attention(model, backend, mesh)
-        backend.place(model)
-        ShardingPlan(model, mesh).apply(model, backend)
+        place_model(model, backend, mesh)
 
     def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
         return run_to_head(self.model, inputs)

@@ -34,7 +34,6 @@ class LocalGradients:
 
     def __init__(self, model: nn.Module, backend: Backend, accumulates: bool):
         self._backend = backend
-        self.inside = False
         self._places: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = []
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -65,15 +64,14 @@ class LocalGradients:
                 the sums begin anew.
         """
         local = {parameter: self._backend.enter_chip(parameter).requires_grad_() for parameter in self._sums}
-        self.inside = True
         for parameters, name, parameter in self._places:
             parameters[name] = local[parameter]
         for module in self._dropouts:
             module.forward = partial(self._drop, module)
         try:
-            yield
+            with self._backend.on_each_chip():
+                yield
         finally:
-            self.inside = False
             for parameters, name, parameter in self._places:
                 parameters[name] = parameter
             for module in self._dropouts:
@@ -106,7 +104,7 @@ class LocalGradients:
         Returns:
             `torch.Tensor` of shape `()`: The sum, in the part of the program that all chips share.
         """
-        return self._backend.leave_chip(value.reshape(1)).sum() if self.inside else value
+        return self._backend.leave_chip(value.reshape(1)).sum() if self._backend.chips_apart else value
 
 
 def draws_random_numbers(model: nn.Module) -> str | None:

@@ -1,6 +1,6 @@
 """Parts of a program that each chip runs by itself, with gradients through them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,16 +44,17 @@ class LeaveChip(torch.autograd.Function):
         return None if gradient is None else ctx.backend.enter_chip(gradient, by_rows=True), None
 
 
-def _score_per_chip(backend: Backend, function: type, hidden, weight, bias, targets, *settings: Any) -> tuple:
+def _score_per_chip(backend: Backend, score: Callable, hidden, weight, bias, targets, *settings: Any) -> tuple:
     if hidden.shape[0] % backend.num_chips:
-        return function.apply(hidden, weight, bias, targets, *settings)
-    outputs = function.apply(
-        EnterChip.apply(hidden, backend, True),
-        EnterChip.apply(weight, backend, False),
-        None if bias is None else EnterChip.apply(bias, backend, False),
-        backend.enter_chip(targets, by_rows=True),
-        *settings,
-    )
+        return score(hidden, weight, bias, targets, *settings)
+    with backend.on_each_chip():
+        outputs = score(
+            EnterChip.apply(hidden, backend, True),
+            EnterChip.apply(weight, backend, False),
+            None if bias is None else EnterChip.apply(bias, backend, False),
+            backend.enter_chip(targets, by_rows=True),
+            *settings,
+        )
     return tuple(None if output is None else LeaveChip.apply(output, backend) for output in outputs)
 
 
@@ -62,9 +63,8 @@ def score_tokens_per_chip(backend: Backend) -> Iterator[None]:
     """
     Within this context, TRL's fused language model head scores tokens on the chip that has them.
 
-    The head goes through the tokens of a batch, and through the vocabulary, in slices (`trl/kernels/chunked_logprob.py`).
-    Slices of a tensor that is split over chips are not where the next operator needs them: left to the partitioner, the
-    tokens cross between chips several times over. Each chip by itself takes slices of its own tokens, with the whole head.
+    Left to the partitioner, tokens and slices of the head cross between chips several times over. Each chip by itself takes
+    its own tokens, with the whole head.
 
     Args:
         backend ([`Backend`]):
@@ -73,5 +73,5 @@ def score_tokens_per_chip(backend: Backend) -> Iterator[None]:
     if backend.num_chips == 1:
         yield
         return
-    with head_computed_by(partial(_score_per_chip, backend, trl.trainer.utils._ChunkedLogProbFunction)):
+    with head_computed_by(partial(_score_per_chip, backend, trl.trainer.utils._ChunkedLogProbFunction.apply)):
         yield

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..backends.base import Backend
+from ..step.layer_scan import LayerStack
 
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
@@ -83,9 +84,18 @@ class ShardingPlan:
     def __init__(self, model: nn.Module, mesh: dict[str, int]):
         self.mesh = mesh
         self.parameters = []
+        stacked = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, LayerStack)
+            for parameter in module.stacked.values()
+        }
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
-            spec = partition_spec(shape, mesh)
+            # Each layer as it would be by itself.
+            spec = (
+                (None, *partition_spec(shape[1:], mesh)) if id(parameter) in stacked else partition_spec(shape, mesh)
+            )
             shards = math.prod(mesh[axis] for axis in spec if axis is not None)
             num_bytes = parameter.numel() * parameter.element_size()
             self.parameters.append(PlannedParameter(name, shape, num_bytes, parameter.requires_grad, spec, shards))

@@ -1,6 +1,7 @@
 """Layers that are alike as the turns of one loop: a program that does not grow with their number."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..backends.base import Backend
 from .activation_checkpointing import Dots
 from .autocast import current_autocast, matmul_dtype
 from .module_settings import settings_of
+from .seeded_dropout import dropouts_seeded
 
 
 class _LayerLoop(torch.autograd.Function):
@@ -119,6 +121,7 @@ class LayerStack(nn.ModuleList):
         self._backend, self._keeps_dots = backend, keeps_dots
         self.layers = list(layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
+        self._dropouts = [module for module in layers[0].modules() if isinstance(module, nn.Dropout) and module.p]
         #: The parameters by their name in a layer.
         self.stacked: dict[str, nn.Parameter] = {}
         self._checkpoints = False
@@ -162,7 +165,10 @@ class LayerStack(nn.ModuleList):
                 _put(layer, name, nn.Parameter(part.clone(), self.stacked[name].requires_grad))
 
     def _run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        weights = [self.stacked[name] for name in self._names]
+        # For a step, others may stand in their place.
+        weights = [_get(self._template, name) for name in self._names]
+        if self._template.training and self._dropouts:
+            weights.append(self._backend.draw_seeds(len(self.layers)))
         if kwargs.get("past_key_values") is not None:
             # Answers to prompts, in the middle of training: each layer has its own place in the cache.
             for index, layer in enumerate(self.layers):
@@ -171,8 +177,15 @@ class LayerStack(nn.ModuleList):
             return hidden
         return _LayerLoop.apply(self._call, self._keeps_dots, self._backend, kwargs, hidden, *weights)
 
-    def _call(self, hidden: Tensor, weights: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
-        return functional_call(self._template, dict(zip(self._names, weights, strict=True)), (hidden,), kwargs)
+    def _call(self, hidden: Tensor, weights: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
+        weights, seeds = weights[: len(self._names)], weights[len(self._names) :]
+        with dropouts_seeded(self._dropouts, *seeds[0].unbind()) if seeds else nullcontext():
+            return functional_call(self._template, dict(zip(self._names, weights, strict=True)), (hidden,), kwargs)
+
+
+def _get(layer: nn.Module, name: str) -> Tensor:
+    module, _, attribute = name.rpartition(".")
+    return layer.get_submodule(module)._parameters[attribute]
 
 
 def _put(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -217,13 +230,15 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
     return found[0] if len(found) == 1 else None
 
 
-def why_not_alike(layers: nn.ModuleList) -> str | None:
+def why_not_alike(layers: nn.ModuleList, hook: Callable | None = None) -> str | None:
     """
     Say why layers cannot be the turns of one loop.
 
     Args:
         layers ([`~torch.nn.ModuleList`]):
             The layers.
+        hook (`Callable`, *optional*):
+            A forward hook that may be registered on all of them.
 
     Returns:
         `str` or `None`: What differs.
@@ -231,7 +246,12 @@ def why_not_alike(layers: nn.ModuleList) -> str | None:
     first = _traits(layers[0])
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            if any(vars(module)[hooks] for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")):
+            hooks = [
+                *module._forward_hooks.values(),
+                *module._forward_pre_hooks.values(),
+                *module._backward_hooks.values(),
+            ]
+            if any(registered != hook for registered in hooks):
                 return f"a hook is registered on {name or 'the whole'} of layer {index}"
             if any(True for _ in module.buffers(recurse=False)):
                 return f"{name or 'the whole'} of layer {index} has buffers"

@@ -28,7 +28,7 @@ class LoopedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend):
         ctx.set_materialize_grads(False)
         ctx.dtype = matmul_dtype(hidden)
-        ctx.backend = backend
+        ctx.backend, ctx.apart = backend, backend.chips_apart
         ctx.transform = {
             "logit_scale": scale,
             "softcap": softcap or 1.0,
@@ -100,7 +100,8 @@ class LoopedLogProbs(torch.autograd.Function):
 
         gradients = (zeros(hidden, True), zeros(weight, needs_weight), zeros(bias, needs_bias))
         constants = (hidden, weight, bias, targets, log_total, entropy, log_probs_grad, entropy_grad)
-        gradients = _over_slices(differentiate, constants, gradients, tokens, vocabulary, ctx.backend)
+        with ctx.backend.on_each_chip(ctx.apart):
+            gradients = _over_slices(differentiate, constants, gradients, tokens, vocabulary, ctx.backend)
         gradients = (
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, (hidden, weight, bias), strict=True)

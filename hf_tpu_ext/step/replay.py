@@ -228,7 +228,8 @@ class StepReplay:
             self.refuse(f"{change}, and there were {_MOST_CHANGES} such changes before")
             return False
         if self._programs:
-            logger.warning(f"Steps are recorded anew: {change}.")
+            # Where that compiles another program, the watch says so.
+            logger.info(f"Steps are recorded anew: {change}.")
         self._forget()
         return True
 

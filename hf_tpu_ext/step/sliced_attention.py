@@ -18,8 +18,8 @@ from .autocast import current_autocast
 
 #: What the models call it, in place of `"eager"`.
 SLICED_EAGER = "sliced_eager"
-# Scores of a slice at most. As many in float32 are 16 MB.
-_SLICE_ELEMENTS = 2**22
+#: Scores of a slice at most. As many in float32 are 16 MB.
+SLICE_ELEMENTS = 2**22
 # What can be cut, in this order, and the dimensions that it has in query, key, value and mask, and in the output. Rows and
 # heads know nothing of one another. Blocks of queries share keys and values, whose gradients are sums over the blocks.
 _CUTS = (((0, 0, 0, 0), 0), ((1, 1, 1, 1), 2), ((2, None, None, 2), 1))
@@ -110,7 +110,7 @@ def _together(dims: list[int | None], shared: tuple[Tensor, ...], own: tuple[Ten
 def _choose_parts(query: Tensor, key: Tensor, num_chips: int) -> list[int]:
     """Into how many parts to cut rows, heads and queries. Parts of a cut are alike; heads of one key stay together."""
     batch, heads, queries, _ = query.shape
-    needed = ceil(batch * heads * queries * key.shape[2] / (num_chips * _SLICE_ELEMENTS))
+    needed = ceil(batch * heads * queries * key.shape[2] / (num_chips * SLICE_ELEMENTS))
     chosen = []
     # Rows that are split over chips are on all of them at once.
     for size in (batch if num_chips == 1 else 1, key.shape[1], queries):
@@ -142,7 +142,7 @@ def _sliced_attention(
         or any(True for _ in module.parameters(recurse=False))
         or (attention_mask is not None and attention_mask.requires_grad)
     )
-    parts = [] if whole else _choose_parts(query, key, backend.num_chips)
+    parts = [] if whole else _choose_parts(query, key, 1 if backend.chips_apart else backend.num_chips)
     if all(count == 1 for count in parts):
         return eager(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
@@ -155,7 +155,7 @@ def _sliced_attention(
     return attend(*given), None
 
 
-def use_sliced_attention(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> None:
+def use_sliced_attention(model: nn.Module, backend: Backend) -> None:
     """
     Make a transformers model go through its attention in slices: some rows, some heads, or some queries at a time.
 
@@ -165,18 +165,12 @@ def use_sliced_attention(model: nn.Module, backend: Backend, mesh: dict[str, int
     probabilities, and where attention knows more than queries, keys, values and a mask: sinks, position biases. As with
     transformers' other implementations there is no `output_attentions`.
 
-    Data parallel on several chips nothing changes: XLA's partitioner stops at the loop where chips run by themselves.
-
     Args:
         model ([`~torch.nn.Module`]):
             Model to change in place; models inside wrappers such as [`~peft.PeftModel`] are found.
         backend ([`Backend`]):
             The backend in use.
-        mesh (`dict[str, int]`):
-            Size of each axis of the mesh.
     """
-    if backend.num_chips > 1 and mesh["fsdp"] == 1:
-        return
     AttentionInterface.register(SLICED_EAGER, partial(_sliced_attention, backend))
     AttentionMaskInterface.register(SLICED_EAGER, eager_mask)
     for module in model.modules():

@@ -42,6 +42,7 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
         "scan_layers": ("on" if settings.scan_layers == "on" else None, "it is about XLA"),
         "rematerialization": (settings.rematerialization, about_xla),
         "step_replay": (settings.step_replay or None, "operators run as they come"),
+        "max_recompiles": (settings.max_recompiles, "nothing is compiled"),
     }
     return [
         f"{name}={value} has no effect on {backend.name}: {reason}"
@@ -70,11 +71,6 @@ class ChipsMixin:
         args.per_device_train_batch_size *= chips
         args.per_device_eval_batch_size *= chips
 
-    def _shard_model(self, model: nn.Module) -> None:
-        """Put a model's parameters and buffers on their chips."""
-        self.sharding_plan = ShardingPlan(model, self.mesh)
-        self.sharding_plan.apply(model, self.backend)
-
     def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """
         Put what a run trains with on its chips, so that the first step is like every later one.
@@ -87,7 +83,8 @@ class ChipsMixin:
         """
         if self.backend.num_chips == 1:
             return
-        self._shard_model(model)
+        self.sharding_plan = ShardingPlan(model, self.mesh)
+        self.sharding_plan.apply(model, self.backend)
         specs = self.sharding_plan.specs
         for name, parameter in model.named_parameters():
             for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
@@ -177,8 +174,7 @@ class ChipsMixin:
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
-        by_themselves = self.local_gradients is not None and self.local_gradients.inside
-        return nullcontext() if by_themselves else score_tokens_per_chip(self.backend)
+        return nullcontext() if self.backend.chips_apart else score_tokens_per_chip(self.backend)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """

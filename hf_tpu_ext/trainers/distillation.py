@@ -127,6 +127,10 @@ class DistillationMixin:
                 "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
             )
 
+    def _flops_of_batch(self):
+        # A teacher that is run takes part of the time.
+        return None if distills(self.args) and self.args.kd_cache is None else super()._flops_of_batch()
+
     def _further_models(self) -> list[torch.nn.Module]:
         models = super()._further_models()
         return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
@@ -154,7 +158,6 @@ class DistillationMixin:
     def _compare(
         self, student: Head, targets: Tensor, teacher: Head | TopK, scored: Tensor, seen: list[TokenTerms]
     ) -> TokenTerms:
-        student, teacher = self._heads_on_chip(student), self._heads_on_chip(teacher)
         tokens = teacher[0].shape[0]
         chips = self.backend.num_chips
         by_chip = chips > 1 and tokens == student.hidden.shape[0] * chips
@@ -166,18 +169,6 @@ class DistillationMixin:
         terms = distill(student, targets, teacher, self._distillation, self.backend, matmul_dtype(student.hidden))
         seen.append(TokenTerms(*(LeaveChip.apply(term, self.backend) for term in terms)) if by_chip else terms)
         return terms
-
-    def _heads_on_chip(self, given: Head | TopK) -> Head | TopK:
-        """
-        Take weights that are not trained into the part of the program that each chip runs by itself, if it is in there.
-
-        Elsewhere they can be used as they are, but XLA's partitioner stops at a loop over tensors of both sides.
-        """
-        if self.local_gradients is None or not self.local_gradients.inside or isinstance(given, TopK):
-            return given
-        return Head(
-            *(self.backend.enter_chip(value) if isinstance(value, torch.nn.Parameter) else value for value in given)
-        )
 
     def _mix(
         self, loss: Tensor, terms: TokenTerms, scored: Tensor, num_items_in_batch: Tensor | int | None, mode: str

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
+from ..sharding import ShardingPlan
+from ..sharding.local_gradients import draws_random_numbers
 from ..step.layer_scan import LayerStack, find_layers, why_not_alike
 from ..step.optimizer import LazyAdamW
 
@@ -65,6 +67,8 @@ class LayerScanMixin:
             self.layer_stack.stack()
         modules, name, _ = self._place_of_layers
         modules[name] = self.layer_stack
+        if self.backend.num_chips > 1:
+            ShardingPlan(self.layer_stack, self.mesh).apply(self.layer_stack, self.backend)
         self.backend.wait()
 
     def unscan_layers(self) -> None:
@@ -95,8 +99,8 @@ class LayerScanMixin:
             return "the loop computes layers again in the backward pass, which needs gradient_checkpointing=True"
         if (self.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
             return "all layers of the loop are computed again, and every_n_layers asks for some"
-        if self.backend.num_chips > 1:
-            return "it works on one chip (num_chips=1)"
+        if self.backend.num_chips > 1 and (random := draws_random_numbers(self.model)) is not None:
+            return f"{random} draws random numbers, which would be the same in all layers"
         if not isinstance(optimizer, LazyAdamW):
             return f"{type(optimizer).__name__} may look at parameters as a whole (optim='adamw_torch' does not)"
         model = unwrap_peft_model(self.model)
@@ -106,7 +110,7 @@ class LayerScanMixin:
         config = model.config.get_text_config()
         if len(set(vars(config).get("layer_types") or ["all"])) > 1:
             return "the layers are of several types"
-        if (reason := why_not_alike(layers)) is not None:
+        if (reason := why_not_alike(layers, self._split_output)) is not None:
             return reason
         if self.compiled.scan_layers == "auto" and (config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS):
             return f"{config.model_type} with {len(layers)} layers is left as it is"

@@ -142,10 +142,8 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     # ---- Loss and metrics ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # Around what a teacher puts there instead. On several chips upstream's head stays: XLA's partitioner stops at a
-        # loop over slices of the vocabulary in the part of a program that each chip runs by itself.
-        loops = self.backend.lazy and self.backend.num_chips == 1
-        with head_computed_by(partial(score_tokens, self.backend)) if loops else nullcontext():
+        # Around what a teacher puts there instead.
+        with head_computed_by(partial(score_tokens, self.backend)) if self.backend.lazy else nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _loss_sums_tokens(self, model) -> bool:
@@ -238,6 +236,11 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
         # Upstream's `log` shows the mean of these lists.
         self._metrics[mode].update({name: [values[name] / batches] for name in names})
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+
+    def _drop_metrics(self, mode: str) -> None:
+        if self.backend.lazy:
+            self._sums[mode].reset()
+        self._metrics[mode].clear()
 
     # ---- Checkpoints ----
 

@@ -122,19 +122,16 @@ CASES = [
         1000,
         {"per_device_train_batch_size": "4", "mesh": "data"},
     ),
-    Case(
-        "LoRA, 1 row a chip, mesh: fsdp",
-        "Qwen2.5-7B",
-        "v5e-8",
-        1024,
-        LORA | {"per_device_train_batch_size": "1", "mesh": "fsdp"},
-    ),
-    Case(
-        "LoRA, 1 row a chip, mesh: data",
-        "Qwen2.5-7B",
-        "v5e-8",
-        1024,
-        LORA | {"per_device_train_batch_size": "1", "mesh": "data"},
+    Case("LoRA, 4 rows a chip, mesh: data", "Qwen3-0.6B", "v5e-8", 1024, LORA | {"per_device_train_batch_size": "4"}),
+    *(
+        Case(
+            f"LoRA, {rows} a chip, mesh: {mesh}",
+            "Qwen2.5-7B",
+            "v5e-8",
+            1024,
+            LORA | {"per_device_train_batch_size": rows.split()[0], "mesh": mesh},
+        )
+        for rows, mesh in (("1 row", "fsdp"), ("4 rows", "fsdp"), ("16 rows", "fsdp"), ("1 row", "data"))
     ),
 ]
 

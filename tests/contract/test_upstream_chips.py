@@ -8,6 +8,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import trl.trainer.utils
+from torch_xla.experimental import scan as xla_scan
 from torch_xla.experimental.scan import _scan_impl_pytree
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -96,7 +97,7 @@ def test_calls_of_torch_xla_that_are_not_public(xla):
 
 
 def test_the_loop_that_scan_is_made_of(xla):
-    """backends/xla.py calls it directly: the public `scan` traces its function with tensors that autograd cannot follow."""
+    """backends/xla_loops.py calls it directly: the public `scan` traces its function with tensors that autograd cannot follow."""
     assert list(inspect.signature(_scan_impl_pytree).parameters) == ["fn", "init", "xs", "reverse"]
     weight = torch.randn(3)
     sent = xla.send(weight)
@@ -114,3 +115,22 @@ def test_the_loop_that_scan_is_made_of(xla):
     expected = 2 * weight * rows.square()
     torch.testing.assert_close(xla.fetch(total), expected.sum(0))
     torch.testing.assert_close(xla.fetch(sums), expected.sum(1))
+
+
+def test_operands_of_a_loop_go_through_its_builder(xla, monkeypatch):
+    """backends/xla_loops.py puts another in its place while chips run by themselves."""
+    added = []
+
+    class Recorded(xla_scan.Builder):
+        def add_param(self, val):
+            added.append(val)
+            return super().add_param(val)
+
+    monkeypatch.setattr(xla_scan, "Builder", Recorded)
+    row = xla.send(torch.ones(3))
+    with torch.no_grad():
+        _scan_impl_pytree(lambda carry, entries: ((carry[0] * 0.3,), entries), (row,), (xla.send(torch.ones(4, 3)),))
+    # The turn's number, what is carried, what is gone through, what comes out, and the number in the body.
+    assert [tuple(tensor.shape) for tensor in added] == [(), (3,), (4, 3), (4, 3), ()]
+    argument, result = torch_xla._XLAC._check_tensor_need_materialization([row, row * 0.5])
+    assert not argument and result

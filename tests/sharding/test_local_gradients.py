@@ -64,11 +64,11 @@ for step in range(2):
         sent = backend.send_rows(rows, 16)
         before = backend.counters()
         with local.micro_step(closing=micro_step == 2):
-            assert local.inside
+            assert backend.chips_apart
             loss = model(backend.enter_chip(sent, by_rows=True))
             loss.backward()
             total = local.over_chips(loss.detach())
-        assert not local.inside
+        assert not backend.chips_apart
         backend.wait()
         assert (backend.counters() - before).executions == 1
         torch.testing.assert_close(backend.fetch(total).double(), reference(rows.double()).detach())

@@ -22,7 +22,7 @@ def main():
     backend = select_backend("xla")
     backend.use_mesh({"data": 1, "fsdp": backend.num_chips})
     rows, length = 2 * backend.num_chips, 16
-    sliced_attention._SLICE_ELEMENTS = 2 * length**2
+    sliced_attention.SLICE_ELEMENTS = 2 * length**2
     query, gradient = torch.randn(rows, 4, length, 8), torch.randn(rows, length, 4, 8)
     key, value = torch.randn(2, rows, 2, length, 8)
     mask = torch.full((rows, 1, length, length), torch.finfo(torch.float32).min).triu(1)

@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_those_of_the_layers(xla, load, keeps_dots, dtype
 @pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
 def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, keeps_dots):
     expected = forward_and_backward(xla, load(), keeps_dots, torch.bfloat16)
-    monkeypatch.setattr("hf_tpu_ext.backends.xla._LEAST_KEPT", 1)
+    monkeypatch.setattr("hf_tpu_ext.backends.xla_loops._LEAST_KEPT", 1)
     loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, torch.bfloat16)
     assert torch.equal(loss, expected[0])
     for name, gradient in gradients.items():

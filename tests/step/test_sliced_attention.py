@@ -99,7 +99,7 @@ def largest(program):
 @pytest.fixture
 def cut(monkeypatch):
     def cut(heads, parts):
-        monkeypatch.setattr(sliced_attention, "_SLICE_ELEMENTS", ROWS * heads * LENGTH**2 // math.prod(parts))
+        monkeypatch.setattr(sliced_attention, "SLICE_ELEMENTS", ROWS * heads * LENGTH**2 // math.prod(parts))
 
     return cut
 
@@ -226,11 +226,11 @@ def in_slices(xla, monkeypatch):
 
     def use(model):
         use_static_kernels(model)
-        use_sliced_attention(model, xla, MESH)
+        use_sliced_attention(model, xla)
 
     def in_slices(elements):
         monkeypatch.setattr("test_layer_stack.use_static_kernels", use)
-        monkeypatch.setattr(sliced_attention, "_SLICE_ELEMENTS", elements)
+        monkeypatch.setattr(sliced_attention, "SLICE_ELEMENTS", elements)
 
     return in_slices
 

@@ -11,7 +11,7 @@ from test_counts import CountPerStep
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
-from hf_tpu_ext.step import sliced_attention
+from hf_tpu_ext.step import looped_head, sliced_attention
 
 
 def shards_of(tensor):
@@ -26,7 +26,8 @@ def describe(trainer, steps):
     moments = {
         name: trainer.optimizer.state[parameter]["exp_avg"]
         for name, parameter in parameters.items()
-        if parameter.requires_grad
+        # Those of layers in a loop are of the stacked parameters.
+        if parameter in trainer.optimizer.state
     }
     return {
         "log": logged(trainer),
@@ -79,8 +80,9 @@ if __name__ == "__main__":
     model_dir, spec_file, output_file = sys.argv[1:]
     # With a real vocabulary and real lengths the loss and attention take many turns of their loops, which the partitioner is
     # to bear.
-    fused_head._CHUNK_ELEMENTS = fused_head._UNROLLED_ELEMENTS = 32 * 259
-    sliced_attention._SLICE_ELEMENTS = 1024
+    fused_head._CHUNK_ELEMENTS = 32 * 259
+    sliced_attention.SLICE_ELEMENTS = 1024
+    looped_head._TILE_ELEMENTS, looped_head._LEAST_SLICE = 32 * 259, 64
     with open(spec_file) as file:
         spec = json.load(file)
     results = {}

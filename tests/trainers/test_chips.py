@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_tpu_ext import TPUSFTConfig
+
 
 TWENTY = dict(per_device_train_batch_size=2, max_steps=20, warmup_steps=5)
 EVALUATED = dict(TWENTY, per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=10)
@@ -19,6 +21,12 @@ RUNS = {
     "fsdp-accumulated": dict(TWENTY, mesh="fsdp", gradient_accumulation_steps=4),
     "both": dict(TWENTY, mesh="data=2,fsdp=4"),
     "both-lora-accumulated": dict(EVALUATED, lora={}, mesh="data=2,fsdp", gradient_accumulation_steps=2),
+    "data-scanned-accumulated": dict(TWENTY, scan_layers="on", gradient_accumulation_steps=2),
+    "fsdp-lora-scanned": dict(EVALUATED, lora={}, mesh="fsdp", scan_layers="on"),
+}
+DROPPING = {
+    "dropping-data": dict(TWENTY, scan_layers="on", lora={"lora_dropout": 0.1}),
+    "dropping-fsdp": dict(TWENTY, scan_layers="on", lora={"lora_dropout": 0.1}, mesh="fsdp"),
 }
 SILENT = {
     "silent-data": dict(TWENTY, max_steps=6, logging_steps=100, gradient_accumulation_steps=2),
@@ -34,12 +42,12 @@ SILENT = {
 
 @pytest.fixture(scope="module")
 def eight(tiny_model, on_devices, tmp_path_factory):
-    return on_devices(8, tiny_model, {**RUNS, **SILENT}, tmp_path_factory.mktemp("eight"))
+    return on_devices(8, tiny_model, {**RUNS, **SILENT, **DROPPING}, tmp_path_factory.mktemp("eight"))
 
 
 def of_one_device(config):
     """The same run for a device that takes the rows of all."""
-    rest = {key: value for key, value in config.items() if key not in ("mesh", "fsdp", "lora")}
+    rest = {key: value for key, value in config.items() if key not in ("mesh", "fsdp", "lora", "scan_layers")}
     return {key: value * 8 if key.startswith("per_device") else value for key, value in rest.items()}
 
 
@@ -47,6 +55,18 @@ def of_one_device(config):
 def test_twenty_steps_are_those_of_stock_on_one_device(eight, runs, rows, same_logs, as_trainer, name):
     stock = runs.stock(lora=RUNS[name].get("lora"), kwargs={"train_dataset": rows(120)}, **of_one_device(RUNS[name]))
     same_logs(as_trainer(eight[0][name]["log"]), stock)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_layers_in_a_loop_drop_what_one_device_drops(eight, runs, rows, same_logs, as_trainer, name):
+    one = runs.ours(
+        lora={"lora_dropout": 0.1},
+        config_cls=TPUSFTConfig,
+        scan_layers="on",
+        kwargs={"train_dataset": rows(120)},
+        **of_one_device(DROPPING[name]),
+    )
+    same_logs(as_trainer(eight[0][name]["log"]), one)
 
 
 @pytest.mark.parametrize("name", [name for name in [*RUNS, *SILENT] if "eval_steps" not in {**RUNS, **SILENT}[name]])

@@ -1,0 +1,98 @@
+"""Loops of XLA, and what their turns take and put."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch_xla.core.xla_op_registry import register
+from torch_xla.experimental import scan as xla_scan
+
+from .base import Backend
+
+
+_Builder = xla_scan.Builder
+
+
+def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:
+    return [first, *[first.zeros_like()] * (rank - 1)]
+
+
+@partial(register, "take_rows")
+def _take_rows(tensor: xb.Op, start: xb.Op, size: int) -> xb.Op:
+    sizes = tensor.shape().sizes
+    return tensor.dynamic_slice(_row_indices(start, len(sizes)), [size, *sizes[1:]])
+
+
+@partial(register, "put_rows")
+def _put_rows(tensor: xb.Op, start: xb.Op, rows: xb.Op) -> xb.Op:
+    return tensor.dynamic_update_slice(rows, _row_indices(start, tensor.shape().rank))
+
+
+# Smaller slices, as those of adapters, are not worth a kernel of their own.
+_LEAST_KEPT = 2**18
+
+
+@partial(register, "float_to_bits")
+def _float_to_bits(tensor: xb.Op) -> xb.Op:
+    return tensor.bitcast(xb.Type.S32)
+
+
+@partial(register, "bits_to_float")
+def _bits_to_float(tensor: xb.Op) -> xb.Op:
+    return tensor.bitcast(xb.Type.F32)
+
+
+class XLALoops(Backend):
+    """The part of [`XLABackend`] that makes loops."""
+
+    #: Loops that are being recorded, one in another's body.
+    _loops = 0
+
+    def scan(
+        self,
+        turn: Callable,
+        carry: tuple,
+        tensors: tuple[torch.Tensor, ...],
+        reverse: bool = False,
+    ) -> tuple[tuple, tuple]:
+        # The public `scan` traces `turn` with tensors that autograd cannot be run on. This is what it calls then: a loop of
+        # XLA, whose body is recorded once.
+        with torch.no_grad():
+            if tensors[0].shape[0] == 1:
+                return super().scan(turn, carry, tensors, reverse)
+            with self._loop_on_chip() if self.chips_apart else nullcontext():
+                return xla_scan._scan_impl_pytree(turn, carry, tensors, reverse)
+
+    @contextmanager
+    def _loop_on_chip(self) -> Iterator[None]:
+        # Arguments of the program, such as the Python numbers of a loop's body, are whole on every chip, and the partitioner
+        # stops at a loop that has them beside what one chip holds by itself. A loop in another's body gets them from there.
+        backend, self._loops = self, self._loops + 1
+
+        class OnChip(_Builder):
+            def add_param(self, val: torch.Tensor) -> int:
+                (is_result,) = torch_xla._XLAC._check_tensor_need_materialization([val])
+                return super().add_param(val if is_result or backend._loops > 1 else backend.enter_chip(val))
+
+        before, xla_scan.Builder = xla_scan.Builder, OnChip
+        try:
+            yield
+        finally:
+            xla_scan.Builder, self._loops = before, self._loops - 1
+
+    def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
+        return _take_rows(tensor, start, size=size)
+
+    def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return _put_rows(tensor, start, rows)
+
+    def keep_in_turn(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:
+            return tensor
+        # The compiler for TPU narrows floats through a barrier, too, and so the loop's whole operand. It does not integers.
+        bits = _float_to_bits(tensor)
+        self.separate([bits])
+        return _bits_to_float(bits)

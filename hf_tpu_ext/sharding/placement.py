@@ -1,0 +1,33 @@
+"""Putting a model on the chips."""
+
+from torch import nn
+
+from ..backends.base import Backend
+from ..step.kernels import use_static_kernels
+from ..step.sliced_attention import use_sliced_attention
+from .plan import ShardingPlan
+
+
+def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> ShardingPlan:
+    """
+    Put a model on the device, each parameter on its chips. Where steps are compiled, it computes in static shapes from now
+    on.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            Model on any device. It is changed in place.
+        backend ([`Backend`]):
+            The backend in use, with the mesh.
+        mesh (`dict[str, int]`):
+            Size of each axis.
+
+    Returns:
+        [`ShardingPlan`]: Which parameter is where.
+    """
+    if backend.lazy:
+        use_static_kernels(model)
+        use_sliced_attention(model, backend)
+    backend.place(model)
+    plan = ShardingPlan(model, mesh)
+    plan.apply(model, backend)
+    return plan

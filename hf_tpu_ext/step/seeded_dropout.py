@@ -1,0 +1,77 @@
+"""Dropout whose masks follow from a seed on the device, wherever in a program they are computed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+# Odd, so that different places have different numbers: 2**32 over the golden ratio, and two multipliers of MurmurHash3.
+_BY_ROW, _BY_COLUMN, _BY_MODULE = (number - 2**32 for number in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35))
+
+
+def _scramble(bits: Tensor) -> Tensor:
+    # lowbias32 of https://nullprogram.com/blog/2018/07/31/ on the numbers that there are: PyTorch's are signed.
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        bits = (bits ^ ((bits & 0x7FFFFFFF) >> shift)) * factor
+    return bits ^ ((bits & 0x7FFFFFFF) >> 16)
+
+
+def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 0) -> Tensor:
+    """
+    Dropout. Whether an element is kept follows from the seed and its place, by a hash.
+
+    XLA's own generator gives a whole tensor at once, which is the same on all chips that run by themselves, and in memory
+    before it is used. These numbers are computed where they are used, each by itself, and are the same however rows are
+    split over chips.
+
+    Args:
+        tensor (`torch.Tensor` of shape `(..., width)`):
+            What to drop elements of.
+        p (`float`):
+            Probability of an element to be dropped.
+        seed (`torch.Tensor` of shape `()`, int32):
+            The seed.
+        chip (`torch.Tensor` of shape `()`, int32, *optional*, defaults to 0):
+            Number of the chip whose rows these are, where each chip has as many of its own.
+
+    Returns:
+        `torch.Tensor` of shape `(..., width)`: The elements that are kept, divided by `1 - p`, and zeros.
+    """
+    place, size = chip * (tensor.numel() // tensor.shape[-1]), 1
+    for dim in range(tensor.ndim - 2, -1, -1):
+        along = torch.arange(tensor.shape[dim], dtype=torch.int32, device=tensor.device)
+        place = place + along.reshape(-1, *[1] * (tensor.ndim - 1 - dim)) * size
+        size *= tensor.shape[dim]
+    columns = torch.arange(tensor.shape[-1], dtype=torch.int32, device=tensor.device)
+    bits = _scramble(_scramble(seed + place * _BY_ROW) + columns * _BY_COLUMN)
+    return tensor * (bits >= round(p * 2**32) - 2**31) / (1 - p)
+
+
+@contextmanager
+def dropouts_seeded(modules: Sequence[nn.Dropout], seed: Tensor, chip: Tensor) -> Iterator[None]:
+    """
+    Within this context, dropout modules in training drop what follows from a seed.
+
+    Args:
+        modules (`Sequence[torch.nn.Dropout]`):
+            The modules. Each drops other elements.
+        seed (`torch.Tensor` of shape `()`, int32):
+            The seed.
+        chip (`torch.Tensor` of shape `()`, int32):
+            As in [`seeded_dropout`].
+    """
+    before = [vars(module).get("forward") for module in modules]
+    for number, module in enumerate(modules):
+        if module.training:
+            own = _scramble(seed + number * _BY_MODULE % 2**31)
+            module.forward = partial(seeded_dropout, p=module.p, seed=own, chip=chip)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
