@@ -1,42 +1,143 @@
-"""Ends each program of a step, and says when one is compiled."""
+"""Ends each program of a step, and says when one is compiled, and why."""
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
+import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from ..backends.insight import Operation, SourceLine
 from ..backends.program import Program
+from .recompile_cause import Cause, StepFacts, compare_facts, compare_operations
+from .source_lines import describe_line, own_line
 
 
 logger = logging.get_logger(__name__)
 
+# Lines about one program, before its recompiles are only counted.
+_MOST_LINES = 5
+# Compiled states of one program that a further one is compared with.
+_MOST_FACTS = 8
+# Steps whose programs are listed after a recompile that nothing explains, and before the first where steps are traced.
+_COMPARED_STEPS, _FIRST_RUNS = 8, 2
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+@dataclass(frozen=True)
+class ProgramEvent:
+    """
+    A program that was compiled.
+
+    Args:
+        step (`int`, *optional*):
+            Optimizer step under way, from 1; `None` before the first.
+        kind (`str`):
+            What it does, e.g. `"training step"`.
+        shape (`tuple[int, ...]`):
+            Shape of its batch; empty where it has none.
+        seconds (`float`):
+            Seconds that its compiling, or its loading, took.
+        compiled (`bool`):
+            Whether it was compiled. Otherwise it was loaded from the compile cache.
+        cause (`str`, *optional*):
+            Why it was compiled again; `None` for the first of its kind and shape.
+    """
+
+    step: int | None
+    kind: str
+    shape: tuple[int, ...]
+    seconds: float
+    compiled: bool
+    cause: str | None
+
+
+class TooManyRecompiles(ValueError):
+    """A run compiled programs again more often than `max_recompiles` allows."""
+
+
+@dataclass
+class _Known:
+    """What is known of a program: how often it ran, and what it depended on whenever it was compiled."""
+
+    runs: int = 0
+    said: int = 0
+    #: Place in the events of a recompile whose cause is not found yet.
+    unexplained: int | None = None
+    facts: list[StepFacts] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+
 
 class ProgramWatch:
     """
-    Ends programs, and tells a person when one is compiled and when one is compiled again.
+    Ends programs, and tells a person when one is compiled, when one is compiled again, and why.
+
+    Nothing is gathered for a step that compiles nothing. Where the cause of a compile is not found in the batch, the
+    parameters, the settings or the optimizer, the operations of the next steps' programs are compared.
 
     Args:
         backend ([`Backend`]):
             The backend in use.
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to leave out the progress of a compilation.
+        find_facts (`Callable[[], StepFacts]`, *optional*):
+            Tells what the step under way depends on.
+        find_results (`Callable[[], list[torch.Tensor]]`, *optional*):
+            Lists tensors that the program about to end computes; none if it is not one of training.
+        max_recompiles (`int`, *optional*):
+            How many programs may be compiled again.
     """
 
-    def __init__(self, backend: Backend, quiet: bool = False):
+    def __init__(
+        self,
+        backend: Backend,
+        quiet: bool = False,
+        find_facts: Callable[[], StepFacts] = StepFacts,
+        find_results: Callable[[], list[torch.Tensor]] = list,
+        max_recompiles: int | None = None,
+    ):
         self._backend = backend
         self._quiet = quiet
-        self._seen: dict[Hashable, int] = {}
+        self._find_facts = find_facts
+        self._find_results = find_results
+        self._max_recompiles = max_recompiles
+        self._known: dict[Hashable, _Known] = {}
+        # Those that are compiled outside of the trainer's own programs, by the line that asks for their results.
+        self._others: dict[str, _Known] = {}
+        self._spent = backend.counters()
+        self._compiles = backend.compiles()
+        self._compare = 0
+        self._cut: SourceLine | None = None
+        #: Optimizer step under way, from 1; `None` outside of training.
+        self.step: int | None = None
         self.recompiles = 0
+        #: What was compiled, in order.
+        self.events: list[ProgramEvent] = []
+
+    def begin(self, traced: bool) -> None:
+        """
+        Begin a training run.
+
+        Args:
+            traced (`bool`):
+                Whether each step is traced, which is where code of the user's may record something else each time.
+        """
+        self.step = None
+        self._backend.insight.note_lines(traced)
 
     @property
     def programs(self) -> list[Hashable]:
         """The programs seen so far."""
-        return list(self._seen)
+        return list(self._known)
 
     def end(
         self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Program | None] | None = None
@@ -56,26 +157,170 @@ class ProgramWatch:
 
         Returns:
             [`Program`] or `None`: What `run` returned.
+
+        Raises:
+            [`TooManyRecompiles`]: It was compiled again, and that too often.
         """
         run = self._backend.end_step if run is None else run
-        key = (kind, shape)
+        self.note_others()
+        known = self._known.setdefault((kind, shape), _Known())
+        name = f"{kind} {_size(shape)}"
+        operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
         start = time.monotonic()
-        compiles = self._backend.compiles()
-        if key in self._seen:
-            program = run()
-        else:
-            with self._compiling(f"{kind} {' x '.join(map(str, shape))}"):
+        with self._backend.insight.own_reads():
+            if known.runs:
                 program = run()
+            else:
+                with self._compiling(name):
+                    program = run()
         seconds = time.monotonic() - start
-        if key in self._seen and self._backend.compiles() > compiles:
-            self.recompiles += 1
-            logger.warning(
-                f"{where}: the {kind} for batches of {' x '.join(map(str, shape))} was compiled again "
-                f"({seconds:.1f} s). Something that the program depends on has changed."
-            )
-        self._seen[key] = self._seen.get(key, 0) + 1
+        cut, self._cut = self._cut, None
+        known.runs += 1
+        is_compiled = self._backend.compiles() > self._compiles
+        if is_compiled or known.runs == 1:
+            # Where it was not compiled, an earlier run of this process had the same program.
+            facts = self._find_facts()
+            cause = self._find_cause(known, facts, operations, cut) if known.runs > 1 else None
+            known.facts = [*known.facts[-_MOST_FACTS:], facts]
+        if is_compiled:
+            # Calls of the trainer's own.
+            self._backend.insight.compile_sites()
+            self._note_event(kind, shape, seconds, cause)
+            if cause is not None:
+                self._say(
+                    known,
+                    f"{where}: the {kind} for batches of {_size(shape)} was compiled again ({seconds:.1f} s): "
+                    f"{cause.what}. {cause.advice}",
+                )
+        elif known.unexplained is not None and operations:
+            self._explain_later(kind, known, operations)
+        if operations:
+            known.operations = operations
         self._backend.note_programs()
         return program
+
+    def note_others(self) -> None:
+        """
+        Note what was compiled since the last program ended, outside of the trainer's own programs. Cheap if nothing was.
+
+        Raises:
+            [`TooManyRecompiles`]: One line of code has programs compiled again, and that too often.
+        """
+        count = self._backend.compiles() - self._compiles
+        if not count:
+            return
+        sites = self._backend.insight.compile_sites()[-count:]
+        seconds = (self._backend.counters() - self._spent).compile_seconds / count
+        for frames in [*sites, *[()] * (count - len(sites))]:
+            self._note_other(frames, seconds)
+
+    def _note_other(self, frames: Sequence[SourceLine], seconds: float) -> None:
+        line = own_line(frames)
+        if line is None:
+            # A log, the first state of the optimizer, samples: what a run does once or at every log.
+            self._note_event("other program", (), seconds, None)
+            return
+        if any(frame.function == "training_step" for frame in frames):
+            self._cut = line
+        place = describe_line(line)
+        known = self._others.setdefault(place, _Known())
+        known.runs += 1
+        cause = None
+        if known.runs > 1:
+            cause = Cause(
+                f"what {place} asks for is another program each time",
+                "Keep shapes and Python numbers there the same, or fetch the tensors with trainer.backend.fetch and compute "
+                "on the host.",
+            )
+        self._note_event(f"program of {place}", (), seconds, cause)
+        if cause is not None:
+            self._say(
+                known,
+                f"{self._where()}: a program was compiled outside of the steps ({seconds:.1f} s), number {known.runs} there: "
+                f"{cause.what}. {cause.advice}",
+            )
+
+    # ---- Causes ----
+
+    def _list_operations(self, known: _Known, is_recorded: bool) -> list[Operation]:
+        """The program about to run, where it is to be compared with others: listing it takes longer than a step."""
+        left = 0 if is_recorded else _FIRST_RUNS - known.runs
+        wanted = self._compare > 0 or left > 0
+        self._compare = max(0, self._compare - 1)
+        self._backend.insight.note_lines(self._compare > 0 or left > 1)
+        return self._backend.insight.operations(self._find_results()) if wanted else []
+
+    def _find_cause(
+        self, known: _Known, facts: StepFacts, operations: list[Operation], cut: SourceLine | None
+    ) -> Cause:
+        if cut is not None:
+            return Cause(
+                f"{describe_line(cut)} has the device compute within the step, and what follows is another program",
+                "Leave reads, print and torch_xla.sync out of the step.",
+            )
+        cause = None
+        if known.facts:
+            nearest = min(reversed(known.facts), key=facts.count_differences)
+            cause = compare_facts(nearest, facts)
+        if cause is None and operations and known.operations:
+            cause = compare_operations(known.operations, operations)
+        if cause is None:
+            self._compare = _COMPARED_STEPS
+            self._backend.insight.note_lines(True)
+            known.unexplained = len(self.events)
+            cause = Cause(
+                "batch, parameters, settings and optimizer are as before, so it is a Python number or a branch"
+                + (f" in {facts.own_code}" if facts.own_code else ""),
+                "The next steps are compared with those before, to find it.",
+            )
+        return cause
+
+    def _explain_later(self, kind: str, known: _Known, operations: list[Operation]) -> None:
+        """Compare a step that runs what was compiled again with the one before."""
+        cause = compare_operations(known.operations, operations)
+        if cause is None:
+            return
+        index, known.unexplained = known.unexplained, None
+        event = self.events[index] = replace(self.events[index], cause=cause.what)
+        logger.warning(f"step {event.step}: the {kind} was compiled again because {cause.what}. {cause.advice}")
+
+    # ---- Words and counts ----
+
+    def _note_event(self, kind: str, shape: tuple[int, ...], seconds: float, cause: Cause | None) -> None:
+        now = self._backend.counters()
+        compiled = (now - self._spent).loads == 0
+        self._spent, self._compiles = now, self._backend.compiles()
+        self.events.append(
+            ProgramEvent(self.step, kind, shape, seconds, compiled, None if cause is None else cause.what)
+        )
+
+    def _say(self, known: _Known, line: str) -> None:
+        self.recompiles += 1
+        known.said += 1
+        if self._max_recompiles is not None and self.recompiles > self._max_recompiles:
+            raise TooManyRecompiles(
+                f"{line} This was recompile number {self.recompiles}, and max_recompiles={self._max_recompiles}."
+            )
+        if known.said <= _MOST_LINES:
+            end = " Further ones are counted only." if known.said == _MOST_LINES else ""
+            logger.warning(f"{line}{end}")
+
+    def _where(self) -> str:
+        return "outside of training" if self.step is None else f"step {self.step}"
+
+    def describe(self) -> str | None:
+        """
+        Sum up what was compiled again.
+
+        Returns:
+            `str` or `None`: One line, or `None` if nothing was.
+        """
+        again = [event for event in self.events if event.cause is not None]
+        if not again:
+            return None
+        causes = Counter(event.cause for event in again)
+        named = "; ".join(f"{cause} ({count}x)" for cause, count in causes.most_common(3))
+        return f"Compiled again: {len(again)} programs in {sum(event.seconds for event in again):.1f} s. {named}"
 
     @contextmanager
     def _compiling(self, what: str) -> Iterator[None]:

@@ -14,8 +14,8 @@ from ..step.optimizer import LazyAdamW, clip_gradients
 from ..step.replay import CLOSING, MICRO, StepReplay, say_refused
 
 
-# What a replayed step leaves out.
-_METHODS_OF_A_STEP = (
+#: What a replayed step leaves out.
+METHODS_OF_A_STEP = (
     "training_step",
     "compute_loss",
     "compute_loss_context_manager",
@@ -97,15 +97,15 @@ class ReplayMixin:
         if assume_pure:
             return None
         says = "; step_replay=True if it does the same at every step"
-        for name in _METHODS_OF_A_STEP:
-            owner = _owner(type(self), name)
-            if not _is_known(owner.__module__):
+        for name in METHODS_OF_A_STEP:
+            owner = owner_of(type(self), name)
+            if not is_known(owner.__module__):
                 return f"{owner.__name__} overrides {name}{says}"
         if self.compute_loss_func is not None:
             return f"compute_loss_func is code of yours{says}"
         for callback in self.callback_handler.callbacks:
             for event in _EVENTS_INSIDE_A_STEP:
-                if _owner(type(callback), event) is not TrainerCallback:
+                if owner_of(type(callback), event) is not TrainerCallback:
                     return f"{type(callback).__name__} has code in {event}, between the backward pass and the update{says}"
         for name, module in model.named_modules():
             for hook in (
@@ -114,7 +114,7 @@ class ReplayMixin:
                 *module._backward_hooks.values(),
                 *module._backward_pre_hooks.values(),
             ):
-                if not _is_known(_module_of(hook)):
+                if not is_known(_module_of(hook)):
                     return f"a hook of yours is registered on {name or 'the model'}{says}"
         return None
 
@@ -195,11 +195,13 @@ def _do_nothing(set_to_none: bool = True) -> None:
     pass
 
 
-def _owner(cls: type, method: str) -> type:
+def owner_of(cls: type, method: str) -> type:
+    """The class that a method of `cls` comes from."""
     return next(owner for owner in cls.__mro__ if method in vars(owner))
 
 
-def _is_known(module: str) -> bool:
+def is_known(module: str) -> bool:
+    """Whether a module is in a package whose methods do the same at every step."""
     return module.partition(".")[0] in _KNOWN_PACKAGES
 
 

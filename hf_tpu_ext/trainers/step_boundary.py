@@ -34,6 +34,7 @@ class StepBoundary(TrainerCallback):
             model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
         trainer.shard_training_state(model, optimizer.optimizer)
         trainer.start_replay(model, optimizer.optimizer)
+        trainer.begin_watch()
         trainer.reset_upstream_loss()
         trainer.backend.wait()
 

@@ -201,7 +201,8 @@ def start_dropout(model, **kwargs):
     ids=["freeze", "betas", "clipping", "replaced", "lora", "dropout"],
 )
 def test_a_change_of_the_program_is_followed(both, caplog, action, lora, says):
-    both(callbacks=lambda: [AtStep(5, action)], lora=lora, max_steps=10)
+    with caplog.at_level("INFO", logger="hf_tpu_ext.step.replay"):
+        both(callbacks=lambda: [AtStep(5, action)], lora=lora, max_steps=10)
     said = [record.message for record in caplog.records if "recorded anew" in record.message]
     assert len(said) == len(says)
     assert all(words in line for words, line in zip(says, said, strict=True))

@@ -1,0 +1,118 @@
+"""What a runtime tells about the programs that it compiles: for messages, never on the path of a step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """
+    A line of Python code.
+
+    Args:
+        file (`str`):
+            Path of its file.
+        line (`int`):
+            Its number.
+        function (`str`):
+            The function that it is in; empty where that is not known.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """
+    An operation of a program.
+
+    Args:
+        name (`str`):
+            What it does, e.g. `"constant"`.
+        shape (`str`):
+            Dtype and shape of its result, e.g. `"f32[4,64]"`.
+        details (`str`):
+            What else makes it what it is: the number of a constant, the bounds of a slice.
+        operator (`str`):
+            The PyTorch operator that it is a part of, e.g. `"aten::mul"`.
+        place (`SourceLine`, *optional*):
+            The line that recorded it, where that was noted.
+    """
+
+    name: str
+    shape: str
+    details: str
+    operator: str
+    place: SourceLine | None = None
+
+
+class Insight:
+    """
+    What is known about compiling and about reads of the device.
+
+    This one is for an accelerator that runs operators as they come: nothing is compiled there.
+    """
+
+    def compile_sites(self) -> list[list[SourceLine]]:
+        """The calls that led to each compile since the last time this was asked, innermost first."""
+        return []
+
+    def note_lines(self, on: bool) -> None:
+        """
+        Note for each operation that is recorded from now on which line of Python did it.
+
+        Args:
+            on (`bool`):
+                Whether to.
+        """
+
+    def operations(self, results: Sequence[torch.Tensor]) -> list[Operation]:
+        """
+        List the program that was recorded and not run yet.
+
+        Args:
+            results (`Sequence[torch.Tensor]`):
+                Tensors of which some are to be computed by it.
+
+        Returns:
+            `list[Operation]`: Its operations, in the order in which it was put together.
+        """
+        return []
+
+    def operators_on_host(self) -> dict[str, int]:
+        """How often each operator ran on the host so far because the device has none of them."""
+        return {}
+
+    @contextmanager
+    def own_reads(self) -> Iterator[None]:
+        """Context whose reads of the device are meant to be."""
+        yield
+
+    def stray_reads(self) -> int:
+        """Transfers from the device so far that were in no context of `own_reads`."""
+        return 0
+
+    def traffic(self) -> tuple[int, ...]:
+        """Counts that rise whenever an operator reads the device, and also when it does other things. Cheap."""
+        return ()
+
+    def has_read(self, before: tuple[int, ...], result: Any) -> bool:
+        """
+        Whether an operator has read the device.
+
+        Args:
+            before (`tuple[int, ...]`):
+                What `traffic` was before it.
+            result (`Any`):
+                What it returned.
+
+        Returns:
+            `bool`: Whether it has.
+        """
+        return False

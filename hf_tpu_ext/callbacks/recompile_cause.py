@@ -1,0 +1,275 @@
+"""Why a program was compiled again: what has changed since it was compiled before."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..backends.insight import Operation
+from .source_lines import describe_line
+
+
+@dataclass(frozen=True)
+class Cause:
+    """
+    Why a program was compiled again.
+
+    Args:
+        what (`str`):
+            What has changed, from what to what.
+        advice (`str`):
+            What to do about it, as a sentence.
+    """
+
+    what: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class BatchEntry:
+    """
+    An entry of a batch.
+
+    Args:
+        dtype (`str`):
+            Dtype of a tensor; empty for another value.
+        shape (`str`):
+            Its shape; or the value, where it is no tensor.
+    """
+
+    dtype: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """
+    What a program depends on about a parameter.
+
+    Args:
+        trained (`bool`):
+            Whether it has a gradient.
+        dtype (`str`):
+            Its dtype.
+        shape (`str`):
+            Its shape.
+    """
+
+    trained: bool
+    dtype: str
+    shape: str
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """
+    What the program of a step depends on, as the host knows it.
+
+    Args:
+        batch (`Mapping[str, BatchEntry]`):
+            The batch by key.
+        batch_source (`str`):
+            Who made the batch, in words.
+        parameters (`Mapping[str, ParameterFacts]`):
+            The model's parameters by name.
+        settings (`Mapping[str, str]`):
+            Plain attributes of modules and arguments by name.
+        optimizer (`str`):
+            Name of the optimizer.
+        numbers (`Mapping[str, str]`):
+            Numbers that the optimizer takes as Python numbers, by name.
+        state_made (`bool`):
+            Whether the optimizer had its state before the step.
+        own_code (`str`):
+            Code of the user's that runs within a step, in words; empty where there is none.
+    """
+
+    batch: Mapping[str, BatchEntry] = field(default_factory=dict)
+    batch_source: str = "the data collator"
+    parameters: Mapping[str, ParameterFacts] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    optimizer: str = ""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    state_made: bool = True
+    own_code: str = ""
+
+    def count_differences(self, other: "StepFacts") -> int:
+        """In how many entries these facts are not those of another step."""
+        mine, theirs = self._entries(), other._entries()
+        return sum(mine.get(key) != theirs.get(key) for key in mine.keys() | theirs.keys())
+
+    def _entries(self) -> dict[tuple[str, str], object]:
+        groups = {
+            "batch": self.batch,
+            "parameters": self.parameters,
+            "settings": self.settings,
+            "numbers": self.numbers,
+            "state": {"made": self.state_made, "optimizer": self.optimizer},
+        }
+        return {(group, key): value for group, entries in groups.items() for key, value in entries.items()}
+
+
+def compare_facts(before: StepFacts, after: StepFacts) -> Cause | None:
+    """
+    Find what makes the programs of two steps two.
+
+    Args:
+        before (`StepFacts`):
+            The step whose program was compiled first.
+        after (`StepFacts`):
+            The step whose program was compiled again.
+
+    Returns:
+        [`Cause`] or `None`: The difference that weighs most, or `None` where the host knows of none.
+    """
+    return (
+        _compare_batches(before, after)
+        or _compare_parameters(before.parameters, after.parameters)
+        or _compare_optimizers(before, after)
+        or _compare_settings(before.settings, after.settings)
+    )
+
+
+def _changed(before: Mapping, after: Mapping) -> list[str]:
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def _compare_batches(before: StepFacts, after: StepFacts) -> Cause | None:
+    changed = _changed(before.batch, after.batch)
+    # Values matter least: a program may not use them.
+    changed.sort(key=lambda key: key in before.batch and key in after.batch and not after.batch[key].dtype)
+    for key in changed:
+        source = f" ({after.batch_source})"
+        if key not in after.batch:
+            return Cause(f"`{key}` was in the batch, and is missing{source}", "Yield the same keys in every batch.")
+        if key not in before.batch:
+            return Cause(f"`{key}` is in the batch, and was not{source}", "Yield the same keys in every batch.")
+        was, now = before.batch[key], after.batch[key]
+        if was.dtype != now.dtype:
+            words = [entry.dtype or f"the value {entry.shape}" for entry in (was, now)]
+            return Cause(f"`{key}` was {words[0]}, is {words[1]}{source}", "Yield one dtype in every batch.")
+        if was.dtype:
+            return Cause(
+                f"`{key}` was {was.shape}, is {now.shape}{source}", f"Pad `{key}` to one shape in the data collator."
+            )
+        return Cause(
+            f"`{key}` was {was.shape}, is {now.shape}{source}",
+            f"A Python value is part of the program: yield `{key}` as a tensor, or leave it out of the batch.",
+        )
+    return None
+
+
+def _compare_parameters(before: Mapping[str, ParameterFacts], after: Mapping[str, ParameterFacts]) -> Cause | None:
+    changed = _changed(before, after)
+    if not changed:
+        return None
+    name = changed[0]
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    if name not in before or name not in after:
+        verb = "is new" if name in after else "is gone"
+        return Cause(f"the parameter `{name}` {verb}{more}", "Change the model before training.")
+    was, now = before[name], after[name]
+    if was.trained != now.trained:
+        words = ["trained" if facts.trained else "frozen" for facts in (was, now)]
+        return Cause(
+            f"`{name}` was {words[0]}, is {words[1]}{more}",
+            "Every set of trained parameters is another program: freeze before training, or in as few stages as possible.",
+        )
+    if was.dtype != now.dtype:
+        return Cause(f"`{name}` was {was.dtype}, is {now.dtype}{more}", "Convert the model before training.")
+    return Cause(f"`{name}` was {was.shape}, is {now.shape}{more}", "Change the model before training.")
+
+
+def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
+    if before.optimizer != after.optimizer:
+        return Cause(
+            f"the optimizer was {before.optimizer}, is {after.optimizer}", "Choose the optimizer before training."
+        )
+    if before.state_made != after.state_made:
+        return Cause(
+            f"{after.optimizer} makes its state in the first step, so that this step is another program",
+            "This happens once; optim=adamw_torch makes it before.",
+        )
+    for name in _changed(before.numbers, after.numbers):
+        return Cause(
+            f"`{name}` of {after.optimizer} was {before.numbers.get(name)}, is {after.numbers.get(name)}",
+            "The optimizer takes it as a Python number, of which 0, 1 and -1 become part of the program: keep it off "
+            "these, or use optim=adamw_torch, which gets it as data.",
+        )
+    return None
+
+
+def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Cause | None:
+    changed = _changed(before, after)
+    if not changed:
+        return None
+    name = changed[0]
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    return Cause(
+        f"`{name}` was {before.get(name, 'absent')}, is {after.get(name, 'absent')}{more}",
+        "Each value is another program: set it before training, or as rarely as possible.",
+    )
+
+
+def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:
+    """
+    Find where two programs part.
+
+    Args:
+        before (`Sequence[Operation]`):
+            The program that was compiled first.
+        after (`Sequence[Operation]`):
+            The program that was compiled again.
+
+    Returns:
+        [`Cause`] or `None`: The first operation that differs, or `None` if none does.
+    """
+    # The order is that in which results need one another, so what follows from a difference comes after it.
+    index = next((i for i, pair in enumerate(zip(before, after, strict=False)) if _differ(*pair)), None)
+    if index is None:
+        index = min(len(before), len(after))
+    was, now = (program[index] if index < len(program) else None for program in (before, after))
+    if was is None and now is None:
+        return None
+    places = [operation.place for operation in (now, was) if operation is not None and operation.place is not None]
+    where = f" [{describe_line(places[0])}]" if places else ""
+    if was is not None and now is not None:
+        if {was.name, now.name} <= {"constant", "parameter"} and was.shape == now.shape:
+            numbers = [_number(operation) for operation in (was, now)]
+            return Cause(
+                f"a number that the step computes with was {numbers[0]}, is {numbers[1]}{where}",
+                "A number that is 0, 1 or -1 is part of the program, and so is what an operator has no tensor for: send it as "
+                "data, trainer.backend.send(torch.tensor(value)), or keep it the same.",
+            )
+        if was.name == now.name:
+            return Cause(
+                f"`{was.name}` was {_describe(was)}, is {_describe(now)}{where}",
+                "Keep shapes and bounds the same at every step: mask instead of cutting.",
+            )
+    is_new = len(after) >= len(before) if was is not None and now is not None else now is not None
+    # Its arguments come first.
+    program = after if is_new else before
+    operation = next(
+        (
+            later
+            for later in program[index:]
+            if later.name not in ("constant", "parameter") and later.place == program[index].place
+        ),
+        program[index],
+    )
+    what = f"`{operation.operator or operation.name}` of {operation.shape}"
+    words = f"the step computes {what}, and did not" if is_new else f"the step computed {what}, and does not"
+    return Cause(
+        f"{words}{where}", "Do the same at every step: instead of branching, multiply by 0 or 1 that is sent as data."
+    )
+
+
+def _differ(operation: Operation, other: Operation) -> bool:
+    # Not by line and operator, which are not noted at every step.
+    return (operation.name, operation.shape, operation.details) != (other.name, other.shape, other.details)
+
+
+def _number(operation: Operation) -> str:
+    return operation.details if operation.name == "constant" else "one sent as data"
+
+
+def _describe(operation: Operation) -> str:
+    return f"{operation.shape} {operation.details}".strip()

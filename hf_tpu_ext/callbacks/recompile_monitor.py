@@ -1,0 +1,159 @@
+"""What a run does besides its programs: compiles elsewhere, reads of the device, operators on the host."""
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..backends.base import Backend
+from .program_watch import ProgramWatch
+from .read_finder import Read, ReadFinder
+
+
+logger = logging.get_logger(__name__)
+
+# Reads are looked for at most so often in a run, for so many steps: the least tell how often it reads.
+_MOST_SEARCHES, _LEAST_STEPS, _MOST_STEPS = 4, 2, 256
+# Again where there are so many times more than those that were named.
+_MORE = 1.5
+
+
+class RecompileMonitor(TrainerCallback):
+    """
+    Names what reads the device between two logs, and what runs on the host, by its line. Silent when nothing does.
+
+    Reads are counted at each log, and at steps 2, 4, 8 and so on. Where there were some that the trainer did not make, the
+    calls of the next steps are watched until one of them reads.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        watch ([`ProgramWatch`]):
+            Counts and explains the programs of the run.
+    """
+
+    def __init__(self, backend: Backend, watch: ProgramWatch):
+        self._backend = backend
+        self._watch = watch
+        #: What was named, with how often it was seen in a step.
+        self.named: dict[Read, float] = {}
+        self._finder: ReadFinder | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.named.clear()
+        self._searches = 0
+        self._is_wanted = False
+        self._entered_at = self._reads_at_entry = 0
+        self._counted_at: int | None = None
+        self._first_reads = self._reads = 0
+        self._explained = 0.0
+
+    # ---- Events ----
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._begin()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        step = state.global_step
+        self._watch.note_others()
+        self._watch.step = step + 1
+        if self._counted_at is None:
+            # What was read before, for samples or in a callback, was read once.
+            self._counted_at = step
+            self._first_reads = self._reads = self._backend.insight.stray_reads()
+        elif not step & (step - 1) and step - self._counted_at > 1:
+            self._check(step)
+        if self._finder is not None and self._has_seen_enough(step):
+            self._end_search(step)
+        if self._is_wanted:
+            self._search(step)
+
+    def on_log(self, args, state, control, **kwargs):
+        if self._counted_at is not None and state.global_step > self._counted_at:
+            self._check(state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._watch.note_others()
+        if self._finder is not None:
+            self._end_search(state.global_step)
+        if state.is_world_process_zero:
+            self._say_at_end(state.global_step)
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching, also where the run was ended by an error."""
+        self._watch.step = self._counted_at = None
+        self._leave()
+        self._backend.insight.note_lines(False)
+
+    # ---- Reads ----
+
+    def _check(self, step: int) -> None:
+        reads = self._backend.insight.stray_reads()
+        rate = (reads - self._reads) / (step - self._counted_at)
+        self._counted_at, self._reads = step, reads
+        if rate > _MORE * self._explained and self._finder is None and self._searches < _MOST_SEARCHES:
+            self._is_wanted = True
+
+    def _search(self, step: int) -> None:
+        self._is_wanted = False
+        self._searches += 1
+        self._entered_at, self._reads_at_entry = step, self._backend.insight.stray_reads()
+        self._finder = ReadFinder(self._backend.insight)
+        self._finder.__enter__()
+
+    def _leave(self) -> None:
+        if self._finder is not None:
+            self._finder.__exit__(None, None, None)
+            self._finder = None
+
+    def _has_seen_enough(self, step: int) -> bool:
+        steps = step - self._entered_at
+        return steps >= _MOST_STEPS if not self._finder.found else steps >= _LEAST_STEPS
+
+    def _end_search(self, step: int) -> None:
+        found, steps = self._finder.found, step - self._entered_at
+        reads = self._backend.insight.stray_reads() - self._reads_at_entry
+        self._leave()
+        if not steps or not reads:
+            return
+        self._explained = reads / steps
+        for read, count in (found or {Read("", "", False, ""): reads}).items():
+            if read not in self.named:
+                times = "once" if count == 1 else f"{count} times"
+                logger.warning(
+                    f"Steps {self._entered_at + 1} to {step}: {_describe(read)}, {times} in {steps} steps. {_advise(read)}"
+                )
+            self.named[read] = count / steps
+
+    def _say_at_end(self, step: int) -> None:
+        if (line := self._watch.describe()) is not None:
+            tqdm.write(line)
+        if self.named:
+            reads = self._backend.insight.stray_reads() - self._first_reads
+            named = "; ".join(_describe(read) for read in self.named)
+            tqdm.write(f"Read from the device outside of logs: {reads} times until step {step}. {named}")
+
+
+def _describe(read: Read) -> str:
+    place = f" [{read.place}]" if read.place else ""
+    if read.operator:
+        return f"`{read.operator}` runs on the host{place}"
+    if not read.what:
+        return "something reads from the device, by no call of PyTorch from Python"
+    within = " within the step" if read.in_step else ""
+    return f"`{read.what}` reads from the device{within}{place}"
+
+
+def _advise(read: Read) -> str:
+    if read.operator:
+        return (
+            "XLA has no such operator: what it takes is read, and what it makes is sent back. Use another one, or move it "
+            "to the collator."
+        )
+    if read.in_step:
+        return (
+            "The host waits there, and the device computes what leads to it once more: keep it a tensor, and use torch.where "
+            "in place of a branch."
+        )
+    return "The host waits there for the device: read it in on_log, and all at once with trainer.backend.fetch."

@@ -1,0 +1,106 @@
+"""Which line of a call is the user's own."""
+
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from ..backends.insight import SourceLine
+
+
+#: Directories of the packages whose lines are nobody's own.
+PACKAGES = {
+    name: os.path.dirname(spec.origin)
+    for name in ("accelerate", "datasets", "hf_tpu_ext", "peft", "torch", "torch_xla", "transformers", "trl")
+    if (spec := find_spec(name)) is not None and spec.origin is not None
+}
+# Code without a file, other than that of a shell or a notebook.
+_GENERATED = ("<frozen", "<string>", "<eval_with_key>")
+_NOTEBOOK = re.compile(r"ipykernel_\d+|ipython-input")
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+# Outside of these is who called the trainer.
+_ENTRANCES = ("train", "evaluate", "predict", "save_model")
+
+
+def package_of(file: str) -> str | None:
+    """
+    Find the known package that a file belongs to.
+
+    Args:
+        file (`str`):
+            Path of a source file.
+
+    Returns:
+        `str` or `None`: Its name, `"python"` for the standard library, or `None` for anybody else's.
+    """
+    for name, directory in PACKAGES.items():
+        if file.startswith(directory + os.sep):
+            return name
+    if file.startswith(_GENERATED) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file):
+        return "python"
+    return None
+
+
+def own_line(frames: Iterable[SourceLine]) -> SourceLine | None:
+    """
+    Find the line of the user's code that led to something within a run.
+
+    Args:
+        frames (`Iterable[SourceLine]`):
+            The calls that led to it, innermost first.
+
+    Returns:
+        [`SourceLine`] or `None`: The innermost line that is in no known package, or `None` where the trainer did it by itself.
+    """
+    for frame in frames:
+        package = package_of(frame.file)
+        if package is None:
+            return frame
+        if package in ("transformers", "hf_tpu_ext") and frame.function in _ENTRANCES:
+            return None
+    return None
+
+
+def library_line(frames: Iterable[SourceLine]) -> SourceLine | None:
+    """
+    Find the line of a library that did something.
+
+    Args:
+        frames (`Iterable[SourceLine]`):
+            The calls that led to it, innermost first.
+
+    Returns:
+        [`SourceLine`] or `None`: The innermost line that is neither PyTorch's nor Python's.
+    """
+    return next((frame for frame in frames if package_of(frame.file) not in ("torch", "torch_xla", "python")), None)
+
+
+def current_frames() -> Iterable[SourceLine]:
+    """The calls under way, innermost first, from the caller's on."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+
+
+def describe_line(line: SourceLine) -> str:
+    """
+    Write a line short.
+
+    Args:
+        line (`SourceLine`):
+            The line.
+
+    Returns:
+        `str`: For example `"my_loss.py:12"`, or with the path inside the package, `"trl/trainer/utils.py:12"`.
+    """
+    package = package_of(line.file)
+    if package in PACKAGES:
+        path = os.path.relpath(line.file, os.path.dirname(PACKAGES[package]))
+    elif _NOTEBOOK.search(line.file):
+        path = "notebook cell"
+    else:
+        path = os.path.basename(line.file)
+    return f"{path}:{line.line}"

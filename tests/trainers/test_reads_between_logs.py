@@ -1,0 +1,129 @@
+"""What reads the device between two logs, or runs on the host, is named by its line."""
+
+from functools import partial
+
+import pytest
+import torch
+from planted import causes, line_of, said, train_tiny
+from transformers import TrainerCallback
+
+from hf_tpu_ext import TPUSFTConfig, TPUTrainer
+
+
+@pytest.fixture
+def train(xla, tmp_path):
+    return partial(train_tiny, tmp_path)
+
+
+@pytest.fixture
+def lines(caplog):
+    return partial(said, caplog)
+
+
+class ReadsInStep(TPUTrainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        if loss > 100:
+            raise ValueError
+        return loss
+
+
+class ReadsAfterStep(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.norm = model.head.weight.norm().item()
+
+
+class PrintsAfterStep(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.text = repr(model.head.weight)
+
+
+@pytest.mark.parametrize(
+    "callback, text, what",
+    [(ReadsAfterStep, ".item()", ".item()"), (PrintsAfterStep, "repr(", "print(tensor)")],
+    ids=["item", "print"],
+)
+def test_a_callback_that_reads(train, lines, capsys, callback, text, what):
+    trainer = train(callbacks=[callback()])
+    named = f"`{what}` reads from the device [{line_of(callback, text)}]"
+    (line,) = lines()
+    # Counted at the first log, found in the two steps after it.
+    assert line.startswith(f"Steps 3 to 4: {named}, 2 times in 2 steps. ") and "trainer.backend.fetch" in line
+    assert f"Read from the device outside of logs: 8 times until step 8. {named}" in capsys.readouterr().out
+    assert trainer.watch.recompiles == 0
+    assert trainer.monitor.named and trainer._plain_optimizer.replay is None
+
+
+def test_a_loss_that_reads(train, lines):
+    train(ReadsInStep)
+    assert f"`if tensor` reads from the device within the step [{line_of(ReadsInStep, 'loss > 100')}]" in lines()[0]
+
+
+def test_a_read_in_every_tenth_step_is_found(train, lines):
+    class Reads(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step % 10 == 0:
+                self.norm = model.head.weight.norm().item()
+
+    train(callbacks=[Reads()], max_steps=24, logging_steps=24)
+    (line,) = lines()
+    assert f"`.item()` reads from the device [{line_of(Reads, '.item()')}], once in" in line
+
+
+def test_a_step_that_is_cut_in_two(train):
+    class Cuts(TPUTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if self.state.global_step >= 4:
+                self.backend.end_step()
+            return loss
+
+    ((step, cause),) = causes(train(Cuts))
+    assert step == 5 and cause.startswith(f"{line_of(Cuts, 'end_step')} has the device compute within the step")
+
+
+def test_an_operator_on_the_host(train, lines):
+    class Falls(TPUTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            loss = super().compute_loss(model, *args, **kwargs)
+            return loss + 0 * torch.histc(model.head.weight.detach()).sum()
+
+    train(Falls)
+    (line,) = lines()
+    assert f"`aten::histc` runs on the host [{line_of(Falls, 'histc')}], 2 times in 2 steps" in line
+
+
+def test_nothing_is_watched_after_an_error(train):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            model.head.weight.sum().item()
+            if state.global_step == 4:
+                raise RuntimeError("planted")
+
+    trainer = train(callbacks=[Fails()], start=False)
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer.train()
+    assert torch.overrides._get_current_function_mode() is None
+    assert trainer.watch.step is None
+
+
+def test_a_run_with_all_that_reads_by_right_is_silent(runs, rows, caplog):
+    """Buckets, accumulation, logs, evaluation with logits, checkpoints, answers before and after."""
+    trainer = runs.ours(
+        config_cls=TPUSFTConfig,
+        show_samples=1,
+        length_buckets=[24, 48],
+        gradient_accumulation_steps=2,
+        max_steps=9,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=4,
+        lora={"lora_dropout": 0.1},
+        kwargs={"train_dataset": rows(40), "compute_metrics": lambda prediction: {"one": 1.0}},
+    )
+    assert causes(trainer) == [] and trainer.watch.describe() is None
+    assert trainer.monitor.named == {} and trainer.monitor._searches == 0
+    assert not [record for record in caplog.records if record.name.startswith("hf_tpu_ext.callbacks.")]
+    assert trainer.backend.counters().replays

@@ -1,0 +1,309 @@
+"""What has a program compiled again is named, by what has changed and by its line."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from planted import ROWS, causes, collate, collate_then, line_of, said, train_tiny
+from transformers import TrainerCallback
+
+from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.callbacks.program_watch import TooManyRecompiles
+
+
+@pytest.fixture
+def train(xla, tmp_path):
+    return partial(train_tiny, tmp_path)
+
+
+@pytest.fixture
+def lines(caplog):
+    return partial(said, caplog)
+
+
+# ---- All is well ----
+
+
+def test_nothing_is_said_and_nothing_is_added_when_all_is_well(train, lines, capsys):
+    trainer = train(logging_steps=4, start=False)
+    before = trainer.backend.counters()
+    trainer.train()
+    spent = trainer.backend.counters() - before
+    assert lines() == []
+    assert trainer.watch.recompiles == 0 and causes(trainer) == []
+    out = capsys.readouterr().out
+    assert "Compiled again" not in out and "outside of logs" not in out
+    # The optimizer's state and eight steps; two logs and what is left at the end.
+    assert (spent.executions, spent.reads, spent.fallbacks, spent.replays) == (9, 3, 0, 6)
+    programs = [event for event in trainer.watch.events if event.kind == "training step"]
+    assert [(event.step, event.shape, event.compiled, event.cause) for event in programs] == [(1, (4, 8), True, None)]
+    assert programs[0].seconds > 0
+    assert sum(event.compiled for event in trainer.watch.events) == spent.compiles
+
+
+def test_every_compile_is_counted_and_timed(train):
+    class Sums(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            self.sum = model.head.weight.sum().item()
+
+    trainer = train(start=False, callbacks=[Sums()], eval_dataset=ROWS[:10], eval_strategy="steps", eval_steps=4)
+    before = trainer.backend.counters()
+    trainer.train()
+    spent = trainer.backend.counters() - before
+    assert len(trainer.watch.events) == spent.compiles
+    assert sum(event.seconds for event in trainer.watch.events) >= spent.compile_seconds * 0.9
+    assert {event.kind for event in trainer.watch.events} >= {"training step", "evaluation step"}
+
+
+# ---- The batch ----
+
+
+def test_ragged_batches_are_padded(train, lines):
+    ragged = [{key: value[: 3 + index % 5] for key, value in row.items()} for index, row in enumerate(ROWS)]
+
+    def pad(examples):
+        longest = max(len(example["input_ids"]) for example in examples)
+        return collate([{k: v + [0] * (longest - len(v)) for k, v in example.items()} for example in examples])
+
+    trainer = train(collator=pad, train_dataset=ragged)
+    assert trainer.watch.recompiles == 0 and lines() == []
+
+
+def test_a_ragged_batch_is_refused_where_lengths_are_not_known(train):
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(
+                [{key: value[: 8 - index // 4] for key, value in row.items()} for index, row in enumerate(ROWS)]
+            )
+
+    with pytest.raises(ValueError, match=r"`input_ids` was \(4, 8\) in the first batch and is \(4, 7\) now"):
+        train(train_dataset=Rows(), max_length=None, max_steps=4)
+
+
+def test_a_ragged_batch_in_the_loss(train, lines):
+    class Cuts(TPUTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            length = 7 if self.state.global_step < 4 else 6
+            inputs = {key: value[:, :length] for key, value in inputs.items()}
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = train(Cuts)
+    ((step, cause),) = causes(trainer)
+    assert step == 5
+    # The program is compared with the one before when it runs again.
+    first, second = lines()
+    assert "in Cuts.compute_loss, test_recompile_monitor.py:" in first
+    assert cause.startswith("`slice` was s64[4,7] ") and cause in second
+    assert f"[{line_of(Cuts, 'value[:, :length]')}]" in cause
+
+
+def test_a_dtype_that_flips(train, lines):
+    trainer = train(collator=collate_then(5, lambda batch: batch.update(labels=batch["labels"].int())))
+    ((step, cause),) = causes(trainer)
+    assert step == 5 and trainer.watch.recompiles == 1
+    assert cause.startswith("`labels` was int64, is int32 (planted, planted.py:")
+    (line,) = lines()
+    assert line.startswith("step 5: the training step for batches of 4 x 8 was compiled again")
+    assert line.endswith("Yield one dtype in every batch.")
+
+
+def add_mask(batch):
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+
+
+class WithoutMask(TPUTrainer):
+    """As a trainer that adds no mask of its own."""
+
+    def _make_batches_static(self):
+        pass
+
+
+def test_a_mask_is_always_there(train, lines):
+    trainer = train(collator=collate_then(5, add_mask))
+    assert trainer.watch.recompiles == 0 and lines() == []
+
+
+def test_a_mask_in_some_batches(train):
+    with pytest.raises(ValueError, match="`attention_mask` was absent in the first batch and is"):
+        train(WithoutMask, collator=collate_then(5, add_mask))
+
+
+def test_a_mask_in_some_batches_of_several_lengths(train, lines):
+    trainer = train(WithoutMask, collator=collate_then(5, add_mask), length_buckets=[4, 8])
+    ((step, cause),) = causes(trainer)
+    assert step == 5 and cause.startswith("`attention_mask` is in the batch, and was not (planted, planted.py:")
+    assert lines()[0].endswith("Yield the same keys in every batch.")
+
+
+def test_a_custom_collator_with_another_shape(train, lines):
+    def widen(batch):
+        batch["weight"] = torch.ones(4, 8, 1)
+
+    def narrow(batch):
+        batch["weight"] = torch.ones(4, 1, 1)
+
+    calls = itertools.count(1)
+
+    def planted(examples):
+        batch = collate(examples)
+        (widen if next(calls) == 5 else narrow)(batch)
+        return batch
+
+    trainer = train(WithoutMask, collator=planted, length_buckets=[4, 8], remove_unused_columns=False)
+    ((step, cause),) = causes(trainer)
+    assert step == 5 and cause.startswith("`weight` was (4, 1, 1), is (4, 8, 1) (planted, ")
+    assert "Pad `weight` to one shape in the data collator." in lines()[0]
+
+
+def test_an_extra_column_of_python_numbers(train, lines):
+    weights = iter([2.0, 2.0, 2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+
+    def planted(examples):
+        return {**collate(examples), "weight": next(weights)}
+
+    trainer = train(collator=planted, remove_unused_columns=False)
+    ((step, cause),) = causes(trainer)
+    assert step == 5 and cause.startswith("`weight` was 2.0, is 1.0 (planted, ")
+    assert "yield `weight` as a tensor, or leave it out of the batch" in lines()[0]
+
+
+def test_an_extra_column_of_the_data_is_removed(train, lines):
+    trainer = train(train_dataset=[{**row, "number": index} for index, row in enumerate(ROWS)])
+    assert trainer.watch.recompiles == 0 and lines() == []
+
+
+def test_evaluation_on_a_new_shape(train):
+    trainer = train()
+    longer = [{key: value * 2 for key, value in row.items()} for row in ROWS[:8]]
+    with pytest.raises(ValueError, match="16"):
+        trainer.evaluate(longer)
+
+
+def test_evaluation_on_a_new_shape_in_a_callback(train, lines):
+    class Evaluates(TrainerCallback):
+        def on_log(self, args, state, control, model, **kwargs):
+            rows = torch.ones(2, state.global_step, dtype=torch.int64, device="xla")
+            with torch.no_grad():
+                self.loss = model(rows, rows)["loss"].item()
+
+    trainer = train(callbacks=[Evaluates()])
+    place = line_of(Evaluates, ".item()")
+    # In the logs after steps 2, 4, 6 and 8, the first of which is no recompile.
+    assert causes(trainer) == [(step, f"what {place} asks for is another program each time") for step in (4, 6, 8)]
+    assert sum(f"what {place} asks for" in line for line in lines()) == 3
+    assert any(f"`.item()` reads from the device [{place}]" in line for line in lines())
+
+
+# ---- The step ----
+
+
+def test_a_python_number_that_becomes_a_constant(train, lines):
+    class Warms(TPUTrainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * min(1.0, self.state.global_step / 4)
+
+    trainer = train(Warms)
+    number = line_of(Warms, "min(1.0")
+    assert causes(trainer) == [
+        (2, f"a number that the step computes with was 0, is one sent as data [{number}]"),
+        (5, f"a number that the step computes with was one sent as data, is 1 [{number}]"),
+    ]
+    assert "trainer.backend.send(torch.tensor(value))" in lines()[0]
+
+
+def test_a_branch(train):
+    class Branches(TPUTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            loss = super().compute_loss(model, *args, **kwargs)
+            if self.state.global_step >= 4:
+                loss = loss + model.head.weight.square().sum()
+            return loss
+
+    ((step, cause),) = causes(train(Branches))
+    assert (
+        step == 5
+        and cause.startswith("the step computes `aten::pow` of f32[16,")
+        and cause.endswith(f"[{line_of(Branches, 'square')}]")
+    )
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_a_learning_rate_of_zero(train, lines, optim):
+    trainer = train(optim=optim, warmup_steps=3, learning_rate=0.01)
+    if optim == "adamw_torch":
+        assert trainer.watch.recompiles == 0 and lines() == []
+    else:
+        assert causes(trainer) == [(2, "`lr of group 0` of SGD was 0, is neither 0, 1 nor -1")]
+        assert "use optim=adamw_torch, which gets it as data" in lines()[0]
+
+
+def test_an_optimizer_that_makes_its_state_in_the_first_step(train):
+    ((step, cause),) = causes(train(optimizer=(torch.optim.AdamW, {"lr": 1e-3})))
+    assert step == 2 and cause.startswith("AdamW makes its state in the first step")
+
+
+class AtStep(TrainerCallback):
+    """Changes the model before step 5."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 4:
+            self.change(model)
+
+
+def freeze(model):
+    for parameter in model.embedding.parameters():
+        parameter.requires_grad_(False)
+
+
+def rescale(model):
+    # Any other number than 0, 1 and -1 would be sent as data.
+    model.scale = 1.0
+
+
+@pytest.mark.parametrize(
+    "change, cause",
+    [(freeze, "`embedding.weight` was trained, is frozen"), (rescale, "`scale` was 1.5, is 1.0")],
+    ids=["trained parameters", "setting"],
+)
+def test_a_model_that_changes(train, lines, caplog, change, cause):
+    trainer = train(callbacks=[AtStep(change)])
+    assert (5, cause) in causes(trainer)
+    assert len(lines()) == len(causes(trainer)) == 1
+    # Said once, also where steps are replayed.
+    assert "recorded anew" not in caplog.text
+
+
+# ---- A limit ----
+
+
+def test_max_recompiles(train):
+    with pytest.raises(TooManyRecompiles, match="`scale` was 1.5, is 1.0.*max_recompiles=0"):
+        train(callbacks=[AtStep(rescale)], max_recompiles=0)
+    assert train(callbacks=[AtStep(rescale)], max_recompiles=1).watch.recompiles == 1
+
+
+def test_a_negative_limit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_recompiles=-1 is negative. 0 allows none"):
+        TPUTrainingArguments(str(tmp_path), max_recompiles=-1)
+
+
+def test_a_limit_has_no_effect_where_nothing_is_compiled(train, capsys):
+    train(backend="cpu", max_recompiles=3, max_steps=1)
+    assert "max_recompiles=3 has no effect on cpu: nothing is compiled" in capsys.readouterr().out
+
+
+def test_lines_about_one_program_come_to_an_end(train, lines):
+    class Cuts(TPUTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            length = 8 - self.state.global_step
+            return super().compute_loss(model, {k: v[:, :length] for k, v in inputs.items()}, *args, **kwargs)
+
+    trainer = train(Cuts)
+    assert trainer.watch.recompiles == len(causes(trainer)) == 7
+    assert sum("was compiled again (" in line for line in lines()) == 5
+    assert any(line.endswith("Further ones are counted only.") for line in lines())
