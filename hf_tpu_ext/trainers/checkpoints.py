@@ -1,17 +1,16 @@
-"""Which checkpoint to resume from, what it keeps besides upstream's files, and whether there is room for one."""
+"""Which checkpoint to resume from, and what it keeps besides upstream's files."""
 
 import json
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
+
+from .checkpoint_files import MANIFEST_NAME, checkpoints_by_step, find_damage
 
 
 logger = logging.get_logger(__name__)
@@ -78,42 +77,13 @@ def read_run_state(checkpoint: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """
-    Whether a checkpoint was written to its end. The trainer's state is written last.
-
-    Args:
-        checkpoint (`Path`):
-            Checkpoint directory.
-    """
-    state = checkpoint / TRAINER_STATE_NAME
-    if not state.is_file():
-        return False
-    try:
-        json.loads(state.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return True
-
-
-def mark_incomplete(checkpoint: Path) -> None:
-    """
-    Take away what makes a checkpoint complete, before it is written over.
-
-    Args:
-        checkpoint (`Path`):
-            Checkpoint directory, which need not be there.
-    """
-    (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
-
-
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
     """
     Resolve `resume_from_checkpoint`.
 
     Args:
         resume_from_checkpoint (`str` or `bool`, *optional*):
-            A checkpoint directory, or `True` for the newest complete one in `output_dir`.
+            A checkpoint directory, or `True` for the newest whole one in `output_dir`.
         output_dir (`str`):
             Directory of the run.
 
@@ -121,30 +91,34 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         `str` or `None`: The checkpoint directory, or `None` to start anew.
 
     Raises:
-        `ValueError`: There is no such checkpoint.
+        `ValueError`: There is no such checkpoint, or it is damaged.
     """
     if not resume_from_checkpoint:
         return None
     if resume_from_checkpoint is not True:
         checkpoint = Path(resume_from_checkpoint)
-        if not is_complete(checkpoint):
-            inside = sorted(path.name for path in checkpoint.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-            what = "has no readable" if checkpoint.is_dir() else "is not a directory, so it has no"
-            hint = f"It holds {', '.join(inside)}: give one of these" if inside else "Give a checkpoint-N directory"
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} is not a checkpoint: it {what} "
-                f"{TRAINER_STATE_NAME}. {hint}, or resume_from_checkpoint=True for the newest one in {output_dir!r}."
-            )
-        return str(checkpoint)
-    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if pattern.fullmatch(path.name)]
-    for checkpoint in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        if is_complete(checkpoint):
+        damage = find_damage(checkpoint)
+        if damage is None:
             return str(checkpoint)
-        logger.warning(f"{checkpoint} was not written to its end and is skipped.")
+        inside = checkpoints_by_step(checkpoint).values()
+        if inside:
+            hint = f"It holds {', '.join(path.name for path in inside)}: give one of these"
+        else:
+            hint = "Give a checkpoint-N directory"
+        what = damage if checkpoint.is_dir() else "it is not a directory"
+        kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
+        raise ValueError(
+            f"resume_from_checkpoint={resume_from_checkpoint!r} is {kind}: {what}. {hint}, or "
+            f"resume_from_checkpoint=True for the newest whole one in {output_dir!r}."
+        )
+    for checkpoint in reversed(checkpoints_by_step(output_dir).values()):
+        damage = find_damage(checkpoint)
+        if damage is None:
+            return str(checkpoint)
+        logger.warning(f"{checkpoint} is skipped: {damage}.")
     raise ValueError(
-        f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. Leave resume_from_checkpoint out "
-        "to start anew, or set output_dir to the directory of the run to resume."
+        f"resume_from_checkpoint=True, but {output_dir!r} holds no whole checkpoint. Leave resume_from_checkpoint out to "
+        "start anew, or set output_dir to the directory of the run to resume."
     )
 
 

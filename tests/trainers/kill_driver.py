@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import SFTConfig
 
-from hf_tpu_ext import TPUSFTTrainer
-from hf_tpu_ext.trainers.checkpoints import is_complete
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext.trainers.checkpoint_files import checkpoints_by_step
 
 
 MAX_STEPS = 8
@@ -33,7 +32,7 @@ class _SaysWhereItIs(TPUSFTTrainer):
 
 def train(model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], None]) -> None:
     """
-    Train a whole model, with noise drawn on the device, from the newest complete checkpoint if there is one.
+    Train a whole model, with noise drawn on the device, from the newest whole checkpoint if there is one.
 
     Args:
         model_dir (`str` or `Path`):
@@ -43,7 +42,7 @@ def train(model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], 
         reach (`Callable`):
             Called with `"step N"` where a step begins, and with `"save N"` towards the end of a save.
     """
-    config = SFTConfig(
+    config = TPUSFTConfig(
         output_dir=str(output_dir),
         per_device_train_batch_size=4,
         max_steps=MAX_STEPS,
@@ -57,6 +56,7 @@ def train(model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], 
         max_length=48,
         report_to="none",
         disable_tqdm=True,
+        run_report=False,
     )
     rows = [{"prompt": f"{n} to the fifth?", "completion": str(n**5)} for n in range(22)]
     trainer = _SaysWhereItIs(
@@ -67,7 +67,7 @@ def train(model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], 
         callbacks=[_StepBegins(reach)],
     )
     trainer.reach = reach
-    trainer.train(resume_from_checkpoint=any(map(is_complete, Path(output_dir).glob("checkpoint-*"))))
+    trainer.train(resume_from_checkpoint=bool(checkpoints_by_step(output_dir)))
     trainer.save_model()
 
 

@@ -45,8 +45,10 @@ def test_killed_run_ends_with_the_same_weights(xla, tiny_model, tmp_path, steps,
     for moment in sorted(killed_at, key=moments.index):
         train_and_kill(tiny_model, tmp_path / "killed", moment, delay=rng.uniform(0, 0.02))
         if moment.startswith("save"):
-            half_written = tmp_path / "killed" / f"checkpoint-{moment.removeprefix('save ')}"
+            name = f"checkpoint-{moment.removeprefix('save ')}"
+            half_written = tmp_path / "killed" / f"_tmp-{name}" / name
             assert (half_written / "optimizer.pt").exists() and not (half_written / "trainer_state.json").exists()
+            assert not (tmp_path / "killed" / name).exists()
     moments_of_last = []
     kill_driver.train(tiny_model, tmp_path / "killed", moments_of_last.append)
     assert len(moments_of_last) < len(moments)

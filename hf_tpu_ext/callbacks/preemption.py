@@ -1,0 +1,176 @@
+"""What a run does when it is told to stop: by a signal, or by the notice that a Cloud machine gets before it is taken."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from urllib.request import ProxyHandler, Request, build_opener
+
+from transformers import TrainerCallback
+
+
+#: What a Cloud machine can ask about itself (https://cloud.google.com/compute/docs/metadata/predefined-metadata-keys).
+METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance"
+# Some senders repeat themselves at once: `timeout` tells the process and then its group.
+_ONE_SIGNAL_SECONDS = 1.0
+
+
+class TrainingPreempted(SystemExit):
+    """
+    Raised by `train` when the run was told to stop and its checkpoint is saved.
+
+    Left alone, it ends the process with exit status 75 (`EX_TEMPFAIL`: try again later). `except Exception` does not take it
+    for an error of the run.
+
+    Args:
+        reason (`str`):
+            What told it, e.g. `"SIGTERM"`.
+        checkpoint (`str`):
+            The checkpoint to resume from.
+        step (`int`):
+            Optimizer steps done.
+    """
+
+    def __init__(self, reason: str, checkpoint: str, step: int):
+        super().__init__(os.EX_TEMPFAIL)
+        self.reason = reason
+        self.checkpoint = checkpoint
+        self.step = step
+
+    def __str__(self) -> str:
+        return (
+            f"Stopped by {self.reason} after step {self.step}, saved in {self.checkpoint}. To go on, give the same command "
+            "with --resume_from_checkpoint true, or call trainer.train(resume_from_checkpoint=True)."
+        )
+
+
+class EvaluationCut(Exception):
+    """Ends an evaluation half-way."""
+
+
+class Preemption(TrainerCallback):
+    """
+    Notes that the run was told to stop.
+
+    While it listens, the first SIGTERM or SIGINT is noted, and a second one does what it did before. Only the process and the
+    thread that may handle signals do this; elsewhere nothing changes.
+
+    Args:
+        maintenance_url (`str`, *optional*):
+            Metadata server of a Cloud machine, to ask for a maintenance notice: [`METADATA_URL`].
+    """
+
+    def __init__(self, maintenance_url: str | None = None):
+        #: What told the run to stop, or `None`.
+        self.reason: str | None = None
+        self.listening = False
+        self._maintenance_url = maintenance_url
+        self._cuts_evaluation = False
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Within this context, listen."""
+        self.reason = self._signalled_at = None
+        self.listening = threading.current_thread() is threading.main_thread()
+        if not self.listening:
+            yield
+            return
+        self._process = os.getpid()
+        self._handlers = {}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # One that is ignored stays ignored, as for `nohup` and for jobs in the background of a shell script.
+            if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        done = threading.Event()
+        if self._maintenance_url is not None:
+            asking = (self._maintenance_url, self._tell, done)
+            threading.Thread(target=watch_maintenance, args=asking, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+            self._restore_handlers()
+            self.listening = False
+
+    @contextmanager
+    def cutting_evaluation(self) -> Iterator[None]:
+        """
+        Within this context, an evaluation ends with its batch when the run is told to stop.
+
+        Raises:
+            [`EvaluationCut`]: It was.
+        """
+        self._cuts_evaluation = self.listening
+        try:
+            yield
+        finally:
+            self._cuts_evaluation = False
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self._cuts_evaluation and self.reason is not None:
+            raise EvaluationCut
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        # Upstream calls this where the loop was left, too. What is due at the end of an epoch is due there only.
+        if self.reason is not None and state.global_step < state.max_steps and state.epoch % 1:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # In a worker of a loader. Ctrl-C reaches it as well, and the step that ends still needs its batches.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._tell(signal.Signals(number).name, "; a second one quits at once")
+        elif now - self._signalled_at > _ONE_SIGNAL_SECONDS:
+            self._restore_handlers()
+            signal.raise_signal(number)
+
+    def _tell(self, reason: str, more: str = "") -> None:
+        if self.reason is None:
+            self.reason = reason
+        # Not through `sys.stderr`: the signal may have come in the middle of a write to it. Nobody may be listening.
+        with suppress(OSError):
+            os.write(2, f"\n{reason}: saving after this step{more}.\n".encode())
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+
+def watch_maintenance(
+    url: str, tell: Callable[[str], None], done: threading.Event, seconds_between: float = 5.0
+) -> None:
+    """
+    Ask the metadata server whether the machine is to be taken, until it says so.
+
+    Args:
+        url (`str`):
+            Address of the instance's metadata.
+        tell (`Callable[[str], None]`):
+            Called once with what the server said.
+        done (`threading.Event`):
+            Ends the asking.
+        seconds_between (`float`, *optional*, defaults to `5.0`):
+            Time between two questions.
+    """
+    # The server is of this machine, whatever proxy the network needs.
+    opener = build_opener(ProxyHandler({}))
+    while not done.wait(seconds_between):
+        for key, nothing in (("preempted", "FALSE"), ("maintenance-event", "NONE")):
+            # Not every kind of machine has both, and the server may be busy.
+            with suppress(OSError):
+                request = Request(f"{url}/{key}", headers={"Metadata-Flavor": "Google"})
+                with opener.open(request, timeout=2) as reply:
+                    answer = reply.read().decode().strip()
+                if answer != nothing:
+                    tell(f"Maintenance notice ({key}: {answer})")
+                    return

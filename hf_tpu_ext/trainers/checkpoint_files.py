@@ -1,0 +1,194 @@
+"""Checkpoints on disk: written beside their place and moved there whole, checked before they are resumed from."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+
+MANIFEST_NAME = "manifest.json"
+# Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
+_TEMPORARY = "_tmp-"
+
+
+def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
+    """
+    List the checkpoints of a run.
+
+    Args:
+        run_dir (`str` or `Path`):
+            Directory of the run.
+
+    Returns:
+        `dict[int, Path]`: Checkpoint directories by the number in their name, ascending.
+    """
+    found = {}
+    for path in Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name) and path.is_dir():
+            found[int(path.name.rpartition("-")[2])] = path
+    return dict(sorted(found.items()))
+
+
+def temporary_dir(checkpoint: Path) -> Path:
+    """
+    Name the directory beside a checkpoint's place that it is written in.
+
+    Args:
+        checkpoint (`Path`):
+            Where the checkpoint is to be.
+
+    Returns:
+        `Path`: The directory, which need not be there.
+    """
+    return checkpoint.with_name(_TEMPORARY + checkpoint.name)
+
+
+def remove_leftovers(run_dir: str | Path) -> None:
+    """
+    Remove what a process left when it was killed while it wrote or deleted a checkpoint.
+
+    Args:
+        run_dir (`str` or `Path`):
+            Directory of the run.
+    """
+    for path in Path(run_dir).glob(f"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-*"):
+        shutil.rmtree(path)
+
+
+def seal(directory: Path) -> None:
+    """
+    Write the manifest of a checkpoint, with the size and the SHA-256 of each of its files, and bring all of it to the disk.
+
+    Args:
+        directory (`Path`):
+            Directory with all other files of the checkpoint.
+    """
+    files, directories = {}, [directory]
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            directories.append(path)
+            continue
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
+    with open(directory / MANIFEST_NAME, "w", encoding="utf-8") as file:
+        json.dump({"files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in reversed(directories):
+        _sync_dir(path)
+
+
+def move_into_place(written: Path, checkpoint: Path) -> None:
+    """
+    Give a sealed checkpoint its name, in one step of the file system.
+
+    Args:
+        written (`Path`):
+            Directory inside [`temporary_dir`].
+        checkpoint (`Path`):
+            Where the checkpoint is to be. What is there is taken away.
+    """
+    if checkpoint.exists():
+        os.rename(checkpoint, written.with_name("replaced"))
+    os.rename(written, checkpoint)
+    _sync_dir(checkpoint.parent)
+
+
+def _sync_dir(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Not every file system can do this for a directory.
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """
+    Say what is wrong with a checkpoint. Each of its files is read once.
+
+    One without a manifest (of stock TRL, or of transformers) is taken for whole if its state, which is written last, can be
+    read.
+
+    Args:
+        checkpoint (`Path`):
+            Checkpoint directory.
+
+    Returns:
+        `str` or `None`: Which file it is and what is wrong with it, or `None` for a whole checkpoint.
+    """
+    try:
+        return _damage_by_manifest(checkpoint) or _damage_of_state(checkpoint / TRAINER_STATE_NAME)
+    except OSError as error:
+        name = Path(error.filename).name if error.filename else checkpoint.name
+        return f"{name} cannot be read ({error.strerror})"
+
+
+def _damage_by_manifest(checkpoint: Path) -> str | None:
+    manifest = checkpoint / MANIFEST_NAME
+    if not manifest.is_file():
+        return None
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        expected = {name: (checkpoint / name, entry["size"], entry["sha256"]) for name, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST_NAME} is damaged"
+    for name, (path, size, _) in expected.items():
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    for name, (path, _, digest) in expected.items():
+        with open(path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                return f"{name} is not what was written (its SHA-256 differs)"
+    return None
+
+
+def _damage_of_state(state: Path) -> str | None:
+    if not state.is_file():
+        return f"{state.name} is missing, so it was not written to its end"
+    try:
+        json.loads(state.read_text(encoding="utf-8"))
+    except ValueError:
+        return f"{state.name} is cut off, so it was not written to its end"
+    return None
+
+
+def delete_old(run_dir: str | Path, newest: Path, limit: int | None, best: str | None) -> None:
+    """
+    Delete the oldest checkpoints, down to a number.
+
+    Upstream goes by the time of their last change. Here the number in their name counts, whatever the clock does; one that is
+    higher than the newest's was left by another run, and goes first.
+
+    Args:
+        run_dir (`str` or `Path`):
+            Directory of the run.
+        newest (`Path`):
+            The checkpoint that was just written. It stays.
+        limit (`int`, *optional*):
+            `save_total_limit`: how many may stay. By default all.
+        best (`str`, *optional*):
+            The best checkpoint, which stays as well.
+    """
+    if not limit or limit < 0:
+        return
+    found = checkpoints_by_step(run_dir)
+    step = next(step for step, path in found.items() if path == newest)
+    kept = {newest} if best is None else {newest, Path(best)}
+    oldest_first = sorted(found, key=lambda other: (other <= step, other))
+    surplus = len(found) - max(limit, len(kept))
+    for path in [found[other] for other in oldest_first if found[other] not in kept][: max(0, surplus)]:
+        # Renamed first: half a checkpoint never has the name of one.
+        os.rename(path, temporary_dir(path))
+        shutil.rmtree(temporary_dir(path))

@@ -1,0 +1,266 @@
+"""Saving a run whole, stopping it when it is told to, and going on from there."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+
+from ..backends.detect import tpu_chips
+from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
+from ..callbacks.samples import ShowSamples
+from .checkpoint_files import (
+    checkpoints_by_step,
+    delete_old,
+    find_damage,
+    move_into_place,
+    remove_leftovers,
+    seal,
+    temporary_dir,
+)
+from .checkpoints import EpochOrder, find_checkpoint, read_run_state, write_run_state
+
+
+class SavingMixin:
+    """
+    The part of [`TPUTrainerMixin`] that saves and resumes, on every backend.
+
+    A checkpoint gets its name when all of it is on the disk. A run that is told to stop ends its step, saves, and raises
+    [`TrainingPreempted`]. An evaluation that was due then is made up for when the run is resumed.
+    """
+
+    #: Whether `train` saves and stops when it is told to by a signal.
+    stops_when_told = True
+
+    def _arrange_saving(self) -> None:
+        """Before upstream's `__init__`, where its own handler of signals is set."""
+        if self.compiled.args.enable_jit_checkpoint:
+            self.compiled.args.enable_jit_checkpoint = False
+            self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
+        on_tpu = self.backend.lazy and tpu_chips() > 0
+        self.preemption = Preemption(METADATA_URL if on_tpu else None)
+        self._epoch_order = EpochOrder()
+        # Where a checkpoint is written before it has its place.
+        self._unfinished: Path | None = None
+        self._evaluation_due = False
+        # The last checkpoint of this run: its step, and whether an evaluation was due.
+        self._saved: tuple[int, bool] | None = None
+        self._resumed_from: str | None = None
+        # The step after which an evaluation was made up for, and the random state after that.
+        self._made_up_at: int | None = None
+        self._random_state: tempfile.TemporaryDirectory | None = None
+
+    def _add_saving_callbacks(self) -> None:
+        for callback in (self._epoch_order, self.preemption, _Resumption(self)):
+            self.add_callback(callback)
+
+    # ---- Resuming ----
+
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
+        if self.args.should_save:
+            remove_leftovers(self.args.output_dir)
+        self._resumed_from = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self._saved, self._evaluation_due = None, False
+        self._made_up_at = self._random_state = None
+        if checkpoint is not None:
+            state = read_run_state(checkpoint)
+            evaluates = self.args.eval_strategy != IntervalStrategy.NO
+            self._evaluation_due = evaluates and state.get("evaluation_due", False)
+            self._keep_rows_per_step(state)
+            self._load_run_state(state)
+        return checkpoint
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        # Upstream asks after a step only, and takes one more in a run that had ended.
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        checkpoint = checkpoint if self._random_state is None else self._random_state.name
+        super()._load_rng_state(checkpoint)
+        states = {} if checkpoint is None else read_run_state(checkpoint).get("rng_state", {})
+        if self.backend.name in states:
+            self.backend.set_rng_state(states[self.backend.name])
+
+    def _resume_random_state(self) -> None:
+        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
+        self._load_rng_state(self._resumed_from)
+        if self.state.epoch % 1:
+            self._epoch_order.resume(read_run_state(self._resumed_from).get("epoch_rng_state"))
+
+    def _make_up_for_evaluation(self) -> None:
+        """Evaluate now what was due when the run was stopped."""
+        try:
+            with self.preemption.cutting_evaluation():
+                metrics = self._evaluate(None, None)
+        except EvaluationCut:
+            self._drop_metrics("eval")
+            raise self._preempted(self._resumed_from) from None
+        self._evaluation_due, self._made_up_at = False, self.state.global_step
+        if self._determine_best_metric(metrics, None):
+            self.state.best_model_checkpoint = self._resumed_from
+        self._random_state = tempfile.TemporaryDirectory()
+        self._save_rng_state(self._random_state.name)
+
+    # ---- Stopping ----
+
+    def stopping_when_told(self) -> AbstractContextManager:
+        """Context in which a signal stops the run. Several processes would not all stop after the same step."""
+        return self.preemption.listen() if self.stops_when_told and self.args.world_size == 1 else nullcontext()
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        if self.preemption.reason is not None:
+            self._evaluation_due |= self.control.should_evaluate
+            self.control.should_evaluate = False
+        if self.preemption.listening and self.control.should_evaluate:
+            self._evaluate_or_stop(*args, **kwargs)
+        else:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.preemption.reason is not None:
+            self.control.should_training_stop = True
+
+    def _evaluate_or_stop(self, *args, **kwargs) -> None:
+        with tempfile.TemporaryDirectory() as before:
+            super()._save_rng_state(before)
+            try:
+                with self.preemption.cutting_evaluation():
+                    super()._maybe_log_save_evaluate(*args, **kwargs)
+            except EvaluationCut:
+                # As if it had not begun: the resumed run draws the same numbers for it, and after it.
+                super()._load_rng_state(before)
+                self._drop_metrics("eval")
+                self.model.train()
+                self._evaluation_due, self.control.should_evaluate = True, False
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        if self.preemption.reason is None:
+            if self._made_up_at == self.state.global_step:
+                # The run had ended but for this.
+                self._save_checkpoint(self.model, trial)
+            return super()._finalize_training(trial, num_train_samples, start_time)
+        if self._saved != (self.state.global_step, self._evaluation_due):
+            # To go on takes the optimizer.
+            with self._settings(save_only_model=False):
+                self._save_checkpoint(self.model, trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        # Answering takes longer than there may be time.
+        samples = self.pop_callback(ShowSamples)
+        # Nor is this the end, where the best weights are loaded and other checkpoints are deleted.
+        with self._settings(load_best_model_at_end=False, save_total_limit=None):
+            super()._finalize_training(trial, num_train_samples, start_time)
+        if samples is not None:
+            self.add_callback(samples)
+        raise self._preempted(self._checkpoint(trial))
+
+    @contextmanager
+    def _settings(self, **settings) -> Iterator[None]:
+        kept = {name: vars(self.args)[name] for name in settings}
+        vars(self.args).update(settings)
+        try:
+            yield
+        finally:
+            vars(self.args).update(kept)
+
+    def _preempted(self, checkpoint: str) -> TrainingPreempted:
+        stopped = TrainingPreempted(self.preemption.reason, checkpoint, self.state.global_step)
+        if self.is_world_process_zero():
+            tqdm.write(str(stopped))
+        return stopped
+
+    # ---- Saving ----
+
+    def _get_output_dir(self, trial) -> str:
+        # Where upstream writes a checkpoint to.
+        return super()._get_output_dir(trial) if self._unfinished is None else str(self._unfinished)
+
+    def _checkpoint(self, trial) -> str:
+        return os.path.join(super()._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        checkpoint = Path(self._checkpoint(trial))
+        try:
+            self._write_checkpoint(model, trial, checkpoint)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise OSError(self._not_saved(checkpoint, error)) from error
+        self.accelerator.wait_for_everyone()
+        if not self.args.save_only_model:
+            self._saved = (self.state.global_step, self._evaluation_due)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+        if self.args.should_save:
+            delete_old(checkpoint.parent, checkpoint, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _write_checkpoint(self, model: nn.Module, trial, checkpoint: Path) -> None:
+        self._unfinished = temporary_dir(checkpoint)
+        written = self._unfinished / checkpoint.name
+        try:
+            super()._save_checkpoint(model, trial)
+            self._note_best(checkpoint)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self.state.save_to_json(str(written / TRAINER_STATE_NAME))
+                seal(written)
+                move_into_place(written, checkpoint)
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished = None
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # Files are read while training goes on, so they have to be in their place.
+        if self._unfinished is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _note_best(self, checkpoint: Path) -> None:
+        # Upstream looks for it beside the one that it writes.
+        if self.state.best_global_step:
+            best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if best == checkpoint or best.exists():
+                self.state.best_model_checkpoint = str(best)
+
+    def _not_saved(self, checkpoint: Path, error: Exception) -> str:
+        run_dir = checkpoint.parent
+        whole = next(
+            (path for path in reversed(checkpoints_by_step(run_dir).values()) if find_damage(path) is None), None
+        )
+        left = "There is none to resume from" if whole is None else f"{whole} is whole"
+        free = f"{shutil.disk_usage(run_dir).free / 2**20:,.0f} MiB are free there. " if run_dir.is_dir() else ""
+        return (
+            f"{checkpoint} could not be saved ({error}). {left}. {free}Make room or lower save_total_limit, or set "
+            "output_dir to a directory that can be written to, and start again with resume_from_checkpoint=True or the "
+            "path of a checkpoint."
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._batch_state(), **self._run_state()}
+        if (rng_state := self.backend.rng_state()) is not None:
+            state["rng_state"] = {self.backend.name: rng_state}
+        if self._evaluation_due:
+            state["evaluation_due"] = True
+        write_run_state(output_dir, state)
+
+
+class _Resumption(TrainerCallback):
+    """Begins a run where the one that it resumes was left."""
+
+    def __init__(self, trainer: SavingMixin):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        trainer = self._trainer
+        if trainer._resumed_from is None:
+            return
+        control.should_training_stop = state.global_step >= state.max_steps
+        trainer._resume_random_state()
+        if trainer._evaluation_due:
+            trainer._make_up_for_evaluation()

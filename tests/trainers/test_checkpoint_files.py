@@ -1,0 +1,347 @@
+"""Checkpoints on disk: whole or not there, damage is seen, and a full disk costs no good one."""
+
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from hf_tpu_ext import TPUSFTTrainer
+from hf_tpu_ext.trainers.checkpoint_files import (
+    MANIFEST_NAME,
+    checkpoints_by_step,
+    delete_old,
+    find_damage,
+    move_into_place,
+    remove_leftovers,
+    seal,
+    temporary_dir,
+)
+from hf_tpu_ext.trainers.checkpoints import find_checkpoint
+
+
+def write_checkpoint(run_dir, step, seed=0):
+    """A small one, with files of the kinds that a checkpoint has."""
+    rng = random.Random(seed + step)
+    checkpoint = Path(run_dir) / f"checkpoint-{step}"
+    written = temporary_dir(checkpoint) / checkpoint.name
+    (written / "adapter").mkdir(parents=True)
+    for name, size in {
+        "model.safetensors": 4000,
+        "optimizer.pt": 3000,
+        "adapter/adapter_model.safetensors": 500,
+    }.items():
+        (written / name).write_bytes(rng.randbytes(size))
+    (written / "run_state.json").write_text(json.dumps({"num_tokens": rng.randrange(10**6)}))
+    (written / "trainer_state.json").write_text(
+        json.dumps({"global_step": step, "log_history": [{"loss": 1.5}] * 5}, indent=2)
+    )
+    seal(written)
+    move_into_place(written, checkpoint)
+    shutil.rmtree(temporary_dir(checkpoint))
+    return checkpoint
+
+
+# ---- Damage ----
+
+
+def contents(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def without_manifest(checkpoint):
+    return {path: data for path, data in contents(checkpoint).items() if path.name != MANIFEST_NAME}
+
+
+def damage(checkpoint, rng):
+    """One thing that goes wrong with a file; what it was."""
+    file = rng.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(["cut", "flipped", "zeroed", "grown", "deleted", "edited"])
+    if kind == "cut":
+        file.write_bytes(data[: rng.randrange(len(data))])
+    elif kind == "flipped":
+        for _ in range(rng.choice([1, 1, 10])):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+    elif kind == "zeroed":
+        # What a file system that lost power may leave.
+        begin = rng.randrange(len(data))
+        file.write_bytes(data[:begin] + bytes(len(data) - begin))
+    elif kind == "grown":
+        file.write_bytes(data + rng.randbytes(rng.randint(1, 100)))
+    elif kind == "deleted":
+        file.unlink()
+    else:
+        places = [place for place, byte in enumerate(data) if chr(byte).isdigit()]
+        data[rng.choice(places)] = ord(rng.choice("0123456789"))
+        file.write_bytes(data)
+    return f"{file.relative_to(checkpoint)} {kind}"
+
+
+def test_random_damage_is_seen_or_harmless(tmp_path, caplog):
+    """The newest checkpoint is taken only if all that a run reads of it is what was written."""
+    rng = random.Random(7)
+    older, newest = write_checkpoint(tmp_path, 8), write_checkpoint(tmp_path, 10)
+    whole = without_manifest(newest)
+    shutil.copytree(newest, tmp_path / "copy")
+    seen = harmless = 0
+    for _ in range(300):
+        shutil.rmtree(newest)
+        shutil.copytree(tmp_path / "copy", newest)
+        caplog.clear()
+        what = damage(newest, rng)
+        taken = find_checkpoint(True, str(tmp_path))
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        if taken == str(newest):
+            assert without_manifest(newest) == whole, what
+            harmless += 1
+        else:
+            assert taken == str(older), what
+            assert len(lines) == 1 and lines[0].startswith(f"{newest} is skipped: "), lines
+            assert what.split()[0] in lines[0] or what.startswith(MANIFEST_NAME), (what, lines[0])
+            with pytest.raises(ValueError, match="resume_from_checkpoint=True for the newest whole one"):
+                find_checkpoint(str(newest), str(tmp_path))
+            seen += 1
+    print(f"{seen} seen and skipped, {harmless} harmless")
+    assert seen >= 200
+
+
+def test_damage_is_named(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 4)
+    assert find_damage(checkpoint) is None
+    optimizer = checkpoint / "optimizer.pt"
+    data = optimizer.read_bytes()
+    optimizer.write_bytes(data[:-1])
+    assert find_damage(checkpoint) == "optimizer.pt has 2999 bytes instead of 3000"
+    optimizer.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert find_damage(checkpoint) == "optimizer.pt is not what was written (its SHA-256 differs)"
+    optimizer.unlink()
+    assert find_damage(checkpoint) == "optimizer.pt is missing"
+    optimizer.mkdir()
+    assert find_damage(checkpoint) == "optimizer.pt is missing"
+    optimizer.rmdir()
+    optimizer.write_bytes(data)
+    (checkpoint / "notes.txt").write_text("mine")
+    assert find_damage(checkpoint) is None
+    for manifest in ("", "[]", "{}", '{"files": 1}', '{"files": {"a": 1}}', '{"files": {"a": {"size": 1}}}', "\udcff"):
+        (checkpoint / MANIFEST_NAME).write_bytes(manifest.encode("utf-8", "surrogateescape"))
+        assert find_damage(checkpoint) == "manifest.json is damaged"
+
+
+def test_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path, 4)
+    optimizer = checkpoint / "optimizer.pt"
+    optimizer.unlink()
+    # Reading a process's own memory from address 0 is an input/output error.
+    optimizer.symlink_to("/proc/self/mem")
+    manifest = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    manifest["files"]["optimizer.pt"]["size"] = 0
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert find_damage(checkpoint) == "checkpoint-4 cannot be read (Input/output error)"
+
+
+# ---- Places ----
+
+
+def test_newest_is_by_number_whatever_the_clock(tmp_path):
+    for step, changed in ((2, 3000), (10, 1000), (9, 2000)):
+        os.utime(write_checkpoint(tmp_path, step), (changed, changed))
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-30").write_text("no directory")
+    assert list(checkpoints_by_step(tmp_path)) == [2, 9, 10]
+    assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, None, [2, 4, 6, 8, 50]),
+        (0, None, [2, 4, 6, 8, 50]),
+        (3, None, [4, 6, 8]),
+        (1, None, [8]),
+        (2, 2, [2, 8]),
+        (1, 2, [2, 8]),
+        (1, 8, [8]),
+        (9, None, [2, 4, 6, 8, 50]),
+    ],
+)
+def test_oldest_are_deleted(tmp_path, limit, best, left):
+    """Checkpoint 50 is of an earlier run in the same directory. The clock went back, so the newest looks oldest."""
+    for step in (50, 2, 4, 6, 8):
+        os.utime(write_checkpoint(tmp_path, step), (9000 - step, 9000 - step))
+    newest = tmp_path / "checkpoint-8"
+    delete_old(tmp_path, newest, limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert list(checkpoints_by_step(tmp_path)) == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{step}" for step in left)
+
+
+def test_what_was_there_is_replaced(tmp_path):
+    write_checkpoint(tmp_path, 4, seed=1)
+    checkpoint = write_checkpoint(tmp_path, 4, seed=2)
+    other = write_checkpoint(tmp_path / "other", 4, seed=2)
+    assert contents(checkpoint) == contents(other) and find_damage(checkpoint) is None
+    assert [path.name for path in tmp_path.glob("*check*")] == ["checkpoint-4"]
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    whole = write_checkpoint(tmp_path, 4)
+    (temporary_dir(tmp_path / "checkpoint-6") / "checkpoint-6").mkdir(parents=True)
+    (tmp_path / "_tmp-mine").mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_tmp-mine", whole.name]
+
+
+# ---- Saves of a trainer ----
+
+
+@contextmanager
+def largest_file(size):
+    """Within this context a write beyond `size` bytes of a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+SAVES = dict(max_steps=4, save_strategy="steps", save_steps=2, save_total_limit=1)
+
+
+class FullDisk(TPUSFTTrainer):
+    """The disk is full from one file of the second checkpoint on."""
+
+    full_in = None
+
+    def _hook(self, name, *args):
+        if name == self.full_in and self.state.global_step == 4:
+            with largest_file(100):
+                return getattr(super(), name)(*args)
+        return getattr(super(), name)(*args)
+
+    def _save(self, *args):
+        self._hook("_save", *args)
+
+    def _save_optimizer_and_scheduler(self, *args):
+        self._hook("_save_optimizer_and_scheduler", *args)
+
+    def _save_rng_state(self, *args):
+        self._hook("_save_rng_state", *args)
+
+
+@pytest.mark.parametrize("full_in", ["_save", "_save_optimizer_and_scheduler", "_save_rng_state"])
+def test_full_disk_leaves_the_last_good_checkpoint(runs, full_in):
+    trainer = runs.ours(**SAVES, cls=FullDisk, train=False)
+    trainer.full_in = full_in
+    with pytest.raises(OSError) as error:
+        trainer.train()
+    good = runs.output_dir / "checkpoint-2"
+    for words in (
+        "checkpoint-4 could not be saved",
+        f"{good} is whole",
+        "MiB are free",
+        "Make room",
+        "save_total_limit",
+    ):
+        assert words in str(error.value)
+    assert list(checkpoints_by_step(runs.output_dir)) == [2] and find_damage(good) is None
+    assert not list(runs.output_dir.glob("_tmp-*"))
+    resumed = runs.ours(**SAVES, train=False)
+    resumed.train(resume_from_checkpoint=True)
+    assert list(checkpoints_by_step(runs.output_dir)) == [4]
+
+
+class TurnedReadOnly(TrainerCallback):
+    """The output directory is one that nobody can write to, from the third step on."""
+
+    def __init__(self, output_dir):
+        self.output_dir = output_dir
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            self.output_dir.unlink()
+            self.output_dir.symlink_to("/sys/kernel")
+
+
+def test_output_that_becomes_read_only(runs, tmp_path):
+    (tmp_path / "real").mkdir()
+    runs.output_dir.symlink_to(tmp_path / "real")
+    trainer = runs.ours(**SAVES, train=False, kwargs={"callbacks": [TurnedReadOnly(runs.output_dir)]})
+    with pytest.raises(OSError, match="checkpoint-4 could not be saved.*(not permitted|denied).*output_dir"):
+        trainer.train()
+    assert find_damage(tmp_path / "real" / "checkpoint-2") is None
+
+
+def test_a_save_that_is_interrupted_leaves_no_checkpoint(runs):
+    """The second signal comes in the middle of a save, in the place of a checkpoint of an earlier run."""
+    config = {**SAVES, "save_total_limit": 2}
+    runs.ours(**config)
+    before = contents(runs.output_dir / "checkpoint-4")
+    trainer = runs.ours(**config, train=False)
+
+    def stop(output_dir):
+        if trainer.state.global_step == 4:
+            raise KeyboardInterrupt
+
+    trainer._save_rng_state = stop
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert contents(runs.output_dir / "checkpoint-4") == before
+    assert not list(runs.output_dir.glob("_tmp-*"))
+
+
+def test_best_checkpoint_has_its_final_path(runs):
+    """Upstream loads it at the end, and keeps it whatever the limit is; also after the directory was moved."""
+    evaluates = dict(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    config = dict(**SAVES, **evaluates, metric_for_best_model="eval_loss", greater_is_better=True)
+    trainer = runs.ours(**config)
+    state = json.loads((runs.output_dir / "checkpoint-2" / "trainer_state.json").read_text())
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[0] > losses[1]
+    assert state["best_model_checkpoint"] == str(runs.output_dir / "checkpoint-2")
+    assert trainer.state.best_model_checkpoint == str(runs.output_dir / "checkpoint-2")
+    assert list(checkpoints_by_step(runs.output_dir)) == [2]
+    assert find_damage(runs.output_dir / "checkpoint-2") is None
+
+    moved = runs.output_dir.rename(runs.output_dir.with_name("moved"))
+    resumed = runs.ours(**config, train=False, output_dir=str(moved))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_model_checkpoint == str(moved / "checkpoint-2")
+
+
+def test_hub_gets_the_finished_checkpoint(runs, monkeypatch):
+    pushed = []
+    trainer = runs.ours(**SAVES, train=False)
+    trainer.args.push_to_hub = True
+    monkeypatch.setattr(
+        Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append((folder, find_damage(Path(folder))))
+    )
+    trainer.train()
+    assert pushed == [(str(runs.output_dir / f"checkpoint-{step}"), None) for step in (2, 4)]
+
+
+def test_checkpoint_of_stock_has_no_manifest_and_is_taken(runs):
+    runs.stock(**SAVES)
+    checkpoint = runs.output_dir / "checkpoint-4"
+    assert not (checkpoint / MANIFEST_NAME).exists()
+    assert find_checkpoint(True, str(runs.output_dir)) == find_checkpoint(str(checkpoint), "") == str(checkpoint)
+
+
+def test_a_finished_run_that_is_resumed_takes_no_step(runs, same_logs):
+    """Upstream asks whether a run is to end after a step only."""
+    finished = runs.ours(**SAVES)
+    resumed = runs.ours(**SAVES, train=False)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    fetch = resumed.backend.fetch
+    torch.testing.assert_close(
+        fetch(dict(resumed.model.state_dict())), fetch(dict(finished.model.state_dict())), rtol=0, atol=0
+    )

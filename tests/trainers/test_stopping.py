@@ -1,0 +1,278 @@
+"""A run that is told to stop at a known point of it, and goes on in another trainer, is the run that never was."""
+
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TrainingPreempted
+
+
+BATCHES_PER_EPOCH = 6  # 22 rows in batches of 4
+CONFIG = dict(
+    max_steps=9,
+    save_strategy="steps",
+    save_steps=3,
+    eval_strategy="steps",
+    eval_steps=3,
+    # Its order is drawn from the host's random numbers, and so is the seed of each loader.
+    train_sampling_strategy="group_by_length",
+    neftune_noise_alpha=5.0,
+)
+
+
+class StopAt(TrainerCallback):
+    """Sends the process a signal where an event happens for the first time at or after a step."""
+
+    def __init__(self, event, step):
+        self.step = step
+        self.sent_at = None
+        setattr(self, event, self.send)
+
+    def send(self, args, state, control, **kwargs):
+        if self.sent_at is None and state.global_step >= self.step:
+            self.sent_at = state.global_step
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture(params=["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+def make(request, runs):
+    """Makes trainers on a backend, for one directory."""
+
+    def make(name, callbacks=(), cls=TPUSFTTrainer, **config):
+        from hf_tpu_ext.backends import select_backend
+
+        try:
+            return runs.ours(
+                train=False,
+                cls=cls,
+                config_cls=TPUSFTConfig,
+                backend=request.param,
+                output_dir=str(runs.output_dir / name),
+                kwargs={"callbacks": list(callbacks)},
+                **{**CONFIG, **config},
+            )
+        finally:
+            select_backend("xla")
+
+    return make
+
+
+def stop_and_resume(make, callback, **config):
+    """The trainer that ended the run, and what stopped the first one."""
+    stopped = make("stopped", [callback], **config)
+    with pytest.raises(TrainingPreempted) as preempted:
+        stopped.train()
+    handler = signal.getsignal(signal.SIGTERM)
+    assert handler == signal.SIG_DFL
+    resumed = make("stopped", **config)
+    resumed.train(resume_from_checkpoint=True)
+    return resumed, preempted.value
+
+
+def assert_same(trainer, undisturbed, same_logs):
+    fetch = undisturbed.backend.fetch
+    torch.testing.assert_close(
+        fetch(dict(trainer.model.state_dict())), fetch(dict(undisturbed.model.state_dict())), rtol=0, atol=0
+    )
+    # The closing summary is of the last call.
+    logs = [
+        SimpleNamespace(state=SimpleNamespace(log_history=run.state.log_history[:-1]))
+        for run in (trainer, undisturbed)
+    ]
+    same_logs(*logs, rel=0)
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "stops_after"),
+    [
+        ("on_step_begin", 4, 5),
+        ("on_optimizer_step", 4, 5),
+        ("on_step_end", 5, 5),
+        ("on_step_end", 6, 6),
+        ("on_log", 3, 3),
+        ("on_prediction_step", 3, 3),
+        ("on_prediction_step", 9, 9),
+        ("on_evaluate", 3, 3),
+        ("on_save", 3, 3),
+        ("on_epoch_end", 6, 6),
+        ("on_epoch_begin", 6, 7),
+        ("on_train_begin", 0, 1),
+    ],
+)
+def test_stopped_at(make, same_logs, event, step, stops_after):
+    undisturbed = make("undisturbed")
+    undisturbed.train()
+    resumed, stopped = stop_and_resume(make, StopAt(event, step))
+    assert stopped.step == stops_after and stopped.checkpoint.endswith(f"stopped/checkpoint-{stops_after}")
+    assert_same(resumed, undisturbed, same_logs)
+
+
+@pytest.mark.parametrize("make", ["xla"], indirect=True)
+def test_stopped_in_an_evaluation_on_xla(make, same_logs):
+    test_stopped_at(make, same_logs, "on_prediction_step", 3, 3)
+
+
+def test_stopped_between_two_epochs_and_again_in_the_second(make, same_logs):
+    undisturbed = make("undisturbed")
+    undisturbed.train()
+    with pytest.raises(TrainingPreempted):
+        make("stopped", [StopAt("on_step_end", BATCHES_PER_EPOCH)]).train()
+    with pytest.raises(TrainingPreempted):
+        make("stopped", [StopAt("on_step_end", BATCHES_PER_EPOCH + 1)]).train(resume_from_checkpoint=True)
+    resumed = make("stopped")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, undisturbed, same_logs)
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "stops_after"),
+    [
+        ("on_step_end", 4, 4),
+        ("on_step_end", BATCHES_PER_EPOCH, BATCHES_PER_EPOCH),
+        ("on_prediction_step", BATCHES_PER_EPOCH, BATCHES_PER_EPOCH),
+        ("on_prediction_step", 9, 9),
+    ],
+)
+def test_stopped_with_strategies_by_epoch(make, same_logs, event, step, stops_after):
+    """What is due at the end of an epoch is not done where the run was stopped, and not left out where an epoch ended."""
+    config = dict(
+        eval_strategy="epoch", save_strategy="epoch", logging_strategy="epoch", num_train_epochs=2, max_steps=-1
+    )
+    if step == 9:
+        config["max_steps"] = 9
+    undisturbed = make("undisturbed", **config)
+    undisturbed.train()
+    resumed, stopped = stop_and_resume(make, StopAt(event, step), **config)
+    assert stopped.step == stops_after
+    if step == 4:
+        # The first log after a resume between two logs is of the steps since.
+        for run in (resumed, undisturbed):
+            run.state.log_history = [
+                entry for entry in run.state.log_history if entry["step"] != BATCHES_PER_EPOCH or "eval_loss" in entry
+            ]
+    assert_same(resumed, undisturbed, same_logs)
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "config"),
+    [("on_step_end", 4, dict(save_strategy="no")), ("on_save", 6, dict(save_only_model=True))],
+    ids=["no-saves", "model-only"],
+)
+def test_what_it_takes_to_go_on_is_saved(make, same_logs, event, step, config):
+    undisturbed = make("undisturbed", **config)
+    undisturbed.train()
+    resumed, stopped = stop_and_resume(make, StopAt(event, step), **config)
+    assert stopped.step == step
+    assert_same(resumed, undisturbed, same_logs)
+
+
+class StopsInSave(TPUSFTTrainer):
+    """Is told to stop in the middle of the first save."""
+
+    saves = 0
+
+    def _save_checkpoint(self, model, trial):
+        self.saves += 1
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir):
+        if self.saves == 1:
+            signal.raise_signal(signal.SIGTERM)
+        super()._save_rng_state(output_dir)
+
+
+def test_a_save_that_is_under_way_is_finished_and_not_begun_anew(make):
+    trainer = make("stopped", cls=StopsInSave, eval_strategy="no")
+    with pytest.raises(TrainingPreempted) as stopped:
+        trainer.train()
+    assert (trainer.saves, stopped.value.step) == (1, 3)
+
+
+def test_best_model_and_the_limit(make, same_logs):
+    """The checkpoint of a run that was stopped is not the best, and stays; the best of all is the same at the end."""
+    config = dict(
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True, save_total_limit=1
+    )
+    undisturbed = make("undisturbed", **config)
+    undisturbed.train()
+    resumed, stopped = stop_and_resume(make, StopAt("on_prediction_step", 6), **config)
+    assert stopped.step == 6
+    assert_same(resumed, undisturbed, same_logs)
+    best = [run.state.best_model_checkpoint.rpartition("/")[2] for run in (resumed, undisturbed)]
+    assert best == ["checkpoint-3"] * 2
+
+
+def test_best_is_found_by_the_evaluation_that_is_made_up_for(make, same_logs):
+    config = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", save_total_limit=1)
+    undisturbed = make("undisturbed", **config)
+    undisturbed.train()
+    resumed, _ = stop_and_resume(make, StopAt("on_prediction_step", 9), **config)
+    assert_same(resumed, undisturbed, same_logs)
+    assert resumed.state.best_model_checkpoint.endswith("stopped/checkpoint-9")
+    state, expected = (
+        json.loads(Path(run.state.best_model_checkpoint, "trainer_state.json").read_text())
+        for run in (resumed, undisturbed)
+    )
+    assert state["best_metric"] == expected["best_metric"] and state["best_global_step"] == 9
+
+
+def test_stopped_again_in_the_evaluation_that_is_made_up_for(make, same_logs):
+    undisturbed = make("undisturbed")
+    undisturbed.train()
+    with pytest.raises(TrainingPreempted):
+        make("stopped", [StopAt("on_prediction_step", 3)]).train()
+    with pytest.raises(TrainingPreempted) as stopped:
+        make("stopped", [StopAt("on_prediction_step", 3)]).train(resume_from_checkpoint=True)
+    assert stopped.value.checkpoint.endswith("stopped/checkpoint-3")
+    resumed = make("stopped")
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, undisturbed, same_logs)
+
+
+def test_early_stopping_by_the_evaluation_that_is_made_up_for(make, same_logs):
+    config = dict(
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True, save_total_limit=2
+    )
+    undisturbed = make("undisturbed", [EarlyStoppingCallback(1)], **config)
+    undisturbed.train()
+    assert undisturbed.state.global_step == 6
+    with pytest.raises(TrainingPreempted):
+        make("stopped", [EarlyStoppingCallback(1), StopAt("on_prediction_step", 6)], **config).train()
+    resumed = make("stopped", [EarlyStoppingCallback(1)], **config)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert_same(resumed, undisturbed, same_logs)
+
+
+def test_the_same_trainer_goes_on(make, same_logs):
+    """As in a notebook, after an interrupt."""
+    undisturbed = make("undisturbed")
+    undisturbed.train()
+    trainer = make("stopped", [StopAt("on_prediction_step", 3)])
+    with pytest.raises(TrainingPreempted):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert_same(trainer, undisturbed, same_logs)
+
+
+def test_lines_of_a_run_that_is_stopped(make, capfd):
+    with pytest.raises(TrainingPreempted) as stopped:
+        make("stopped", [StopAt("on_step_end", 4)]).train()
+    out, err = capfd.readouterr()
+    assert err.count("SIGTERM: saving after this step; a second one quits at once.") == 1
+    assert out.splitlines()[-1] == str(stopped.value)
+    assert "after step 4" in out and "--resume_from_checkpoint true" in out
+
+
+def test_upstreams_own_handler_is_replaced(make, capfd):
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make("jit", enable_jit_checkpoint=True, max_steps=1, eval_strategy="no", save_strategy="no")
+    assert signal.getsignal(signal.SIGTERM) == before
+    trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "enable_jit_checkpoint has no effect" in capfd.readouterr().out
