@@ -58,13 +58,16 @@ class RunLines(TrainerCallback):
         self._find_facts = find_facts
         self._at_start = backend.counters()
         self._first_step = 0
+        #: What was known when the last run began.
+        self.facts: RunFacts | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._at_start = self._backend.counters()
         self._first_step = state.global_step
         if not state.is_world_process_zero:
             return
-        facts, chips = self._find_facts(), self._backend.num_chips
+        self.facts = facts = self._find_facts()
+        chips = self._backend.num_chips
         shape = f"{facts.batch_size} rows"
         if facts.lengths:
             shape = " or ".join(f"{facts.batch_size} x {length}" for length in facts.lengths)

@@ -98,6 +98,18 @@ def _traced(plan: Plan, meter: Meter) -> dict[int, float]:
     return train_with(TPUSFTTrainer, plan, meter, TPUSFTConfig, step_replay=False)
 
 
+def _unwatched(plan: Plan, meter: Meter) -> dict[int, float]:
+    from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+    from hf_tpu_ext.callbacks.recompile_monitor import RecompileMonitor
+
+    class Unwatched(TPUSFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.remove_callback(RecompileMonitor)
+
+    return train_with(Unwatched, plan, meter, TPUSFTConfig, step_status=False, run_report=False)
+
+
 def _bare(plan: Plan, meter: Meter) -> dict[int, float]:
     pad_token_id = AutoTokenizer.from_pretrained(plan.model_dir).pad_token_id
     collate = DataCollatorForLanguageModeling(pad_token_id, pad_to_multiple_of=plan.max_length)
@@ -155,6 +167,7 @@ CONTENDERS = {
     "jax": Contender("bare JAX loop, Optax", script=Path(__file__).with_name("jax_loop.py")),
     "ours": Contender("`TPUSFTTrainer`", _ours),
     "traced": Contender("`TPUSFTTrainer`, `step_replay=False`", _traced),
+    "unwatched": Contender("`TPUSFTTrainer`, nothing watched", _unwatched),
     "stock_padded": Contender("`trl.SFTTrainer`, padded to a fixed length", _stock_padded),
     # It compiles at nearly every step, for minutes in all.
     "stock": Contender("`trl.SFTTrainer`", _stock, one_window=True),

@@ -1,0 +1,168 @@
+"""Writes down what a run does while it does it, and has its report made at the end."""
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..backends.base import Backend
+from ..report.record import RecordWriter
+from .program_watch import ProgramEvent
+from .step_status import BatchCount, StepStatus
+
+
+logger = logging.get_logger(__name__)
+
+# Drawing takes a second or two. The first time, matplotlib also lists the fonts of the machine.
+_SECONDS_TO_REPORT = 120
+
+
+class RunRecord(TrainerCallback):
+    """
+    Keeps the record of a run in its output directory, and makes the report of it when the run ends.
+
+    The record is written line by line, so that a run that is killed can be reported. Where it cannot be written, a line says
+    so, and training goes on without it.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        describe (`Callable[[], dict[str, Any]]`):
+            Tells what is known about a run when it begins, as JSON.
+        status ([`StepStatus`], *optional*):
+            What times the steps.
+        programs (`Callable[[], Sequence[ProgramEvent]]`):
+            Lists the programs that were compiled so far.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        describe: Callable[[], dict[str, Any]],
+        status: StepStatus | None,
+        programs: Callable[[], Sequence[ProgramEvent]],
+    ):
+        self._backend = backend
+        self._describe = describe
+        self._status = status
+        self._programs = programs
+        self._programs_written = 0
+        self._writer: RecordWriter | None = None
+
+    def _write(self, event: str, ago: float = 0.0, **values: Any) -> None:
+        """Add a line, `at` the seconds since training began. The clock is one that never goes back."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.write(event, at=round(max(0.0, time.perf_counter() - ago - self._begin), 3), **values)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._writer = None
+        logger.warning(
+            f"The record of this run cannot be written ({error}). Training goes on, and its report will lack what follows."
+        )
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._begin = time.perf_counter()
+        self._phases: Counter[str] = Counter()
+        self._step_times: dict[str, Counter[int]] = {}
+        self._batches: dict[tuple[int, ...], BatchCount] = {}
+        self._at_start = self._backend.counters()
+        if not state.is_world_process_zero:
+            return
+        try:
+            self._writer = RecordWriter(args.output_dir, anew=state.global_step == 0)
+        except OSError as error:
+            self._give_up(error)
+        self._write(
+            "begin",
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            first_step=state.global_step,
+            max_steps=state.max_steps,
+            **self._describe(),
+        )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._writer is not None:
+            self._write_programs(state.global_step)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.on_step_end(args, state, control)
+
+    def _write_programs(self, step: int) -> None:
+        events = self._programs()
+        new = events[self._programs_written :]
+        self._programs_written = len(events)
+        ago = sum(event.seconds for event in new)
+        for event in new:
+            # They came one after the other, the last one just now.
+            ago -= event.seconds
+            self._write("program", ago, **{**asdict(event), "step": step if event.step is None else event.step})
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if self._writer is not None:
+            self._write("log", step=state.global_step, logs=logs, **self._since_last_log())
+
+    def _since_last_log(self) -> dict[str, Any]:
+        if self._status is None:
+            return {"phases": {}, "step_times": {}, "batches": []}
+        phases, step_times, batches = self._status.clock.until_now(), self._status.step_times, self._status.batches
+        new = {
+            "phases": {name: round(seconds, 6) for name, seconds in (phases - self._phases).items()},
+            "step_times": {
+                name: added
+                for name, classes in step_times.items()
+                if (added := classes - self._step_times.get(name, Counter()))
+            },
+            "batches": [
+                [shape, [added.batches, added.tokens, added.padded_tokens]]
+                for shape, count in batches.items()
+                if (added := count - self._batches.get(shape, BatchCount())).batches
+            ],
+        }
+        self._phases, self._batches = phases, dict(batches)
+        self._step_times = {name: classes.copy() for name, classes in step_times.items()}
+        return new
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._write_programs(state.global_step)
+        cache = self._backend.cache_use()
+        self._write(
+            "end",
+            step=state.global_step,
+            counters=asdict(self._backend.counters() - self._at_start),
+            cache=None if cache is None else asdict(cache),
+            **self._since_last_log(),
+        )
+        if self._writer is not None:
+            self._writer = None
+            _make_report(args.output_dir)
+
+
+def _make_report(output_dir: str) -> None:
+    """In a process of its own: whatever goes wrong there, the trained model is not lost."""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "hf_tpu_ext.report", output_dir],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS_TO_REPORT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning(f"There is no report of this run: {error}. To make it: hf-tpu report {output_dir}")
+        return
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+        logger.warning(f"There is no report of this run: {reason} To make it: hf-tpu report {output_dir}")
+    else:
+        tqdm.write(result.stdout.strip())

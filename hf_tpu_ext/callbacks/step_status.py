@@ -1,0 +1,275 @@
+"""Where the time of a run goes, as its host sees it, and how fast tokens are trained on."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..backends.base import Backend
+from ..report.phases import BESIDES_STEPS, PHASES, class_of
+
+
+class PhaseClock:
+    """
+    Divides the host's time into phases. At any moment at most one is under way, so they add up to the time that passed.
+    """
+
+    def __init__(self):
+        #: Seconds of each phase that has ended, by its name.
+        self.seconds: Counter[str] = Counter()
+        self._phase: str | None = None
+        self._since = 0.0
+
+    def enter(self, phase: str | None) -> str | None:
+        """
+        End the phase under way and begin another.
+
+        Args:
+            phase (`str`, *optional*):
+                Its name; `None` stops the clock.
+
+        Returns:
+            `str` or `None`: The one that ended.
+        """
+        now = time.perf_counter()
+        ended = self._phase
+        if ended is not None:
+            self.seconds[ended] += now - self._since
+        self._phase, self._since = phase, now
+        return ended
+
+    def until_now(self) -> Counter[str]:
+        """
+        Read the clock.
+
+        Returns:
+            `Counter[str]`: A copy of `seconds`, the phase under way included.
+        """
+        self.enter(self._phase)
+        return self.seconds.copy()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """
+        Context that is a phase. What was under way goes on after it.
+
+        Args:
+            name (`str`):
+                Name of the phase.
+        """
+        ended = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(ended)
+
+    def credit(self, phase: str, seconds: float) -> None:
+        """
+        Count some of the time of the phase under way as another's.
+
+        Args:
+            phase (`str`):
+                The other one.
+            seconds (`float`):
+                How much.
+        """
+        if self._phase is not None:
+            self.seconds[phase] += seconds
+            self.seconds[self._phase] -= seconds
+
+    def rename(self, phase: str, to: str) -> None:
+        """
+        Count all time of a phase as another's.
+
+        Args:
+            phase (`str`):
+                The one that is not to remain.
+            to (`str`):
+                The other one.
+        """
+        moved = self.seconds.pop(phase, 0.0)
+        self.seconds[to] += moved
+
+
+@dataclass
+class BatchCount:
+    """
+    Batches of one shape that were trained on.
+
+    Args:
+        batches (`int`):
+            How many.
+        tokens (`int` or `torch.Tensor` of shape `()`):
+            Their tokens without pads.
+        padded_tokens (`int`):
+            All tokens that were computed.
+    """
+
+    batches: int = 0
+    tokens: int | torch.Tensor = 0
+    padded_tokens: int = 0
+
+    def __add__(self, other: "BatchCount") -> "BatchCount":
+        return BatchCount(
+            self.batches + other.batches, self.tokens + other.tokens, self.padded_tokens + other.padded_tokens
+        )
+
+    def __sub__(self, earlier: "BatchCount") -> "BatchCount":
+        return BatchCount(
+            self.batches - earlier.batches,
+            self.tokens - earlier.tokens,
+            self.padded_tokens - earlier.padded_tokens,
+        )
+
+
+class StepStatus(TrainerCallback):
+    """
+    Times the phases of steps and counts tokens, for the logs of a run.
+
+    Clocks are read on the host, where the trainer passes from one thing to the next. Nothing is read from the device and
+    nothing waits for it but before a log, which reads it anyway: what the device does while the host goes on is seen only as
+    the time for which the host has to wait.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        kind_of_step (`Callable[[], str]`):
+            Tells how the step that ends was run: `"trace"`, `"replay"`, or on an eager device `"step"`.
+        flops (`Callable[[tuple[int, int]], float | None]`, *optional*):
+            Arithmetic of training on a batch of a shape, if it is known.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        kind_of_step: Callable[[], str],
+        flops: Callable[[tuple[int, int]], float | None] | None = None,
+    ):
+        self._backend = backend
+        self._kind_of_step = kind_of_step
+        self._flops = None if backend.chip is None else flops
+        self.clock = PhaseClock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.clock.seconds.clear()
+        self._before_window = Counter()
+        self._before_step = Counter()
+        self._steps = 0
+        self._has_stepped = False
+        self._window: dict[tuple[int, ...], BatchCount] = {}
+        #: Batches since the run began, by their shape. Shapes are not told apart where nothing is compiled for them.
+        self.batches: dict[tuple[int, ...], BatchCount] = {}
+        #: How many steps took how long, by phase and class of [`class_of`]; `"total"` is all of them together.
+        self.step_times: dict[str, Counter[int]] = {}
+
+    # ---- Where the trainer passes ----
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._reset()
+        self.clock.enter("other")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.clock.enter("step")
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.clock.enter("step")
+        self.clock.rename("step", self._kind_of_step())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.clock.enter("other")
+        self.clock.rename("step", self._kind_of_step())
+        self._steps += 1
+        self._has_stepped = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end_step()
+        self.clock.enter(None)
+
+    def end_step(self) -> None:
+        """Note what the step that ended took, its log included. Called when the next one asks for its data."""
+        if not self._has_stepped:
+            # The beginning of training.
+            self._before_step = self.clock.until_now()
+            return
+        self._has_stepped = False
+        now, before = self.clock.until_now(), self._before_step
+        self._before_step = now
+        total = 0.0
+        for phase, until_now in now.items():
+            seconds = until_now - before[phase]
+            if seconds > 0 and phase not in BESIDES_STEPS:
+                total += seconds
+                self._note_time(phase, seconds)
+        if total:
+            self._note_time("total", total)
+
+    def _note_time(self, phase: str, seconds: float) -> None:
+        self.step_times.setdefault(phase, Counter())[class_of(seconds)] += 1
+
+    def count(self, batch: Mapping[str, Any]) -> None:
+        """
+        Count the tokens of a batch.
+
+        Args:
+            batch (`Mapping[str, Any]`):
+                Batch as the trainer has it, preferably on the host. One without `input_ids` of shape `(batch, length)` is
+                not counted.
+        """
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if ids is None:
+            return
+        masked = mask is not None and mask.shape == ids.shape
+        counted = BatchCount(1, mask.sum() if masked else ids.numel(), ids.numel())
+        shape = tuple(ids.shape) if self._backend.lazy else ()
+        self._window[shape] = self._window[shape] + counted if shape in self._window else counted
+
+    # ---- What a log shows ----
+
+    def take(self) -> dict[str, float]:
+        """
+        Say what was measured since the last call.
+
+        Returns:
+            `dict[str, float]`: By its name in a log; empty if no step has ended since.
+        """
+        if not self._steps:
+            return {}
+        now = self.clock.until_now()
+        spent, self._before_window = now - self._before_window, now
+        in_steps = sum(seconds for phase, seconds in spent.items() if phase not in BESIDES_STEPS)
+        logs = {"step_time": round(in_steps / self._steps, 6)}
+        # Sums on a device are read here, once a log; on XLA batches are counted on the host.
+        counts = {
+            shape: BatchCount(count.batches, int(count.tokens), count.padded_tokens)
+            for shape, count in self._window.items()
+        }
+        if counts:
+            total = sum(counts.values(), BatchCount())
+            logs["tokens_per_second"] = round(total.tokens / in_steps, 3)
+            logs["padded_tokens_per_second"] = round(total.padded_tokens / in_steps, 3)
+            if (flops := self._count_flops(counts)) is not None:
+                peak = self._backend.chip.flops_per_second * self._backend.num_chips
+                logs["mfu"] = round(flops / in_steps / peak, 4)
+        for phase in PHASES:
+            if phase in spent:
+                logs[f"phase/{phase}"] = round(spent[phase] / (1 if phase in BESIDES_STEPS else self._steps), 6)
+        if (peak := self._backend.peak_memory()) is not None:
+            logs["peak_memory_gib"] = round(peak / 2**30, 3)
+        for shape, count in counts.items():
+            self.batches[shape] = self.batches.get(shape, BatchCount()) + count
+        self._window, self._steps = {}, 0
+        return logs
+
+    def _count_flops(self, counts: dict[tuple[int, ...], BatchCount]) -> float | None:
+        if self._flops is None:
+            return None
+        per_shape = [self._flops(shape) for shape in counts]
+        if None in per_shape:
+            return None
+        return sum(count.batches * flops for count, flops in zip(counts.values(), per_shape, strict=True))

@@ -1,0 +1,49 @@
+"""`hf-tpu report`: make the report of a run again, or compare several."""
+
+import argparse
+from pathlib import Path
+
+
+def add_parser(commands) -> None:
+    """
+    Add the sub-command.
+
+    Args:
+        commands (`argparse._SubParsersAction`):
+            The sub-commands of `hf-tpu`.
+    """
+    parser = commands.add_parser(
+        "report",
+        help="show a run, or compare several",
+        description="Make report.html and report.md of a run from the record in its output directory, also while it is still "
+        "going on or after it was killed. Of several runs, make comparison.html and comparison.md in the current directory: "
+        "their curves, and what differs in their recipes and results.",
+    )
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="output_dir of a run")
+    parser.add_argument("--output_dir", type=Path, help="where to write the report")
+    parser.add_argument(
+        "--prices", type=Path, help="prices of a chip's hour, in place of list prices (see `hf-tpu plan`)"
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Make a report.
+
+    Args:
+        args (`argparse.Namespace`):
+            With `run_dirs`, `output_dir` and `prices`.
+
+    Returns:
+        `int`: `0`.
+
+    Raises:
+        `ValueError`: A directory holds no run, or the report cannot be written.
+    """
+    from ..hardware.prices import PRICES
+    from ..report.make import make_report
+
+    page = make_report(args.run_dirs, args.output_dir, args.prices or PRICES)
+    print(f"{page}\n{page.with_suffix('.md')}")
+    return 0

@@ -1,0 +1,1 @@
+"""What a run did, as a page for people: from the record that it leaves in its output directory."""

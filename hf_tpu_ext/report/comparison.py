@@ -1,0 +1,78 @@
+"""What the report of several runs says."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..hardware.prices import Price
+from .figures import HOW_TO_DRAW, can_draw, draw_curves
+from .parts import Report, Section, Table
+from .record import Run
+from .sections import headline, points
+
+
+def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
+    """
+    Put together how runs differ.
+
+    Args:
+        runs (`Sequence[Run]`):
+            The runs.
+        prices (`Mapping[str, Price]`):
+            By kind of chip.
+
+    Returns:
+        [`Report`]: The report.
+    """
+    section = Section("Training", [] if can_draw() else [f"{HOW_TO_DRAW} again."])
+    if can_draw():
+        for name, title, smooth in (
+            ("loss", "Loss", True),
+            ("eval_loss", "Held-out loss", False),
+            ("grad_norm", "Gradient norm", True),
+            ("learning_rate", "Learning rate", False),
+            ("tokens_per_second", "Tokens per second", False),
+        ):
+            # Each is in the logs of training or in those of evaluations.
+            curves = {run.name: values for run in runs if (values := points([*run.logs, *run.evaluations], name))}
+            if curves:
+                section.figures.append(draw_curves(name, title, curves, smooth=smooth))
+        timed = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
+        if all(timed.values()):
+            section.figures.insert(
+                1, draw_curves("timed", "Loss over time", timed, smooth=True, over="minutes of training")
+            )
+    results = _compared([headline(run, prices) for run in runs], all_rows=True)
+    recipe = _compared([run.facts["arguments"] for run in runs])
+    others = _compared(
+        [
+            {
+                "model": run.facts["model"]["name"],
+                "parameters": run.facts["model"]["parameters"],
+                "trained": run.facts["model"]["trained"],
+                **run.facts["rows"],
+                "device": run.facts["backend"]["device"],
+                "chips": run.facts["backend"]["chips"],
+                **run.facts["versions"],
+            }
+            for run in runs
+        ]
+    )
+    columns = ["", *(run.name for run in runs)]
+    sections = [
+        Section("Results", tables=[Table(columns, results)]),
+        section,
+        Section("Differences of the recipes", *_table_or_line(columns, recipe)),
+        Section("Other differences", *_table_or_line(columns, others)),
+    ]
+    return Report(f"{len(runs)} runs", ", ".join(run.name for run in runs), {}, sections)
+
+
+def _compared(values: Sequence[Mapping[str, Any]], all_rows: bool = False) -> list[list[str]]:
+    """Rows of a table: names, and the value that each run has. By default only where they differ."""
+    names = list(dict.fromkeys(name for of_run in values for name in of_run))
+    rows = [[name, *(str(of_run.get(name, "")) for of_run in values)] for name in names]
+    return [row for row in rows if all_rows or len(set(row[1:])) > 1]
+
+
+def _table_or_line(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list, list[Table]]:
+    return ([], [], [Table(columns, rows)]) if rows else (["None."], [], [])

@@ -1,0 +1,60 @@
+"""Making the report of a run, or of several."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..hardware.prices import PRICES, read_prices
+from .comparison import compare_runs
+from .markdown import render_markdown
+from .record import read_run
+from .sections import describe_run
+from .web_page import render_html
+
+
+def make_report(
+    directories: Sequence[str | Path], output_dir: str | Path | None = None, prices: str | Path = PRICES
+) -> Path:
+    """
+    Write the report of a run, or how several differ.
+
+    Args:
+        directories (`Sequence[str | Path]`):
+            Output directories of the runs.
+        output_dir (`str` or `Path`, *optional*):
+            Where to write it, by default the directory of the run; for several the current directory.
+        prices (`str` or `Path`, *optional*):
+            File of prices, see [`read_prices`].
+
+    Returns:
+        `Path`: The web page. The same as Markdown is beside it.
+
+    Raises:
+        `ValueError`: A directory holds no run, or the report cannot be written.
+    """
+    runs = [read_run(directory) for directory in directories]
+    known = read_prices(prices)
+    if len(runs) == 1:
+        report, name = describe_run(runs[0], known), "report"
+        output_dir = directories[0] if output_dir is None else output_dir
+    else:
+        report, name = compare_runs(runs, known), "comparison"
+        output_dir = "." if output_dir is None else output_dir
+    page = Path(output_dir, f"{name}.html")
+    _write(page, render_html(report))
+    _write(page.with_suffix(".md"), render_markdown(report))
+    return page
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}). Make room or name another directory: --output_dir DIR"
+        ) from error

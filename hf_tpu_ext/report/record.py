@@ -1,0 +1,234 @@
+"""The record of a run: lines of JSON in its output directory, written while it trains, and read for a report."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+#: Name of the file in the output directory.
+RECORD_NAME = "run.jsonl"
+# What is known of every run when it begins.
+_FACTS = {"time", "max_steps", "versions", "arguments", "changed", "model", "rows", "backend", "facts"}
+
+
+class RecordWriter:
+    """
+    Writes the record of a run. Whatever ends the run, what was written before can be read.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Directory of the run.
+        anew (`bool`):
+            Whether the run begins, so that an earlier record in this directory is replaced. Otherwise it goes on.
+
+    Raises:
+        `OSError`: The record cannot be written.
+    """
+
+    def __init__(self, output_dir: str | Path, anew: bool):
+        self._path = Path(output_dir, RECORD_NAME)
+        if anew:
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text("", encoding="utf-8")
+            os.replace(temporary, self._path)
+        # A run that was killed may have left half a line.
+        self._separator = b"\n" if self._ends_within_a_line() else b""
+
+    def write(self, event: str, **values: Any) -> None:
+        """
+        Add a line.
+
+        Args:
+            event (`str`):
+                What it tells of.
+            **values:
+                What it says, as JSON. What is no JSON is written as text.
+
+        Raises:
+            `OSError`: It cannot be written.
+        """
+        line = json.dumps({"event": event, **values}, default=str)
+        with self._path.open("ab") as file:
+            file.write(self._separator + line.encode() + b"\n")
+        self._separator = b""
+
+    def _ends_within_a_line(self) -> bool:
+        with self._path.open("a+b") as file:
+            if not file.tell():
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+
+
+@dataclass
+class Session:
+    """
+    One call of `train`: a run that was resumed has several.
+
+    Args:
+        facts (`dict[str, Any]`):
+            What was known when it began.
+        seconds (`float`):
+            How long it took, as far as it is recorded.
+        last_step (`int`):
+            The last optimizer step that is recorded.
+        end (`dict[str, Any]`, *optional*):
+            What was known when it ended; `None` if it was killed or failed.
+    """
+
+    facts: dict[str, Any]
+    seconds: float = 0.0
+    last_step: int = 0
+    end: dict[str, Any] | None = None
+
+
+@dataclass
+class Run:
+    """
+    A run, as far as it is recorded.
+
+    Args:
+        name (`str`):
+            Its directory, for people.
+        sessions (`list[Session]`):
+            The calls of `train`, in order.
+        logs (`list[dict[str, float]]`):
+            What was logged at training steps, with `step`, and with `at`, the seconds of training before it. Steps that were
+            repeated after a resume are there once.
+        evaluations (`list[dict[str, float]]`):
+            What was logged of evaluations.
+        programs (`list[dict[str, Any]]`):
+            Programs that were compiled or loaded, with `at`, the seconds of training before they were there.
+        phases (`Counter[str]`):
+            Seconds of each phase.
+        step_times (`dict[str, Counter[int]]`):
+            How many steps took how long, by phase and class of time.
+        batches (`dict[tuple[int, ...], list[int]]`):
+            Number of batches, tokens and padded tokens, by the shape of the batch.
+        unreadable (`int`):
+            Lines of the record that cannot be read.
+    """
+
+    name: str
+    sessions: list[Session] = field(default_factory=list)
+    logs: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    programs: list[dict[str, Any]] = field(default_factory=list)
+    phases: Counter[str] = field(default_factory=Counter)
+    step_times: dict[str, Counter[int]] = field(default_factory=dict)
+    batches: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    unreadable: int = 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was known when the last session began."""
+        return self.sessions[-1].facts
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all sessions."""
+        return sum(session.seconds for session in self.sessions)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were done."""
+        return self.sessions[-1].last_step
+
+    @property
+    def repeated_steps(self) -> int:
+        """Optimizer steps that were done once more after a resume."""
+        ends = zip(self.sessions, self.sessions[1:], strict=False)
+        return sum(max(0, before.last_step - after.facts["first_step"]) for before, after in ends)
+
+
+def read_run(directory: str | Path) -> Run:
+    """
+    Read the record of a run.
+
+    Args:
+        directory (`str` or `Path`):
+            Its output directory.
+
+    Returns:
+        [`Run`]: The run.
+
+    Raises:
+        `ValueError`: The directory holds none.
+    """
+    path = Path(directory, RECORD_NAME)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        inside = sorted(str(found.parent) for found in Path(directory).glob(f"*/{RECORD_NAME}"))
+        hint = f" Runs in it: {', '.join(inside)}." if inside else ""
+        raise ValueError(
+            f"{directory} is not the directory of a run: {RECORD_NAME} cannot be read there ({error.strerror}).{hint} Give the "
+            "output_dir of a run of this package whose run_report was not off."
+        ) from error
+    run = Run(str(directory))
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if run.sessions or entry["event"] == "begin":
+                _READERS[entry["event"]](run, entry)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # Half a line, as a run leaves that is killed while it writes; or one that somebody has edited.
+            run.unreadable += 1
+    if not run.sessions:
+        raise ValueError(f"{path} does not say how a run began: it is damaged. Train again to have a report.")
+    return run
+
+
+def _begin(run: Run, entry: dict[str, Any]) -> None:
+    if missing := _FACTS - entry.keys():
+        raise KeyError(*missing)
+    first = entry["first_step"]
+    # What came after the checkpoint is trained once more.
+    run.logs = [log for log in run.logs if log["step"] <= first]
+    run.evaluations = [log for log in run.evaluations if log["step"] <= first]
+    run.sessions.append(Session(entry, last_step=first))
+
+
+def _goes_on(run: Run, entry: dict[str, Any]) -> Session:
+    session = run.sessions[-1]
+    session.seconds = max(session.seconds, entry["at"])
+    session.last_step = max(session.last_step, entry["step"] or 0)
+    return session
+
+
+def _log(run: Run, entry: dict[str, Any]) -> None:
+    before = run.seconds - run.sessions[-1].seconds
+    _goes_on(run, entry)
+    log = {"step": entry["step"], "at": before + entry["at"], **entry["logs"]}
+    if "loss" in log:
+        run.logs.append(log)
+    elif "train_loss" not in log:
+        run.evaluations.append(log)
+    _count(run, entry)
+
+
+def _count(run: Run, entry: dict[str, Any]) -> None:
+    run.phases.update(entry["phases"])
+    for phase, classes in entry["step_times"].items():
+        run.step_times.setdefault(phase, Counter()).update({int(number): n for number, n in classes.items()})
+    for shape, counts in entry["batches"]:
+        known = run.batches.setdefault(tuple(shape), [0, 0, 0])
+        run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
+
+
+def _program(run: Run, entry: dict[str, Any]) -> None:
+    before = run.seconds - run.sessions[-1].seconds
+    _goes_on(run, entry)
+    run.programs.append({**entry, "at": before + entry["at"]})
+
+
+def _end(run: Run, entry: dict[str, Any]) -> None:
+    _goes_on(run, entry).end = entry
+    _count(run, entry)
+
+
+_READERS: Mapping[str, Any] = {"begin": _begin, "log": _log, "program": _program, "end": _end}

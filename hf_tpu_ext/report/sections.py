@@ -1,0 +1,317 @@
+"""What the report of a run says."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..hardware.prices import Price
+from ..hardware.topologies import find_chip
+from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_phases, draw_programs, draw_step_times, draw_tokens
+from .parts import Report, Section, Table
+from .phases import BESIDES_STEPS, PHASES
+from .record import Run
+from .words import count, format_number, format_seconds, format_size
+
+
+def describe_run(run: Run, prices: Mapping[str, Price]) -> Report:
+    """
+    Put together what is known of a run.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        prices (`Mapping[str, Price]`):
+            By kind of chip.
+
+    Returns:
+        [`Report`]: The report.
+    """
+    sections = [
+        _curves(run),
+        _speed(run),
+        _programs(run),
+        _tokens(run),
+        _cost(run, prices),
+        _recipe(run),
+        _versions(run),
+    ]
+    notes = _notes(run)
+    if notes:
+        sections.insert(0, Section("Notes", notes))
+    backend = run.facts["backend"]
+    return Report(
+        title=run.facts["model"]["name"] or run.name,
+        subtitle=f"{run.name}, on {count(backend['chips'], 'chip')} of {backend['device']}, begun "
+        f"{run.sessions[0].facts['time'].replace('T', ' ').replace('+00:00', ' UTC')}",
+        headline=headline(run, prices),
+        sections=[section for section in sections if section.lines or section.figures or section.tables],
+    )
+
+
+def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
+    """
+    The numbers to see first.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        prices (`Mapping[str, Price]`):
+            By kind of chip.
+
+    Returns:
+        `dict[str, str]`: By what they are. What is not known is left out.
+    """
+    numbers = {}
+    for name, logs, key in (("loss", run.logs, "loss"), ("held-out loss", run.evaluations, "eval_loss")):
+        values = [value for _, value in points(logs, key)]
+        if values:
+            numbers[name] = " → ".join(f"{value:.3g}" for value in dict.fromkeys((values[0], values[-1])))
+    numbers["steps"] = f"{run.steps:,} of {run.facts['max_steps']:,}"
+    numbers["time"] = format_seconds(run.seconds)
+    for name, key, scale, unit in (
+        ("tokens / s", "tokens_per_second", 1, ""),
+        ("time of a step", "step_time", 1, "s"),
+        ("utilization (MFU)", "mfu", 100, " %"),
+    ):
+        # The first log has the steps that are traced in it.
+        values = [value for _, value in points(run.logs[1:] or run.logs, key)]
+        if values:
+            middle = statistics.median(values)
+            numbers[name] = format_seconds(middle) if unit == "s" else f"{format_number(scale * middle)}{unit}"
+    padded = sum(counts[2] for counts in run.batches.values())
+    if padded:
+        numbers["padding"] = f"{100 * (1 - sum(counts[1] for counts in run.batches.values()) / padded):.1f} %"
+    if run.programs:
+        numbers["programs"] = f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
+    memory = [value for _, value in points(run.logs, "peak_memory_gib")]
+    if memory:
+        numbers["peak memory"] = f"{max(memory):.3g} GiB"
+    if (price := _price(run, prices)) is not None:
+        numbers["cost so far"] = f"${_dollars(run, price):,.2f}"
+    return numbers
+
+
+def points(logs: Sequence[Mapping[str, Any]], key: str, over: str = "step") -> list[tuple[float, float]]:
+    """
+    What was logged under a name.
+
+    Args:
+        logs (`Sequence[Mapping[str, Any]]`):
+            Logs, each with its `step`.
+        key (`str`):
+            The name.
+        over (`str`, *optional*, defaults to `"step"`):
+            The name of what goes with it.
+
+    Returns:
+        `list[tuple[float, float]]`: Steps, or what `over` names, and numbers that are finite.
+    """
+    values = [(log[over], log.get(key)) for log in logs]
+    return [(place, value) for place, value in values if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def _notes(run: Run) -> list[str]:
+    notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
+    if run.sessions[-1].end is None:
+        notes.append("The run did not end, or is still going on. This is what was recorded until then.")
+    if run.repeated_steps:
+        notes.append(f"Done once more after the run was resumed: {count(run.repeated_steps, 'step')}.")
+    bad = sum(not math.isfinite(log["loss"]) for log in run.logs)
+    if bad:
+        notes.append(f"The loss was not finite in {count(bad, 'log')}.")
+    if run.unreadable:
+        notes.append(f"Left out, since it cannot be read: {count(run.unreadable, 'line')} of the record.")
+    return notes
+
+
+def _curves(run: Run) -> Section:
+    section = Section("Training")
+    losses, held_out = points(run.logs, "loss"), points(run.evaluations, "eval_loss")
+    if can_draw():
+        curves = {name: values for name, values in (("training", losses),) if values}
+        marked = {"held out": held_out} if held_out else {}
+        if curves or marked:
+            section.figures.append(draw_curves("loss", "Loss", curves, marked, smooth=True))
+        for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
+            if values := points(run.logs, name):
+                section.figures.append(draw_curves(name, title, {title: values}, smooth=name == "grad_norm"))
+    names = {"step": "step", "loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+    logs = [*run.logs[:: max(1, len(run.logs) // 10)], *run.logs[-1:]]
+    rows = [[_cell(log.get(name)) for name in names] for log in {log["step"]: log for log in logs}.values()]
+    if rows:
+        section.tables.append(Table(list(names.values()), rows, "Some of the logs"))
+    if run.evaluations:
+        keys = [key for key in ("eval_loss", "eval_mean_token_accuracy", "eval_kd_loss") if key in run.evaluations[0]]
+        rows = [[_cell(log.get(key)) for key in ("step", *keys)] for log in run.evaluations]
+        section.tables.append(
+            Table(["step", *(key.removeprefix("eval_").replace("_", " ") for key in keys)], rows, "Evaluations")
+        )
+    if not section.tables:
+        section.lines.append("Nothing was logged: the run is shorter than logging_steps.")
+    return section
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else format_number(value) if isinstance(value, int | float) else str(value)
+
+
+def _speed(run: Run) -> Section:
+    section = Section("Speed")
+    phases = {name: run.phases[name] for name in PHASES if run.phases[name] > 0}
+    total = sum(phases.values())
+    if not total:
+        return section
+    section.lines.append(
+        "Phases are what the host does. The device works on while the host goes on to the next step, so its time shows only "
+        "where the host has to wait for it."
+    )
+    if can_draw():
+        section.figures.append(draw_phases(phases))
+        if run.step_times:
+            names = ["total", *(name for name in PHASES if name in run.step_times)]
+            section.figures.append(draw_step_times({name: run.step_times[name] for name in names}))
+        rates = {
+            "tokens": points(run.logs, "tokens_per_second"),
+            "with pads": points(run.logs, "padded_tokens_per_second"),
+        }
+        if all(rates.values()):
+            section.figures.append(draw_curves("tokens-per-second", "Tokens per second", rates))
+    rows = []
+    for name, seconds in phases.items():
+        # Of the steps that had this phase.
+        steps = run.step_times[name].total() if name in run.step_times else 0
+        per_step = "" if name in BESIDES_STEPS or not steps else format_seconds(seconds / steps)
+        rows.append([name, PHASES[name], format_seconds(seconds), f"{100 * seconds / total:.1f} %", per_step])
+    section.tables.append(Table(["phase", "the host", "time", "share", "a step that has it"], rows))
+    return section
+
+
+def _programs(run: Run) -> Section:
+    section = Section("Programs")
+    if run.programs:
+        if can_draw():
+            bars = [(_program_name(one), one["at"], one["seconds"], one["compiled"]) for one in run.programs]
+            section.figures.append(draw_programs(bars, run.seconds))
+        rows = [
+            [
+                one["kind"],
+                format_size(one["shape"]) if one["shape"] else "",
+                str(one["step"]),
+                format_seconds(one["seconds"]),
+                "compiled" if one["compiled"] else "loaded",
+                one["cause"] or "",
+            ]
+            for one in run.programs
+        ]
+        section.tables.append(Table(["program", "batch", "at step", "took", "how", "why again"], rows))
+    ends = [session.end for session in run.sessions if session.end is not None]
+    counters = Counter()
+    for end in ends:
+        counters.update(end["counters"])
+    if counters["executions"]:
+        section.lines.append(
+            f"{count(counters['executions'], 'execution')}, {counters['replays']:,} of them replayed; "
+            f"{count(counters['reads'], 'read')} from the device and {count(counters['fallbacks'], 'operator')} on the host, "
+            "evaluation, logs and saves included."
+        )
+    for cache in [end["cache"] for end in ends[-1:] if end["cache"]]:
+        section.lines.append(
+            f"Compile cache {cache['directory']}: {count(cache['hits'], 'hit')}, {cache['misses']:,} misses, "
+            f"{count(cache['programs'], 'program')} in {cache['size'] / 2**20:,.1f} MiB."
+        )
+    return section
+
+
+def _program_name(program: Mapping[str, Any]) -> str:
+    return f"{program['kind']} {format_size(program['shape'])}" if program["shape"] else program["kind"]
+
+
+def _tokens(run: Run) -> Section:
+    section = Section("Tokens")
+    if not run.batches:
+        return section
+    batches = dict(sorted(run.batches.items()))
+    if can_draw():
+        section.figures.append(draw_tokens(batches))
+    total = [sum(column) for column in zip(*batches.values(), strict=True)]
+    shown = {format_size(shape): counts for shape, counts in batches.items()}
+    if len(shown) > 1:
+        shown["all"] = total
+    rows = [
+        [name, f"{number:,}", f"{tokens:,}", f"{padded - tokens:,}", f"{100 * (1 - tokens / padded):.1f} %"]
+        for name, (number, tokens, padded) in shown.items()
+    ]
+    section.tables.append(Table(["batch", "batches", "tokens", "pads", "share of pads"], rows))
+    advice = run.facts["facts"]["token_waste"]
+    if advice:
+        section.lines.append(f"Before the run: {advice}")
+    return section
+
+
+def _price(run: Run, prices: Mapping[str, Price]) -> Price | None:
+    chip = find_chip(run.facts["backend"]["device"])
+    return None if chip is None else prices.get(chip.name)
+
+
+def _dollars(run: Run, price: Price) -> float:
+    hours = sum(session.seconds * session.facts["backend"]["chips"] for session in run.sessions) / 3600
+    return hours * price.dollars_per_chip_hour
+
+
+def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
+    section = Section("Memory and cost")
+    memory = [value for _, value in points(run.logs, "peak_memory_gib")]
+    if memory:
+        limit = run.facts["backend"]["memory_per_chip"]
+        of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB that a chip has for programs"
+        section.lines.append(f"At most {max(memory):.3g} GiB {of} were in use.")
+    if (price := _price(run, prices)) is None:
+        section.lines.append(
+            f"No price of {run.facts['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "
+            "RUN_DIR --prices FILE."
+        )
+    else:
+        section.lines.append(
+            f"${_dollars(run, price):,.2f} so far, from the beginning to the end of training: ${price.dollars_per_chip_hour:g} a "
+            f"chip and hour, {price.region}, {price.date} ({price.source})."
+        )
+    if len(run.sessions) > 1:
+        rows = [
+            [
+                session.facts["time"].replace("T", " ").replace("+00:00", " UTC"),
+                f"{session.facts['first_step']:,}",
+                f"{session.last_step:,}",
+                format_seconds(session.seconds),
+                "did not end" if session.end is None else "ended",
+            ]
+            for session in run.sessions
+        ]
+        section.tables.append(Table(["begun", "from step", "to step", "time", ""], rows))
+    return section
+
+
+def _recipe(run: Run) -> Section:
+    facts, model = run.facts, run.facts["model"]
+    section = Section("Recipe")
+    share = 100 * model["trained"] / max(1, model["parameters"])
+    section.lines.append(
+        f"{model['name']}: {model['parameters']:,} parameters, {model['trained']:,} trained ({share:.3g} %); "
+        f"{facts['facts']['precision']}."
+    )
+    section.lines += [f"{name}: {count(rows, 'row')}." for name, rows in facts["rows"].items()]
+    section.lines += facts["facts"]["changes"]
+    arguments = facts["arguments"]
+    section.tables.append(
+        Table(["set", "value"], [[name, str(arguments[name])] for name in facts["changed"] if name in arguments])
+    )
+    everything = [[name, str(value)] for name, value in sorted(arguments.items())]
+    section.tables.append(Table(["argument", "value"], everything, "All arguments"))
+    return section
+
+
+def _versions(run: Run) -> Section:
+    backend = run.facts["backend"]
+    rows = [*run.facts["versions"].items(), ("device", f"{backend['name']}, {backend['device']}: {backend['reason']}")]
+    return Section("Versions", tables=[Table(["what", "which"], [list(row) for row in rows])])

@@ -1,0 +1,72 @@
+"""Numbers as people read them."""
+
+import math
+from collections.abc import Sequence
+
+
+def format_seconds(seconds: float) -> str:
+    """
+    A duration.
+
+    Args:
+        seconds (`float`):
+            How long.
+
+    Returns:
+        `str`: E.g. `"2.3 ms"`, `"12.0 s"`, `"3 min 5 s"`, `"2 h 10 min"`.
+    """
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def format_number(value: float) -> str:
+    """
+    A number with at least four digits that count.
+
+    Args:
+        value (`float`):
+            The number.
+
+    Returns:
+        `str`: E.g. `"12,345"`, `"1.234"`, `"2e-05"`.
+    """
+    if isinstance(value, int) or (math.isfinite(value) and abs(value) >= 1000):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def format_size(shape: Sequence[int]) -> str:
+    """
+    A shape.
+
+    Args:
+        shape (`Sequence[int]`):
+            Its sizes; none for batches whose shapes are not told apart.
+
+    Returns:
+        `str`: E.g. `"8 x 512"`.
+    """
+    return " x ".join(map(str, shape)) or "all"
+
+
+def count(number: int, what: str) -> str:
+    """
+    A number of things.
+
+    Args:
+        number (`int`):
+            How many.
+        what (`str`):
+            One of them.
+
+    Returns:
+        `str`: E.g. `"1 program"`, `"1,200 programs"`.
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,107 @@
+import time
+
+import pytest
+import torch
+
+from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.callbacks.step_status import PhaseClock, StepStatus
+from hf_tpu_ext.report.phases import CLASSES_PER_DECADE, class_of
+
+
+def test_phases_add_up_to_the_time_that_passed():
+    clock = PhaseClock()
+    begin = time.perf_counter()
+    clock.enter("data")
+    inside = time.perf_counter()
+    with clock.phase("save"), clock.phase("read"):
+        time.sleep(0.01)
+    middle = clock.until_now()
+    clock.enter("step")
+    time.sleep(0.01)
+    until = time.perf_counter()
+    clock.enter(None)
+    end = time.perf_counter()
+    assert until - inside <= clock.seconds.total() <= end - begin
+    assert clock.seconds["read"] >= 0.01 > clock.seconds["save"] > 0
+    assert clock.seconds["step"] >= 0.01
+    assert middle.keys() == {"data", "save", "read"} and middle["read"] == clock.seconds["read"]
+
+
+def test_a_phase_that_fails_ends():
+    clock = PhaseClock()
+    clock.enter("other")
+    with pytest.raises(KeyError), clock.phase("eval"):
+        raise KeyError
+    assert clock.enter(None) == "other"
+
+
+def test_a_clock_that_stands_takes_nothing():
+    clock = PhaseClock()
+    clock.credit("compile", 3.0)
+    assert clock.seconds.total() == 0
+    with clock.phase("eval"):
+        pass
+    assert clock.enter("step") is None
+
+
+def test_time_is_counted_as_another_phase():
+    clock = PhaseClock()
+    clock.enter("step")
+    clock.credit("compile", 2.0)
+    clock.enter(None)
+    assert clock.seconds["compile"] == 2.0 and clock.seconds["step"] == pytest.approx(-2.0, abs=0.5)
+    for to in ("replay", "replay", "step"):
+        total = clock.seconds.total()
+        clock.rename("step", to)
+        assert clock.seconds.total() == pytest.approx(total)
+    assert "step" not in clock.seconds or clock.seconds["step"] == 0
+    assert clock.seconds["replay"] < -1
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 0.0123, 0.99, 1.0, 3.7, 4000.0])
+def test_class_of_a_time(seconds):
+    number = class_of(seconds)
+    assert 10 ** (number / CLASSES_PER_DECADE) <= seconds * (1 + 1e-9)
+    assert seconds < 10 ** ((number + 1) / CLASSES_PER_DECADE)
+
+
+IDS = torch.ones(2, 3, dtype=torch.long)
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "padded"),
+    [
+        ({"input_ids": IDS, "attention_mask": MASK}, 3, 6),
+        ({"input_ids": IDS}, 6, 6),
+        # Not one entry for each token.
+        ({"input_ids": IDS, "attention_mask": torch.zeros(2, 1, 3, 3)}, 6, 6),
+    ],
+)
+def test_tokens_of_a_batch(batch, tokens, padded):
+    status = StepStatus(CPUBackend("a test"), lambda: "step")
+    status.on_train_begin(None, None, None)
+    for _ in range(2):
+        status.on_step_begin(None, None, None)
+        status.count(batch)
+        status.on_step_end(None, None, None)
+    logs = status.take()
+    (count,) = status.batches.values()
+    assert (count.batches, count.tokens, count.padded_tokens) == (2, 2 * tokens, 2 * padded)
+    assert logs["padded_tokens_per_second"] / logs["tokens_per_second"] == pytest.approx(padded / tokens, rel=1e-3)
+    assert status.take() == {}, "no step since"
+
+
+def test_batches_without_tokens_are_timed_only():
+    status = StepStatus(CPUBackend("a test"), lambda: "step")
+    status.on_train_begin(None, None, None)
+    status.on_step_begin(None, None, None)
+    status.count({"pixel_values": torch.ones(2, 3, 4, 4)})
+    status.on_step_end(None, None, None)
+    logs = status.take()
+    assert logs["step_time"] > 0 and not any("tokens" in name for name in logs)
+
+
+def test_memory_of_the_process():
+    held = torch.ones(64 * 2**20 // 4)
+    assert CPUBackend("a test").peak_memory() >= held.nbytes

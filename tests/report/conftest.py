@@ -1,0 +1,90 @@
+"""Made records of runs."""
+
+import pytest
+
+from hf_tpu_ext.report.record import RecordWriter
+
+
+VERSIONS = {"python": "3.11.2", "hf_tpu_ext": "0.1.0", "torch": "2.9.1"}
+
+
+def begin(first_step=0, **facts):
+    return {
+        "at": 0.0,
+        "time": "2026-11-20T10:00:00+00:00",
+        "first_step": first_step,
+        "max_steps": 40,
+        "versions": VERSIONS,
+        "arguments": {"output_dir": "runs/a", "learning_rate": 1e-3, "max_length": 64},
+        "changed": ["learning_rate", "output_dir"],
+        "model": {"name": "tiny", "parameters": 1000, "trained": 10},
+        "rows": {"train_dataset": 20},
+        "backend": {"name": "xla", "device": "TPU v5e", "reason": "found", "chips": 8, "memory_per_chip": 16 * 2**30},
+        "facts": {"precision": "float32 weights", "changes": ["fsdp has no effect"], "token_waste": "20 rows"},
+        **facts,
+    }
+
+
+def log(step, at, **logs):
+    return {
+        "at": at,
+        "step": step,
+        "logs": {"loss": 3.0 - step / 20, "learning_rate": 1e-3 / (1 + step), "grad_norm": 1.0, **logs},
+        "phases": {"data": 0.1, "replay": 0.3, "compile": 1.0, "eval": 0.2},
+        "step_times": {"data": {"-40": 5}, "replay": {"-25": 4, "-24": 1}, "total": {"-25": 3, "-24": 2}},
+        "batches": [[[4, 16], [6, 300, 384]], [[4, 64], [4, 700, 1024]]],
+    }
+
+
+def program(at, **values):
+    return {
+        "at": at,
+        "step": 1,
+        "kind": "training step",
+        "shape": [4, 16],
+        "seconds": 2.0,
+        "compiled": True,
+        "cause": None,
+        **values,
+    }
+
+
+END = {
+    "step": 40,
+    "counters": {
+        "compiles": 1,
+        "compile_seconds": 2.0,
+        "executions": 40,
+        "reads": 8,
+        "fallbacks": 0,
+        "replays": 38,
+        "loads": 0,
+    },
+    "cache": None,
+    "phases": {"save": 0.5},
+    "step_times": {},
+    "batches": [],
+}
+
+
+@pytest.fixture
+def write_run():
+    """Writes the record of a run of 40 steps with a log every 5."""
+
+    def write(directory, steps=40, first_step=0, end=True, anew=True, logs=None, **facts):
+        directory.mkdir(exist_ok=True)
+        writer = RecordWriter(directory, anew)
+        writer.write("begin", **begin(first_step, **facts))
+        writer.write("program", **program(2.5))
+        for index, step in enumerate(range(first_step + 5, steps + 1, 5)):
+            speed = dict(
+                tokens_per_second=5000.0, padded_tokens_per_second=8000.0, step_time=0.02, peak_memory_gib=2.5
+            )
+            writer.write("log", **log(step, 3.0 + 10 * (index + 1), **{**speed, **(logs or {})}))
+        if end:
+            writer.write("log", **{**log(steps, 100.0), "logs": {"eval_loss": 2.0, "eval_runtime": 1.0}})
+            writer.write("log", **{**log(steps, 100.0), "logs": {"train_loss": 2.0}})
+            writer.write("end", at=3600.0, **END)
+        return directory
+
+    return write

@@ -1,0 +1,193 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hf_tpu_ext.hardware.prices import read_prices
+from hf_tpu_ext.report.figures import draw_curves
+from hf_tpu_ext.report.make import make_report
+from hf_tpu_ext.report.record import RECORD_NAME, read_run
+from hf_tpu_ext.report.sections import headline
+from hf_tpu_ext.report.words import format_number, format_seconds
+
+
+def test_headline(write_run, tmp_path):
+    run = read_run(write_run(tmp_path / "run", logs={"mfu": 0.4}))
+    assert headline(run, read_prices()) == {
+        "loss": "2.75 → 1",
+        "held-out loss": "2",
+        "steps": "40 of 40",
+        "time": "1 h 0 min",
+        "tokens / s": "5,000",
+        "time of a step": "20 ms",
+        "utilization (MFU)": "40 %",
+        "padding": "29.0 %",
+        "programs": "1 in 2 s",
+        "peak memory": "2.5 GiB",
+        # 8 chips for an hour.
+        "cost so far": "$9.60",
+    }
+
+
+def test_both_forms_say_the_same(write_run, tmp_path):
+    page = make_report([write_run(tmp_path / "run")])
+    assert page == tmp_path / "run" / "report.html"
+    html, markdown = page.read_text(), page.with_suffix(".md").read_text()
+    for said in (
+        "tiny",
+        "$9.60 so far",
+        "fsdp has no effect",
+        "training step",
+        "4 x 16",
+        "2.9.1",
+        "31.6 %",
+        "replayed",
+    ):
+        assert said in html and said in markdown
+    assert html.count("<svg") == 8 and "<svg" not in markdown
+    assert not list(page.parent.glob("*.tmp"))
+    # Every row of a table has as many cells as its head.
+    for table in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
+
+
+def test_what_a_person_typed_stays_text(write_run, tmp_path):
+    typed = "<script>alert(1)</script> | `a` \n# & $x_{$"
+    run = write_run(
+        tmp_path / "run", arguments={"output_dir": typed}, model={"name": typed, "parameters": 10, "trained": 1}
+    )
+    for page in (make_report([run]), make_report([run, write_run(tmp_path / "<b>$x_{$")], tmp_path)):
+        html, markdown = page.read_text(), page.with_suffix(".md").read_text()
+        assert "<script" not in html and "<b>" not in html and "&lt;script&gt;" in html
+        assert not re.search(r"(?<!\\)[<`]", markdown)
+
+
+def test_nothing_is_loaded_from_anywhere(write_run, tmp_path):
+    html = make_report([write_run(tmp_path / "run")]).read_text()
+    assert "default-src 'none'" in html
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)[^)]*\)|@import', html)
+
+
+def test_what_is_not_known_is_left_out(write_run, tmp_path):
+    device = {"name": "cpu", "device": "x86_64 CPU", "reason": "asked for", "chips": 1, "memory_per_chip": None}
+    page = make_report([write_run(tmp_path / "run", backend=device)])
+    numbers = headline(read_run(page.parent), read_prices())
+    assert "cost so far" not in numbers and "utilization (MFU)" not in numbers
+    assert "No price of x86_64 CPU is known" in page.read_text()
+
+
+def test_a_run_without_logs(write_run, tmp_path):
+    page = make_report([write_run(tmp_path / "run", steps=4, end=False)])
+    html = page.read_text()
+    assert "Nothing was logged" in html and "did not end, or is still going on" in html
+
+
+def test_a_loss_that_is_not_finite(write_run, tmp_path):
+    html = make_report(
+        [write_run(tmp_path / "run", logs={"loss": float("nan"), "grad_norm": float("inf")})]
+    ).read_text()
+    assert "The loss was not finite in 8 logs." in html and "nan" in html
+
+
+def test_a_resumed_run_shows_its_sessions(write_run, tmp_path):
+    write_run(tmp_path / "run", steps=30, end=False)
+    markdown = make_report([write_run(tmp_path / "run", first_step=20, anew=False)]).with_suffix(".md").read_text()
+    assert "Done once more after the run was resumed: 10 steps." in markdown
+    assert "| 0 | 30 | 63 s | did not end |" in markdown and "| 20 | 40 | 1 h 0 min | ended |" in markdown
+
+
+def test_several_runs(write_run, tmp_path):
+    arguments = {"output_dir": "runs/a", "learning_rate": 1e-3, "max_length": 64}
+    runs = [
+        write_run(tmp_path / "a", arguments=arguments),
+        write_run(tmp_path / "b", arguments={**arguments, "learning_rate": 5e-4}, logs={"loss": 1.5}),
+        write_run(tmp_path / "c", arguments=arguments, end=False),
+    ]
+    page = make_report(runs, tmp_path)
+    assert page.name == "comparison.html"
+    markdown = page.with_suffix(".md").read_text()
+    assert "| learning\\_rate | 0.001 | 0.0005 | 0.001 |" in markdown and "max\\_length" not in markdown
+    assert "| loss | 2.75 → 1 | 1.5 | 2.75 → 1 |" in markdown
+    html = page.read_text()
+    assert html.count("<svg") == 6 and all(str(run) in html for run in runs)
+
+
+def test_without_matplotlib(write_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = write_run(tmp_path / "run")
+    html = make_report([run]).read_text()
+    assert "<svg" not in html and "hf_tpu_ext[report]" in html and "31.6 %" in html
+    assert "pip install" in make_report([run, write_run(tmp_path / "other")], tmp_path).read_text()
+
+
+def test_a_report_that_cannot_be_written(write_run, tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "report.html.tmp").mkdir()
+    with pytest.raises(ValueError, match=r"report.html cannot be written .*--output_dir"):
+        make_report([run])
+    assert sorted(path.name for path in run.iterdir()) == ["report.html.tmp", RECORD_NAME]
+    assert make_report([run], tmp_path) == tmp_path / "report.html"
+
+
+FULL_DISK = """
+import resource, signal, sys
+from hf_tpu_ext.report.make import make_report
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+make_report(sys.argv[1:])
+"""
+
+
+def test_a_full_disk_leaves_the_former_report(write_run, tmp_path):
+    page = make_report([write_run(tmp_path / "run")])
+    before = page.read_text()
+    result = subprocess.run([sys.executable, "-c", FULL_DISK, str(page.parent)], capture_output=True, text=True)
+    assert "report.html cannot be written" in result.stderr
+    assert page.read_text() == before and not list(page.parent.glob("*.tmp"))
+
+
+def test_torch_is_not_imported(write_run, tmp_path):
+    """A report is made beside a process that holds the TPU, and in a second."""
+    code = "import sys, hf_tpu_ext.report.make as m; m.make_report(sys.argv[1:]); print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(write_run(tmp_path / "run"))], capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_long_curves_keep_their_peaks():
+    points = [(step, 100.0 if step == 77_777 else step % 7) for step in range(200_000)]
+    svg = draw_curves("a", "A", {"a": points})
+    assert len(svg) < 100_000
+    long, short = (
+        draw_curves("a", "A", {"a": values}) for values in (points, [(0, 0), (77_777, 100.0), (199_999, 1)])
+    )
+    heights = [min(float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", svg)) for svg in (long, short)]
+    assert heights[0] == pytest.approx(heights[1], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.00123, "1.23 ms"),
+        (0.25, "250 ms"),
+        (12.04, "12 s"),
+        (185, "3 min 5 s"),
+        (7800, "2 h 10 min"),
+        (3599.9, "1 h 0 min"),
+    ],
+)
+def test_durations(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_numbers():
+    assert [format_number(value) for value in (12345.6, 3, 2e-5, 1.23456, float("nan"))] == [
+        "12,346",
+        "3",
+        "2e-05",
+        "1.235",
+        "nan",
+    ]

@@ -1,0 +1,119 @@
+"""The record and the report of a run."""
+
+import itertools
+import json
+import time
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.report.record import RECORD_NAME, read_run
+from hf_tpu_ext.trainers import ExtensionArguments
+
+
+CONFIG = dict(config_cls=TPUSFTConfig, run_report=True, max_steps=6, logging_steps=2)
+
+
+def test_a_run_leaves_its_report(runs, capsys):
+    # Of a rank that no other test has: programs are compiled once in a process.
+    trainer = runs.ours(
+        **CONFIG,
+        lora={"r": 3},
+        eval_strategy="steps",
+        eval_steps=3,
+        gradient_accumulation_steps=2,
+        hub_token="hf_secret",
+    )
+    run = read_run(runs.output_dir)
+    assert run.steps == 6 and run.unreadable == 0 and run.sessions[0].end["counters"]["compiles"] > 0
+    for entry, logged in zip(run.logs, (log for log in trainer.state.log_history if "loss" in log), strict=True):
+        assert {key: entry[key] for key in logged} == logged
+    assert [entry["step"] for entry in run.evaluations] == [3, 6]
+    assert [(one["kind"], tuple(one["shape"])) for one in run.programs if one["shape"]] == list(trainer.watch.programs)
+    assert run.phases.total() == pytest.approx(trainer.status.clock.seconds.total(), abs=0.01)
+    assert run.step_times["total"].total() == 6
+    assert {shape: tuple(counts) for shape, counts in run.batches.items()} == {
+        shape: (count.batches, count.tokens, count.padded_tokens) for shape, count in trainer.status.batches.items()
+    }
+    facts = run.facts
+    assert facts["model"]["trained"] < facts["model"]["parameters"]
+    assert {"max_steps", "learning_rate", "hub_token"} <= set(facts["changed"]) and "weight_decay" in facts["changed"]
+    assert "adam_beta1" not in facts["changed"]
+    assert {"torch", "transformers", "trl", "hf_tpu_ext", "python"} <= facts["versions"].keys()
+    text = (runs.output_dir / "report.html").read_text() + (runs.output_dir / "report.md").read_text()
+    assert "hf_secret" not in text + (runs.output_dir / RECORD_NAME).read_text()
+    assert str(runs.model_dir) in text and "micro-step" in text
+    assert f"Report: {runs.output_dir / 'report.html'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+def test_upstreams_config_has_a_report(runs, monkeypatch, backend):
+    monkeypatch.setattr(ExtensionArguments, "run_report", True)
+    runs.ours(max_steps=2, use_cpu=backend == "cpu")
+    assert (runs.output_dir / "report.html").is_file()
+    assert read_run(runs.output_dir).facts["backend"]["name"] == backend
+
+
+def test_none_is_made_where_none_is_wanted(runs):
+    runs.ours(config_cls=TPUSFTConfig, run_report=False, max_steps=2)
+    assert not list(runs.output_dir.glob("re*.*")) and not (runs.output_dir / RECORD_NAME).exists()
+
+
+def test_a_record_without_status(runs):
+    runs.ours(**CONFIG, step_status=False)
+    run = read_run(runs.output_dir)
+    assert len(run.logs) == 3 and not run.phases and (runs.output_dir / "report.html").is_file()
+
+
+def test_a_resumed_run(runs):
+    config = {**CONFIG, "save_strategy": "steps", "save_steps": 2}
+    runs.ours(**config)
+    trainer = runs.ours(**{**config, "max_steps": 8}, train=False)
+    trainer.train(resume_from_checkpoint=str(runs.output_dir / "checkpoint-4"))
+    run = read_run(runs.output_dir)
+    assert [session.facts["first_step"] for session in run.sessions] == [0, 4]
+    assert [entry["step"] for entry in run.logs] == [2, 4, 6, 8] and run.repeated_steps == 2
+
+
+class TakeAway(TrainerCallback):
+    """Puts a directory in the place of the record, so that it cannot be written any more."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            record = self.output_dir / RECORD_NAME
+            record.rename(record.with_suffix(".taken"))
+            record.mkdir()
+
+
+def test_a_record_that_cannot_be_written_is_done_without(runs, caplog):
+    callback = TakeAway()
+    callback.output_dir = runs.output_dir
+    with caplog.at_level("WARNING"):
+        trainer = runs.ours(**CONFIG, kwargs={"callbacks": [callback]})
+    assert sum("Training goes on" in text for text in caplog.messages) == 1
+    undisturbed = runs.ours(config_cls=TPUSFTConfig, max_steps=6, logging_steps=2)
+    for mine, other in zip(trainer.model.parameters(), undisturbed.model.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+
+
+def test_a_report_that_cannot_be_written_costs_a_line(runs, caplog):
+    (runs.output_dir / "report.html.tmp").mkdir(parents=True)
+    with caplog.at_level("WARNING"):
+        trainer = runs.ours(**CONFIG)
+    (line,) = [text for text in caplog.messages if "no report" in text]
+    assert "cannot be written" in line and f"hf-tpu report {runs.output_dir}" in line
+    assert trainer.state.global_step == 6 and len(read_run(runs.output_dir).logs) == 3
+
+
+def test_a_clock_that_goes_back(runs, monkeypatch):
+    """That of the day, which somebody sets. Durations are taken from one that only goes forward."""
+    seconds = itertools.count(2_000_000_000, -60)
+    monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
+    trainer = runs.ours(**CONFIG)
+    for entry in trainer.state.log_history:
+        assert all(value >= 0 for name, value in entry.items() if name.startswith(("phase/", "step_time", "tokens_")))
+    ats = [json.loads(line)["at"] for line in (runs.output_dir / RECORD_NAME).read_text().splitlines()]
+    assert 0 <= ats[0] and all(before <= after for before, after in itertools.pairwise(ats))
+    assert (runs.output_dir / "report.html").is_file()
