@@ -1,0 +1,102 @@
+"""`hf-tpu export`: a plain model of what a run has trained."""
+
+import argparse
+from pathlib import Path
+
+
+DESCRIPTION = """\
+Make a plain model of a run, which transformers, vLLM and others load without this package, and say what that changed:
+the logits of the written files are compared with those of the trained model. An adapter (LoRA, DoRA) is merged into its
+base in float32; a model that was fine-tuned as a whole is converted to another dtype. Runs on the CPU.
+
+examples:
+  hf-tpu export runs/sft_lora_qwen3 --merge
+  hf-tpu export runs/sft_lora_qwen3/checkpoint-500 --merge --dtype float32 --output_dir models/mine
+  hf-tpu export runs/sft_full_qwen3 --dtype bfloat16
+
+The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much,
+and 2 if nothing was written.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """
+    Register the `export` subcommand.
+
+    Args:
+        subparsers (`argparse._SubParsersAction`):
+            What `add_subparsers` of the main parser returned.
+    """
+    parser = subparsers.add_parser(
+        "export",
+        help="merge an adapter, convert weights, and compare the result with what was trained",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, help="output_dir of a run, or a checkpoint-N in it")
+    parser.add_argument("--merge", action="store_true", help="merge the adapter into its base")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: that of the adapter's base)")
+    parser.add_argument(
+        "--output_dir", type=Path, help="where to write (default: `merged` or `converted` in the run's directory)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
+    parser.add_argument("--base_model", help="the adapter's base, where it is elsewhere than the adapter says")
+    parser.add_argument(
+        "--prompts", nargs="+", metavar="TEXT", help="what to compare on (default: four that come with this package)"
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Export a run, and say what that changed.
+
+    Args:
+        args (`argparse.Namespace`):
+            With the options above.
+
+    Returns:
+        `int`: `0` if the export may be used in place of the trained model, `1` if it differs much.
+
+    Raises:
+        `ValueError`: Something is missing or does not fit.
+        `OSError`: The export cannot be written.
+    """
+    from transformers.utils import logging
+
+    from ..export.make import export_run
+    from ..export.proof import PROMPTS
+
+    logging.disable_progress_bar()
+    export = export_run(
+        args.run_dir,
+        args.output_dir,
+        merge=args.merge,
+        dtype=args.dtype,
+        overwrite=args.overwrite,
+        base_model=args.base_model,
+        prompts=args.prompts or PROMPTS,
+    )
+    print(_page(export))
+    return 0 if export.good else 1
+
+
+def _page(export) -> str:
+    what = f"{export.run_dir}, merged into {export.base}" if export.base else export.run_dir
+    lines = [f"{what}: {export.num_parameters:,} parameters, {export.dtype}"]
+    if export.untied:
+        lines.append(
+            "The adapter changes one of two tied embeddings: they are two weights now (tie_word_embeddings=false)"
+        )
+    rows = {
+        "the base: what training changed": export.training,
+        f"{export.dtype} weights, computed in float32": export.weights,
+        f"{export.dtype} weights, computed in {export.dtype}": export.exported,
+    }
+    width = max(map(len, rows))
+    against = f"against the trained model, {export.prompts} prompts, {export.positions} tokens"
+    lines += ["", against, f"{'':<{width}}{'max |diff|':>15}{'mean KL':>12}{'same top-1':>12}"]
+    for name, row in rows.items():
+        if row is not None:
+            lines.append(f"{name:<{width}}{row.max_abs:>15.3g}{row.mean_kl:>12.2g}{row.same_top1:>12.1%}")
+    return "\n".join([*lines, "", export.verdict, f"Written: {export.output_dir}"])

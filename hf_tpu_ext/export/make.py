@@ -1,0 +1,178 @@
+"""An export from beginning to end."""
+
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from .. import __version__
+from ..backends import select_backend
+from .files import REPORT_FILE, check_output, check_room, whole_directory
+from .models import merge as merge_adapter
+from .models import open_source
+from .proof import PROMPTS, Difference, answer, compare, judge, logits, tokenize_prompts
+
+
+#: Dtypes that weights are written in.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Export:
+    """
+    What was written, and what it changed.
+
+    Args:
+        output_dir (`str`):
+            The exported model.
+        run_dir (`str`):
+            What it was made from.
+        base (`str`, *optional*):
+            Model under the adapter, where one was merged.
+        dtype (`str`):
+            Dtype of the weights.
+        num_parameters (`int`):
+            How many there are.
+        tied (`bool`):
+            Whether the embeddings are one weight.
+        untied (`bool`):
+            Whether the adapter has made two of one: the configuration says so.
+        prompts (`int`):
+            How many were compared.
+        positions (`int`):
+            Their tokens, and those of the answers.
+        training ([`~proof.Difference`], *optional*):
+            The base beside the trained model, where an adapter was merged.
+        weights ([`~proof.Difference`]):
+            The written weights, computed with in float32, beside the trained model.
+        exported ([`~proof.Difference`]):
+            The written weights, computed with in their own dtype.
+        good (`bool`):
+            Whether the export may be used in place of the trained model.
+        verdict (`str`):
+            Why.
+    """
+
+    output_dir: str
+    run_dir: str
+    base: str | None
+    dtype: str
+    num_parameters: int
+    tied: bool
+    untied: bool
+    prompts: int
+    positions: int
+    training: Difference | None
+    weights: Difference
+    exported: Difference
+    good: bool
+    verdict: str
+
+
+def export_run(
+    run_dir: str | Path,
+    output_dir: str | Path | None = None,
+    merge: bool = False,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    base_model: str | None = None,
+    prompts: Sequence[str] = PROMPTS,
+) -> Export:
+    """
+    Make a plain model of a run, on the CPU, and compare it with what was trained.
+
+    Args:
+        run_dir (`str` or `Path`):
+            An output directory, or a `checkpoint-N` in it.
+        output_dir (`str` or `Path`, *optional*):
+            Where to write, by default `merged` or `converted` in `run_dir`. It appears when it is complete.
+        merge (`bool`, *optional*, defaults to `False`):
+            Whether to merge the adapter that the run has trained; it is merged in float32. Without, a model is converted.
+        dtype (`str`, *optional*):
+            `"float32"`, `"bfloat16"` or `"float16"`. By default that of the adapter's base.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Whether an earlier export in `output_dir` may be replaced.
+        base_model (`str`, *optional*):
+            Name or directory of the adapter's base, where it is elsewhere than the adapter says.
+        prompts (`Sequence[str]`, *optional*):
+            What to compare on. The trained model goes on after each, and what it says is compared as well.
+
+    Returns:
+        [`Export`]: What was written. It is in `export.json` beside the weights, too.
+
+    Raises:
+        `ValueError`: Something is missing or does not fit; nothing was written.
+        `OSError`: It cannot be written; nothing of it was kept.
+    """
+    # Keeps transformers from an accelerator that it finds.
+    select_backend("cpu")
+    source = open_source(Path(run_dir), merge, base_model)
+    output_dir = Path(output_dir or source.directory / ("merged" if merge else "converted"))
+    check_output(
+        output_dir, overwrite, [source.directory, *([Path(source.base)] if Path(source.base).is_dir() else [])]
+    )
+    config = source.read_config()
+    if dtype is None:
+        if not merge:
+            raise ValueError("Give the dtype to convert to: --dtype bfloat16 (float32 and float16 are the others).")
+        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: weights are written in {', '.join(DTYPES)}. Give one of these.")
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(config).num_parameters() * DTYPES[dtype].itemsize
+    check_room(output_dir, size)
+
+    tokenizer = source.load_tokenizer()
+    model = source.load_trained(tokenizer)
+    rows = answer(model, tokenize_prompts(tokenizer, prompts))
+    trained = logits(model, rows)
+    training = None
+    if merge:
+        with model.disable_adapter():
+            training = compare(trained, logits(model, rows))
+        with warnings.catch_warnings():
+            # That embeddings are two weights now. The result says so.
+            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+            model = merge_adapter(model)
+    num_parameters, tied = model.num_parameters(), model.config.tie_word_embeddings
+
+    with whole_directory(output_dir) as partial:
+        model.to(DTYPES[dtype]).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        del model
+        gc.collect()
+        # What others will load.
+        written = AutoModelForCausalLM.from_pretrained(partial, dtype=dtype).eval()
+        exported = compare(trained, logits(written, rows))
+        weights = exported if dtype == "float32" else compare(trained, logits(written.float(), rows))
+        good, verdict = judge(dtype, exported, training)
+        export = Export(
+            output_dir=str(output_dir),
+            run_dir=str(run_dir),
+            base=source.base if merge else None,
+            dtype=dtype,
+            num_parameters=num_parameters,
+            tied=tied,
+            untied=config.tie_word_embeddings and not tied,
+            prompts=len(rows),
+            positions=sum(row.shape[1] for row in rows),
+            training=training,
+            weights=weights,
+            exported=exported,
+            good=good,
+            verdict=verdict,
+        )
+        (partial / REPORT_FILE).write_text(json.dumps(_report(export), indent=2) + "\n", encoding="utf-8")
+    return export
+
+
+def _report(export: Export) -> dict:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
+    return {**dataclasses.asdict(export), "versions": {"hf_tpu_ext": __version__, **versions}}

@@ -1,0 +1,231 @@
+"""What a run has left: a model, or an adapter and the name of its base."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
+from transformers.utils import CONFIG_NAME
+
+from ..trainers.checkpoint_files import MANIFEST_NAME, find_damage
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    What is exported.
+
+    Args:
+        directory (`Path`):
+            An output directory or a checkpoint.
+        base (`str`):
+            Name or directory of the model under the adapter; the directory itself for a model of its own.
+        revision (`str`, *optional*):
+            Of the base.
+        adapter ([`~peft.PeftConfig`], *optional*):
+            The adapter's configuration.
+    """
+
+    directory: Path
+    base: str
+    revision: str | None = None
+    adapter: PeftConfig | None = None
+
+    def read_config(self):
+        """
+        Read the configuration of the model, without its weights.
+
+        Returns:
+            [`~transformers.PreTrainedConfig`]: The configuration.
+
+        Raises:
+            `ValueError`: It is not there, or of no language model.
+        """
+        try:
+            config = AutoConfig.from_pretrained(self.base, revision=self.revision)
+        except OSError as error:
+            raise self._no_base() from error
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"{self.base} is a {config.model_type} model. Causal language models are exported.")
+        return config
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """
+        Load the run's tokenizer, or that of the base where the run has none.
+
+        Returns:
+            [`~transformers.PreTrainedTokenizerBase`]: The tokenizer, with its chat template.
+
+        Raises:
+            `ValueError`: There is none.
+        """
+        own = (self.directory / "tokenizer_config.json").is_file()
+        place = self.directory if own else self.base
+        try:
+            return AutoTokenizer.from_pretrained(place, revision=None if own else self.revision)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"No tokenizer is found in {self.directory} or {self.base}. Copy it there from the model that the run "
+                "began with: tokenizer.json and tokenizer_config.json."
+            ) from error
+
+    def load_trained(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | PeftModel:
+        """
+        Load what was trained, in float32: an adapter on its base.
+
+        Args:
+            tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+                The run's tokenizer. Where it has tokens that the base has not, the run has added them.
+
+        Returns:
+            [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]: The model.
+
+        Raises:
+            `ValueError`: A file is missing or cannot be read, or the adapter is that of another model.
+        """
+        try:
+            model = AutoModelForCausalLM.from_pretrained(self.base, revision=self.revision, dtype=torch.float32)
+        except OSError as error:
+            raise self._no_base() from error
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights in {self.base} cannot be read ({error}). Take another checkpoint."
+            ) from error
+        if self.adapter is not None:
+            if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+                model.resize_token_embeddings(len(tokenizer))
+            try:
+                with warnings.catch_warnings():
+                    # Tied embeddings with an adapter are what `merge` takes care of.
+                    warnings.filterwarnings("ignore", message="Model (with|has) `tie_word_embeddings=True`")
+                    model = PeftModel.from_pretrained(model, self.directory, torch_device="cpu")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{self.directory / SAFETENSORS_WEIGHTS_NAME} cannot be read ({error}). Take another checkpoint."
+                ) from error
+            except RuntimeError as error:
+                raise ValueError(
+                    f"The adapter in {self.directory} does not fit {self.base}. Give the model that it was trained on: "
+                    f"--base_model DIRECTORY\n{error}"
+                ) from error
+        # As the trainer does at the start of a run; an adapter's directory does not keep it.
+        align_special_tokens(model.get_base_model() if self.adapter is not None else model, tokenizer)
+        return model.eval()
+
+    def _no_base(self) -> ValueError:
+        if self.adapter is None:
+            return ValueError(f"{self.directory} holds no whole model. Take another checkpoint.")
+        return ValueError(
+            f"{self.base}, which the adapter in {self.directory} was trained on, is not found on this machine or on the "
+            "hub. Say where it is: --base_model DIRECTORY; or get it where there is a network: hf download "
+            f"{self.base}"
+        )
+
+
+def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
+    """
+    Find out what a run has left.
+
+    Args:
+        run_dir (`Path`):
+            An output directory or a checkpoint.
+        merge (`bool`):
+            Whether an adapter is expected.
+        base_model (`str`, *optional*):
+            Name or directory of the model under the adapter, in place of what the adapter says.
+
+    Returns:
+        [`Source`]: What there is.
+
+    Raises:
+        `ValueError`: It is not what is expected.
+    """
+    if not run_dir.is_dir():
+        raise ValueError(
+            f"{run_dir}: there is no such directory. Give the output_dir of a run, or a checkpoint-N in it."
+        )
+    if (run_dir / MANIFEST_NAME).is_file() and (damage := find_damage(run_dir)) is not None:
+        raise ValueError(
+            f"{run_dir} is damaged: {damage}. Take another checkpoint; or remove its {MANIFEST_NAME}, for what is there to "
+            "be exported unchecked."
+        )
+    if (run_dir / ADAPTER_CONFIG_NAME).is_file():
+        if not merge:
+            raise ValueError(f"{run_dir} holds an adapter. Add --merge.")
+        return _open_adapter(run_dir, base_model)
+    if not (run_dir / CONFIG_NAME).is_file():
+        inside = sorted(path.name for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+        hint = f"It holds {', '.join(inside)}: give one of these." if inside else "Give the output_dir of a run."
+        raise ValueError(f"{run_dir} holds neither an adapter nor a model. {hint}")
+    if merge:
+        raise ValueError(f"{run_dir} holds a whole model, no adapter to merge. Leave out --merge.")
+    if base_model is not None:
+        raise ValueError(f"{run_dir} holds a whole model, which has no base. Leave out --base_model.")
+    return Source(run_dir, str(run_dir))
+
+
+def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
+    try:
+        adapter = PeftConfig.from_pretrained(run_dir)
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(
+            f"{run_dir / ADAPTER_CONFIG_NAME} cannot be read ({error}). Take another checkpoint."
+        ) from error
+    if adapter.is_prompt_learning:
+        raise ValueError(
+            f"{run_dir} holds a {adapter.peft_type} adapter, which has no weights that a base could take up. It is used "
+            "as it is: peft.AutoPeftModelForCausalLM.from_pretrained"
+        )
+    # Without the file PEFT asks the hub for a repository of this name.
+    if not (run_dir / SAFETENSORS_WEIGHTS_NAME).is_file():
+        raise ValueError(f"{run_dir} has no {SAFETENSORS_WEIGHTS_NAME}: it is not whole. Take another checkpoint.")
+    base = base_model or adapter.base_model_name_or_path
+    if base is None:
+        raise ValueError(f"{run_dir} does not say which model it was trained on. Add --base_model NAME_OR_DIRECTORY.")
+    return Source(run_dir, base, None if base_model else adapter.revision, adapter)
+
+
+def merge(trained: PeftModel) -> PreTrainedModel:
+    """
+    Merge an adapter into its base, in the dtype that the weights have.
+
+    Args:
+        trained ([`~peft.PeftModel`]):
+            The adapter on its base. It is not to be used afterwards.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: The model. Its embeddings are tied if they still are one.
+
+    Raises:
+        `ValueError`: The adapter has weights that are no numbers.
+    """
+    base = trained.get_base_model()
+    embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if any(isinstance(module, BaseTunerLayer) for module in embeddings):
+        # What an adapter adds to one of two tied weights would be added to both; to both, twice.
+        layers = [module.get_base_layer() if isinstance(module, BaseTunerLayer) else module for module in embeddings]
+        if layers[0].weight is layers[1].weight:
+            layers[1].weight = nn.Parameter(layers[0].weight.detach().clone())
+    was_tied = base.config.tie_word_embeddings
+    merged = trained.merge_and_unload(safe_merge=True)
+    weights = [merged.get_input_embeddings().weight, merged.get_output_embeddings().weight]
+    merged.config.tie_word_embeddings = was_tied and torch.equal(*weights)
+    if merged.config.tie_word_embeddings:
+        merged.tie_weights()
+    return merged

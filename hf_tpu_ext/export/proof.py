@@ -1,0 +1,176 @@
+"""What an export changed: its logits beside those of the trained model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+#: Asked where no prompts are given.
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "37+85?",
+    "Write a Python function that returns the sum of a list of numbers.",
+    "Tom has 3 boxes of 12 eggs and uses 7 eggs. How many are left? Explain each step.",
+)
+# Tokens that the trained model goes on with after each prompt, so that what it says is compared, too.
+_ANSWER_TOKENS = 16
+# Mean Kullback-Leibler divergence, in nats. Up to the first it is the order of summation of float32; a model that rounds
+# more than the second away answers differently now and then.
+_SAME = 1e-6
+_MUCH = 1e-2
+# Of what training itself changed.
+_MUCH_OF_TRAINING = 0.1
+
+
+@dataclass(frozen=True)
+class Difference:
+    """
+    Logits of a model beside those of the trained one, over all positions of all prompts.
+
+    Args:
+        max_abs (`float`):
+            Largest absolute difference of two logits.
+        mean_kl (`float`):
+            Mean Kullback-Leibler divergence from the trained model, in nats.
+        same_top1 (`float`):
+            Share of the positions with the same first choice.
+    """
+
+    max_abs: float
+    mean_kl: float
+    same_top1: float
+
+
+def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[torch.Tensor]:
+    """
+    Tokenize prompts, as a user's turn where the tokenizer has a chat template.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The run's tokenizer.
+        prompts (`Sequence[str]`):
+            The prompts.
+
+    Returns:
+        `list[torch.Tensor]` of shapes `(1, length)`: Their tokens.
+    """
+    if tokenizer.chat_template is None:
+        return [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )["input_ids"]
+        for prompt in prompts
+    ]
+
+
+@torch.no_grad()
+def answer(model: nn.Module, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """
+    Let a model go on after prompts, with its first choices.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model.
+        prompts (`list[torch.Tensor]` of shapes `(1, length)`):
+            Tokens of the prompts.
+
+    Returns:
+        `list[torch.Tensor]` of shapes `(1, length)`: Tokens of the prompts and the answers.
+    """
+    # Not the model's own settings, which may sample.
+    settings = GenerationConfig(
+        max_new_tokens=_ANSWER_TOKENS,
+        do_sample=False,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=0,
+    )
+    return [
+        model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
+        for tokens in prompts
+    ]
+
+
+@torch.no_grad()
+def logits(model: nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """
+    Run a model.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model.
+        rows (`list[torch.Tensor]` of shapes `(1, length)`):
+            Tokens.
+
+    Returns:
+        `list[torch.Tensor]` of shapes `(length, vocabulary)`: Its logits, float32.
+    """
+    return [model(input_ids=tokens, use_cache=False).logits[0].float() for tokens in rows]
+
+
+def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Difference:
+    """
+    Set logits beside those of the trained model.
+
+    Args:
+        trained (`list[torch.Tensor]` of shapes `(length, vocabulary)`):
+            Logits of the trained model.
+        other (`list[torch.Tensor]` of shapes `(length, vocabulary)`):
+            Those of another; tokens that only one of the two has are left out.
+
+    Returns:
+        [`Difference`]: What differs.
+    """
+    size = min(trained[0].shape[-1], other[0].shape[-1])
+    pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(trained, other, strict=True)]
+    positions = sum(mine.shape[0] for mine, _ in pairs)
+    kl = sum(
+        nn.functional.kl_div(yours.log_softmax(-1), mine.log_softmax(-1), reduction="sum", log_target=True)
+        for mine, yours in pairs
+    )
+    return Difference(
+        # Of tensors, for a NaN to stay one.
+        max_abs=torch.stack([(mine - yours).abs().max() for mine, yours in pairs]).max().item(),
+        # Rounding may leave it slightly below.
+        mean_kl=(kl / positions).clamp(min=0).item(),
+        same_top1=sum((mine.argmax(-1) == yours.argmax(-1)).sum() for mine, yours in pairs).item() / positions,
+    )
+
+
+def judge(dtype: str, exported: Difference, training: Difference | None) -> tuple[bool, str]:
+    """
+    Say whether an export may be used in place of the trained model.
+
+    Args:
+        dtype (`str`):
+            Dtype of its weights.
+        exported ([`Difference`]):
+            The exported model, in that dtype.
+        training ([`Difference`], *optional*):
+            The base, where there is one: what training changed.
+
+    Returns:
+        `tuple[bool, str]`: Whether it may, and why.
+    """
+    if training is not None and training.max_abs == 0:
+        return False, (
+            "The adapter changes nothing: it was not trained, or its weights have names that the base does not know. "
+            "Nothing of the training is in the export."
+        )
+    if exported.mean_kl <= _SAME:
+        return (
+            True,
+            "The exported model is the trained one: they differ no more than float32 sums in another order do.",
+        )
+    if dtype == "float32":
+        return False, "The exported model is not the trained one. Do not use it, and use the adapter on its base."
+    of_training = exported.mean_kl / max(training.mean_kl, _SAME) if training is not None else 0.0
+    share = f", {of_training:.2g} of what training changed" if training is not None else ""
+    what = f"Rounding to {dtype} changes the model by {exported.mean_kl:.2g} nats{share}"
+    # The other way round, a NaN would pass.
+    if exported.mean_kl <= _MUCH and of_training <= _MUCH_OF_TRAINING:
+        return True, f"{what}: little."
+    return False, f"{what}: much. Export with --dtype float32, or keep the adapter beside its base."

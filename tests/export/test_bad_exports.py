@@ -1,0 +1,190 @@
+"""What cannot be exported is told in one message with what to do, and leaves nothing behind."""
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.export.files import check_room, whole_directory
+from hf_tpu_ext.export.make import export_run
+
+
+@pytest.fixture
+def run_dir(lora_run, tmp_path):
+    """A copy of a run, to be damaged."""
+    return shutil.copytree(lora_run, tmp_path / "run", ignore=shutil.ignore_patterns("merged"))
+
+
+def edit(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "messages"),
+    [
+        (shutil.rmtree, {}, ["there is no such directory", "checkpoint-N"]),
+        (
+            lambda run: (run / "adapter_config.json").unlink(),
+            {},
+            ["neither an adapter", "checkpoint-10, checkpoint-5"],
+        ),
+        (lambda run: None, {"merge": False}, ["holds an adapter. Add --merge."]),
+        (lambda run: None, {"dtype": "int8"}, ["--dtype int8", "float32, bfloat16, float16"]),
+        (lambda run: None, {"base_model": "absent/model"}, ["absent/model", "--base_model DIRECTORY"]),
+        (
+            lambda run: edit(run / "adapter_config.json", base_model_name_or_path="absent/model"),
+            {},
+            ["absent/model, which the adapter", "not found", "--base_model DIRECTORY"],
+        ),
+        (lambda run: edit(run / "adapter_config.json", base_model_name_or_path=None), {}, ["Add --base_model"]),
+        (lambda run: cut(run / "adapter_config.json"), {}, ["adapter_config.json cannot be read"]),
+        (lambda run: cut(run / "adapter_model.safetensors"), {}, ["adapter_model.safetensors cannot be read"]),
+        (lambda run: (run / "adapter_model.safetensors").unlink(), {}, ["has no adapter_model.safetensors"]),
+        (lambda run: edit(run / "adapter_config.json", r=4), {}, ["does not fit", "--base_model DIRECTORY"]),
+        (lambda run: None, {"output_dir": "run"}, ["which is exported", "--output_dir"]),
+        (lambda run: None, {"output_dir": "run/checkpoint-5", "overwrite": True}, ["no export", "another directory"]),
+        (lambda run: None, {"output_dir": "run/README.md"}, ["is not a directory"]),
+    ],
+)
+def test_mistakes_are_told(run_dir, tmp_path, damage, options, messages):
+    damage(run_dir)
+    before = sorted(tmp_path.rglob("*"))
+    options = {"merge": True, **options}
+    if "output_dir" in options:
+        options["output_dir"] = tmp_path / options["output_dir"]
+    with pytest.raises(ValueError) as error:
+        export_run(run_dir, **options)
+    for message in messages:
+        assert message in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"merge": True}, "no adapter to merge. Leave out --merge."),
+        ({}, "--dtype bfloat16"),
+        ({"dtype": "bfloat16", "base_model": "other"}, "Leave out --base_model."),
+    ],
+)
+def test_mistakes_with_a_whole_model(full_run, options, message):
+    with pytest.raises(ValueError, match=message):
+        export_run(full_run, **options)
+
+
+def test_truncated_weights_of_a_whole_model(full_run, tmp_path):
+    run = shutil.copytree(full_run, tmp_path / "run", ignore=shutil.ignore_patterns("converted"))
+    cut(run / "model.safetensors")
+    with pytest.raises(ValueError, match="cannot be read .* Take another checkpoint"):
+        export_run(run, dtype="float32")
+
+
+def test_a_checkpoint_that_is_not_what_was_written(run_dir):
+    weights = run_dir / "checkpoint-5" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="adapter_model.safetensors is not what was written .* Take another checkpoint"
+    ):
+        export_run(run_dir / "checkpoint-5", merge=True)
+    (run_dir / "checkpoint-5" / "manifest.json").unlink()
+    assert export_run(run_dir / "checkpoint-5", merge=True, prompts=["1+1?"]).output_dir
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_no_half_of_an_export(run_dir):
+    command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "export", str(run_dir), "--merge"]
+    process = subprocess.Popen(command)
+    while not (run_dir / ".merged.partial").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert (run_dir / ".merged.partial").exists()
+    assert not (run_dir / "merged").exists()
+    assert subprocess.run(command, timeout=300).returncode == 0
+    assert not list(run_dir.glob(".*"))
+    assert (run_dir / "merged" / "export.json").is_file()
+
+
+def test_prompt_tuning_has_nothing_to_merge(base, tmp_path):
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "run")
+    with pytest.raises(ValueError, match="AutoPeftModelForCausalLM"):
+        export_run(tmp_path / "run", merge=True)
+
+
+def test_an_earlier_export_is_replaced_on_request_only(run_dir, capsys):
+    command = ["export", str(run_dir), "--merge", "--prompts", "1+1?"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "same top-1" in said
+    assert "100.0%" in said
+    (run_dir / "merged" / "old").touch()
+    assert main(command) == 2
+    assert "Add --overwrite" in capsys.readouterr().err
+    assert (run_dir / "merged" / "old").is_file()
+    assert main([*command, "--overwrite"]) == 0
+    assert not (run_dir / "merged" / "old").exists()
+    assert not list(run_dir.glob(".*"))
+
+
+def test_status_says_that_the_export_differs(make_adapter, capsys):
+    run_dir, _ = make_adapter(scale=1e-3, target_modules=["q_proj"])
+    assert main(["export", str(run_dir), "--merge", "--dtype", "bfloat16"]) == 1
+    assert "Export with --dtype float32" in capsys.readouterr().out
+
+
+def test_no_room(tmp_path):
+    with pytest.raises(ValueError, match=r"take 1000000000.00 GB.*--output_dir on another disk"):
+        check_room(tmp_path / "a" / "b", 10**18)
+    check_room(tmp_path / "a" / "b", 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_disk_full_in_the_middle(run_dir):
+    """A file may not grow beyond what is left: here the limit of the process, which the kernel enforces alike."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "export", str(run_dir), "--merge"]
+    result = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2, result.stderr
+    assert "merged cannot be written" in result.stderr
+    assert "Nothing of it was kept" in result.stderr
+    assert not (run_dir / "merged").exists()
+    assert not list(run_dir.glob(".*"))
+
+
+def test_what_a_killed_export_has_left_is_removed(tmp_path):
+    for name in (".merged.partial", ".merged.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    with whole_directory(tmp_path / "merged") as partial:
+        (partial / "model").touch()
+        assert not (tmp_path / "merged").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["merged", "model"]
+
+
+def test_the_earlier_export_stays_where_the_new_one_fails(tmp_path):
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "model").touch()
+    with pytest.raises(KeyboardInterrupt), whole_directory(tmp_path / "merged"):
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.rglob("*")] == ["merged", "model"]

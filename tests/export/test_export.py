@@ -1,0 +1,159 @@
+"""An exported model is the trained one, or says that it is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hf_tpu_ext.export.make import export_run
+
+
+def load(export):
+    return AutoModelForCausalLM.from_pretrained(export.output_dir).eval()
+
+
+def dtypes(directory):
+    with safe_open(Path(directory) / "model.safetensors", "pt") as file:
+        return {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("checkpoint", ["", "checkpoint-5"])
+def test_merged_model_is_the_trained_one(logits_of, lora_run, base, checkpoint, tmp_path):
+    run_dir = lora_run / checkpoint
+    export = export_run(run_dir, tmp_path / "merged", merge=True)
+    trained = logits_of(AutoPeftModelForCausalLM.from_pretrained(run_dir))
+    torch.testing.assert_close(logits_of(load(export)), trained, atol=1e-4, rtol=0)
+    # The test would pass for an adapter that does nothing.
+    assert (logits_of(AutoModelForCausalLM.from_pretrained(base)) - trained).abs().max() > 0.1
+    assert export.good
+    assert export.dtype == "float32"  # the base's
+    assert export.exported.max_abs < 1e-4
+    assert export.exported.same_top1 == 1
+    assert export.training.mean_kl > 1e-3
+
+
+def test_exported_files(lora_run, tmp_path):
+    export = export_run(lora_run, tmp_path / "merged", merge=True, dtype="bfloat16")
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+    files = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert {"model.safetensors", "tokenizer.json", "chat_template.jinja", "generation_config.json"} <= files
+    assert not any(name.startswith("adapter") for name in files)
+    assert dtypes(export.output_dir) == {"BF16"}
+    assert load(export).dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(export.output_dir)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(lora_run).chat_template
+    assert GenerationConfig.from_pretrained(export.output_dir).eos_token_id == tokenizer.eos_token_id
+    report = json.loads((tmp_path / "merged" / "export.json").read_text())
+    assert report["exported"]["max_abs"] == export.exported.max_abs > export.weights.max_abs > 0
+    assert report["verdict"].startswith("Rounding to bfloat16")
+
+
+def test_full_model_is_converted(full_run):
+    export = export_run(full_run, dtype="float16")
+    assert export.output_dir == str(full_run / "converted")
+    assert export.good
+    assert dtypes(export.output_dir) == {"F16"}
+    trained = load_file(full_run / "model.safetensors")
+    written = load_file(full_run / "converted" / "model.safetensors")
+    assert trained.keys() == written.keys()
+    assert all(torch.equal(trained[name].half(), written[name]) for name in trained)
+
+
+@pytest.mark.filterwarnings("ignore:Model (with|has) `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    ("settings", "stays_tied"),
+    [
+        ({"target_modules": ["q_proj"]}, True),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, True),
+        ({"target_modules": ["q_proj"], "use_dora": True}, True),
+    ],
+)
+def test_tied_embeddings(logits_of, make_adapter, settings, stays_tied, tmp_path):
+    run_dir, trained = make_adapter(tied=True, **settings)
+    export = export_run(run_dir, merge=True)
+    model = load(export)
+    torch.testing.assert_close(logits_of(model), trained, atol=1e-4, rtol=0)
+    assert export.good
+    assert model.config.tie_word_embeddings == export.tied == stays_tied
+    assert export.untied != stays_tied
+    assert ("lm_head.weight" in load_file(Path(export.output_dir) / "model.safetensors")) != stays_tied
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_neox", "mixtral", "phi3"])
+def test_families(make_adapter, logits_of, model_type):
+    run_dir, trained = make_adapter(scale=0.05, model_type=model_type, target_modules="all-linear")
+    export = export_run(run_dir, merge=True, prompts=["1+1?"])
+    torch.testing.assert_close(logits_of(load(export)), trained, atol=1e-4, rtol=0)
+    assert export.good
+
+
+def test_the_export_stops_where_the_run_has_learnt_to(make_adapter, tmp_path):
+    run_dir, _ = make_adapter(model_type="llama")
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / "base" / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 5}))
+    export = export_run(run_dir, merge=True, prompts=["1+1?"])
+    end = AutoTokenizer.from_pretrained(run_dir).eos_token_id
+    assert load(export).config.eos_token_id == end
+    stops = GenerationConfig.from_pretrained(export.output_dir).eos_token_id
+    assert end in (stops if isinstance(stops, list) else [stops])
+
+
+def test_tokens_that_the_run_has_added(logits_of, base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.resize_token_embeddings(len(tokenizer))
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", modules_to_save=["embed_tokens", "lm_head"]))
+    model.save_pretrained(tmp_path / "run")
+    tokenizer.save_pretrained(tmp_path / "run")
+    export = export_run(tmp_path / "run", merge=True)
+    torch.testing.assert_close(logits_of(load(export)), logits_of(model), atol=1e-4, rtol=0)
+    assert load(export).get_input_embeddings().weight.shape[0] == len(tokenizer)
+
+
+def test_rounding_away_the_training_is_told(make_adapter):
+    run_dir, _ = make_adapter(scale=1e-3, target_modules=["q_proj"])
+    export = export_run(run_dir, merge=True, dtype="bfloat16")
+    assert not export.good
+    assert "of what training changed: much. Export with --dtype float32" in export.verdict
+    assert export_run(run_dir, merge=True, dtype="float32", overwrite=True).good
+
+
+def test_adapter_that_changes_nothing_is_told(lora_run, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name in ("adapter_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (run_dir / name).write_bytes((lora_run / name).read_bytes())
+    weights = load_file(lora_run / "adapter_model.safetensors")
+    save_file({f"other.{name}": value for name, value in weights.items()}, run_dir / "adapter_model.safetensors")
+    with pytest.warns(UserWarning, match="missing adapter keys"):
+        export = export_run(run_dir, merge=True)
+    assert not export.good
+    assert export.verdict.startswith("The adapter changes nothing")
+
+
+def test_prompts_of_the_caller_are_compared(lora_run, tmp_path):
+    export = export_run(lora_run, tmp_path / "merged", merge=True, prompts=["1+1?"])
+    assert export.prompts == 1
+    assert export.positions < 64
+
+
+def test_tokenizer_of_the_base_where_the_run_has_none(lora_run, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (run_dir / name).write_bytes((lora_run / name).read_bytes())
+    export = export_run(run_dir, merge=True)
+    assert (Path(export.output_dir) / "chat_template.jinja").is_file()
