@@ -1,0 +1,150 @@
+"""The machine around an accelerator: its memory pages, who holds its chips, and processes forked beside its runtime."""
+
+import multiprocessing
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+#: Turns transparent hugepages on until the machine is restarted.
+HUGEPAGES_COMMAND = f"sudo sh -c 'echo always > {HUGEPAGES}'"
+#: libtpu makes it when it starts, and removes it when its process ends by itself.
+LOCK_FILE = Path("/tmp/libtpu_lockfile")
+_CHIP_FILE = re.compile(r"/dev/(accel\d+|vfio/\d+)")
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+# What the tokenizers library takes for "no" in that variable.
+_NO = {"", "off", "false", "f", "no", "n", "0"}
+
+
+def hugepages_setting(path: Path = HUGEPAGES) -> str | None:
+    """
+    Read when the kernel uses transparent hugepages.
+
+    Args:
+        path (`Path`, *optional*):
+            The kernel's file.
+
+    Returns:
+        `str` or `None`: `"always"`, `"madvise"` or `"never"`; `None` where the kernel has none.
+    """
+    try:
+        chosen = re.search(r"\[(\w+)\]", path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return chosen and chosen[1]
+
+
+def enable_hugepages(path: Path = HUGEPAGES) -> list[str]:
+    """
+    Turn transparent hugepages on, if this process may. The TPU runtime then starts and stops faster, on v5e and newer.
+
+    Args:
+        path (`Path`, *optional*):
+            The kernel's file.
+
+    Returns:
+        `list[str]`: A line that says what was done or is to be done; none where they are on.
+    """
+    setting = hugepages_setting(path)
+    if setting in (None, "always"):
+        return []
+    try:
+        path.write_text("always", encoding="utf-8")
+    except OSError:
+        return [f"Transparent hugepages are {setting}; the TPU runtime starts faster with: {HUGEPAGES_COMMAND}"]
+    return [f"Transparent hugepages were {setting} and are always from now on: the TPU runtime starts faster"]
+
+
+@dataclass(frozen=True)
+class ChipHolder:
+    """
+    A process that has opened a TPU chip, which belongs to one process at a time.
+
+    Args:
+        pid (`int`):
+            Its id.
+        command (`str`):
+            Its command line.
+        chips (`list[str]`):
+            Files of the chips.
+    """
+
+    pid: int
+    command: str
+    chips: list[str]
+
+
+def find_chip_holders(proc: Path = Path("/proc")) -> tuple[list[ChipHolder], int]:
+    """
+    Find the processes that have opened a TPU chip, except for this one.
+
+    Args:
+        proc (`Path`, *optional*):
+            Where the kernel lists processes.
+
+    Returns:
+        `tuple[list[ChipHolder], int]`: The processes, and how many others belong to somebody else and cannot be looked at.
+    """
+    holders, hidden = [], 0
+    for process in proc.glob("[0-9]*"):
+        if int(process.name) == os.getpid():
+            continue
+        try:
+            opened = {os.readlink(file) for file in (process / "fd").iterdir()}
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except PermissionError:
+            hidden += 1
+            continue
+        except FileNotFoundError:
+            # It has ended, or closed a file, meanwhile.
+            continue
+        if chips := sorted(file for file in opened if _CHIP_FILE.fullmatch(file)):
+            holders.append(ChipHolder(int(process.name), command, chips))
+    return sorted(holders, key=lambda holder: holder.pid), hidden
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """
+    Read how much memory programs can still take.
+
+    Args:
+        meminfo (`Path`, *optional*):
+            The kernel's file.
+
+    Returns:
+        `int` or `None`: Bytes; `None` where the system does not say.
+    """
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def let_forks_tokenize(num_workers: int, start_method: str | None) -> list[str]:
+    """
+    Keep the workers of a dataloader from waiting forever for threads that they do not have.
+
+    A fork of a process has one of its threads. Told by `TOKENIZERS_PARALLELISM=true` to use the others, a tokenizer in a fork
+    waits for them. Where the variable is not set, the tokenizers library tells a fork by itself.
+
+    Args:
+        num_workers (`int`):
+            As `dataloader_num_workers`.
+        start_method (`str`, *optional*):
+            As `dataloader_multiprocessing_context`; `None` is that of Python.
+
+    Returns:
+        `list[str]`: A line that says what was done, if anything was.
+    """
+    asked = os.environ.get(_PARALLELISM)
+    default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if not num_workers or (start_method or default) != "fork" or asked is None or asked.lower() in _NO:
+        return []
+    os.environ[_PARALLELISM] = "false"
+    return [
+        f"{_PARALLELISM}={asked} is false from now on: a tokenizer in a forked dataloader worker would wait for threads that "
+        "are not there"
+    ]

@@ -1,0 +1,120 @@
+"""`hf-tpu doctor`: what is here, what fits together, and whether a small training works."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from .. import __version__
+
+
+DESCRIPTION = """\
+Examine this machine: packages and their versions, the accelerator and who holds it, memory pages, disks, memory and the
+compile cache. Then train a tiny model for some seconds, in a process of its own, and compare what it computes with eager
+PyTorch. Nothing is changed, and nothing is fetched.
+
+  ✓ as it should be    ✗ failed, with what to do    – nothing to look at
+
+The exit status is 0 if all is well and 1 if something failed.
+"""
+_MARKS = {"ok": "✓", "failed": "✗", "none": "–"}
+_PLAIN_MARKS = {"ok": "ok", "failed": "FAILED", "none": "-"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """
+    Register the `doctor` subcommand.
+
+    Args:
+        subparsers (`argparse._SubParsersAction`):
+            What `add_subparsers` of the main parser returned.
+    """
+    parser = subparsers.add_parser(
+        "doctor",
+        help="examine this machine, and try a small training on it",
+        description=DESCRIPTION
+        if _can_write(sys.stdout, _MARKS.values())
+        else DESCRIPTION.encode("ascii", "replace").decode(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--no-smoke", action="store_true", help="leave out the small training")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Examine this machine.
+
+    Args:
+        args (`argparse.Namespace`):
+            With `no_smoke` and `json`.
+
+    Returns:
+        `int`: `0` if all is well, `1` if something failed.
+
+    Raises:
+        `ValueError`: The file for the result cannot be written.
+    """
+    from ..doctor.examine import examine_machine
+    from ..doctor.smoke import SmokeTest
+
+    if args.json is not None and (not args.json.parent.is_dir() or args.json.is_dir()):
+        raise ValueError(f"--json {args.json}: this cannot be a file. Give one in a directory that is there.")
+    checks = []
+
+    def show(found: Iterable) -> None:
+        for check in found:
+            checks.append(check)
+            for line in _lines(check, _MARKS if _can_write(sys.stdout, _MARKS.values()) else _PLAIN_MARKS):
+                print(line, flush=True)
+
+    print(f"hf_tpu_ext {__version__}")
+    show(examine_machine())
+    smoke = None
+    if not args.no_smoke:
+        smoke = SmokeTest()
+        print("a small training:", flush=True)
+        show(smoke.run())
+    failed = [check.name for check in checks if check.status == "failed"]
+    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all is well")
+    if args.json is not None:
+        _write(args.json, checks, smoke.output if smoke else "")
+    return 1 if failed else 0
+
+
+def _can_write(stream, marks: Iterable[str]) -> bool:
+    try:
+        "".join(marks).encode(stream.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _lines(check, marks: dict[str, str]) -> list[str]:
+    width = max(map(len, marks.values()))
+    encoding = sys.stdout.encoding or "ascii"
+    lines = [f"{marks[check.status]:<{width}} {check.name:<17} {check.text}"]
+    if check.fix is not None:
+        lines.append(f"{'':<{width}} {'':<17} fix: {check.fix}")
+    # Paths and messages of others have characters of their own.
+    return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+
+
+def _write(path: Path, checks: list, output: str) -> None:
+    import dataclasses
+
+    text = json.dumps(
+        {
+            "hf_tpu_ext": __version__,
+            "ok": all(check.status != "failed" for check in checks),
+            "checks": [dataclasses.asdict(check) for check in checks],
+            "output_of_the_training": output,
+        },
+        indent=2,
+    )
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,123 @@
+"""Which accelerator there is, who holds it, and which one a run would take."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from signal import Signals
+
+from ..backends.detect import tpu_chips, tpu_kind
+from ..backends.host import LOCK_FILE, find_chip_holders
+from .check import Check
+
+
+PCI = "/sys/bus/pci/devices"
+# Importing torch and torch_xla takes seconds.
+_TIMEOUT = 120
+_CHOOSE = """
+import json
+from hf_tpu_ext.backends import select_backend
+backend = select_backend()
+print(json.dumps([backend.name, backend.reason]))
+"""
+
+
+def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path = LOCK_FILE) -> list[Check]:
+    """
+    Look for TPU chips, and for processes that hold them.
+
+    Args:
+        pci_root (`str`, *optional*):
+            Directory that lists the PCI devices.
+        proc (`Path`, *optional*):
+            Where the kernel lists processes.
+        lock_file (`Path`, *optional*):
+            File that the TPU runtime makes.
+
+    Returns:
+        `list[Check]`: What was found.
+    """
+    chips = tpu_chips(pci_root)
+    if not chips:
+        return [Check("TPU", "none", "none is attached to this machine")]
+    found = Check("TPU", "ok", f"{chips} chip{'s' if chips > 1 else ''}, {tpu_kind(pci_root)}")
+    holders, hidden = find_chip_holders(proc)
+    checks = [
+        Check(
+            "TPU in use",
+            "failed",
+            f"{', '.join(holder.chips)} by process {holder.pid}: {holder.command}",
+            f"Wait for it, or end it: kill {holder.pid}. Or give each its own chips: TPU_VISIBLE_CHIPS",
+        )
+        for holder in holders
+    ]
+    if not checks and not hidden and lock_file.exists():
+        text = f"{lock_file} was left behind by a process that was killed"
+        checks = [Check("TPU in use", "failed", text, f"sudo rm {lock_file}")]
+    if not checks:
+        unseen = f"; {hidden} processes of others cannot be looked at (sudo hf-tpu doctor --no-smoke can)"
+        checks = [Check("TPU in use", "ok", "by no process" + unseen * bool(hidden))]
+    return [found, *checks]
+
+
+def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c", _CHOOSE)) -> Check:
+    """
+    Find out what a run would train on, in a process of its own: PyTorch may not survive being imported.
+
+    Args:
+        has_tpu (`bool`):
+            Whether the machine has a TPU.
+        command (`Sequence[str]`, *optional*):
+            Prints the backend's name and why it was chosen.
+
+    Returns:
+        [`Check`]: What was found.
+    """
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        text = f"PyTorch was not imported within {_TIMEOUT} s"
+        return Check(
+            "backend", "failed", text, "Look whether the disk of the environment is slow or full, and try again"
+        )
+    if result.returncode:
+        return Check("backend", "failed", *explain_end(result.returncode, result.stderr))
+    name, reason = json.loads(result.stdout.splitlines()[-1])
+    text = f"{name}: {reason}"
+    if has_tpu and name != "xla":
+        return Check(
+            "backend",
+            "failed",
+            text,
+            "pip install 'hf_tpu_ext[tpu]'; unset PJRT_DEVICE, USE_TORCH_XLA, HF_TPU_EXT_BACKEND",
+        )
+    return Check("backend", "ok", text)
+
+
+def explain_end(status: int, output: str) -> tuple[str, str]:
+    """
+    Say how a process came to a bad end.
+
+    Args:
+        status (`int`):
+            Its exit status, negative for a signal.
+        output (`str`):
+            What it wrote.
+
+    Returns:
+        `tuple[str, str]`: What happened, and what to do.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else "it wrote nothing"
+    if status == -Signals.SIGKILL:
+        return "killed by the system (SIGKILL), mostly for want of memory", "Close other programs and try again"
+    if status < 0:
+        return (
+            f"crashed ({Signals(-status).name}): {last}",
+            "torch, torch_xla and libtpu of versions that do not match crash: pip install --force-reinstall "
+            "'hf_tpu_ext[tpu]'",
+        )
+    if "ModuleNotFoundError" in last or "ImportError" in last or "undefined symbol" in last:
+        return last, "pip install --force-reinstall 'hf_tpu_ext[tpu]', on a GPU or CPU without [tpu]"
+    return last, "Do what the message says; with --json FILE, all that a training has written is kept"

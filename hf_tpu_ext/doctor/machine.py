@@ -1,0 +1,139 @@
+"""The machine: memory pages, room on disks and in memory, and the compiled programs on disk."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
+from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, available_memory, hugepages_setting
+from .check import Check
+
+
+#: Bytes below which a disk or the memory is too small for a model of half a billion parameters.
+LEAST_DISK = 5 * 10**9
+LEAST_MEMORY = 4 * 10**9
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 10**9:.1f} GB"
+
+
+def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
+    """
+    Look whether transparent hugepages are on.
+
+    Args:
+        has_tpu (`bool`):
+            Whether the machine has a TPU, whose runtime they speed up.
+        path (`Path`, *optional*):
+            The kernel's file.
+
+    Returns:
+        [`Check`]: What was found.
+    """
+    setting = hugepages_setting(path)
+    if setting is None:
+        return Check("hugepages", "none", "this kernel has no transparent hugepages")
+    if not has_tpu:
+        return Check("hugepages", "none", f"{setting}; they matter to a TPU")
+    if setting == "always":
+        return Check("hugepages", "ok", setting)
+    return Check("hugepages", "failed", f"{setting}: the TPU runtime starts and stops slowly", HUGEPAGES_COMMAND)
+
+
+def places() -> dict[str, Path]:
+    """
+    Name the directories that a run writes much to.
+
+    Returns:
+        `dict[str, Path]`: The directories, by what they are for.
+    """
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return {"output_dir": Path.cwd(), "HF_HOME": home, "TMPDIR": Path(os.environ.get("TMPDIR") or "/tmp")}
+
+
+def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list[Check]:
+    """
+    Look how much room there is.
+
+    Args:
+        directories (`Mapping[str, Path]`):
+            Directories, by the setting that moves them elsewhere.
+        least (`int`, *optional*):
+            Bytes that are needed.
+
+    Returns:
+        `list[Check]`: One for each disk.
+    """
+    disks: dict[int, tuple[int, list[str], Path]] = {}
+    for name, directory in directories.items():
+        place = next(path for path in (directory, *directory.parents) if path.is_dir())
+        _, names, _ = disks.setdefault(place.stat().st_dev, (shutil.disk_usage(place).free, [], place))
+        names.append(name)
+    checks = []
+    for free, names, place in disks.values():
+        text = f"{_gigabytes(free)} free in {place} ({', '.join(names)})"
+        if free >= least:
+            checks.append(Check("disk", "ok", text))
+        else:
+            fix = f"Make room ({_gigabytes(least)} are little), or set {' or '.join(names)} to another disk"
+            checks.append(Check("disk", "failed", text, fix))
+    return checks
+
+
+def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo")) -> Check:
+    """
+    Look how much memory there is.
+
+    Args:
+        least (`int`, *optional*):
+            Bytes that are needed.
+        meminfo (`Path`, *optional*):
+            The kernel's file.
+
+    Returns:
+        [`Check`]: What was found.
+    """
+    available = available_memory(meminfo)
+    if available is None:
+        return Check("memory", "none", "this system does not say")
+    text = f"{_gigabytes(available)} available"
+    if available >= least:
+        return Check("memory", "ok", text)
+    return Check(
+        "memory", "failed", text, f"End other programs: models are loaded there ({_gigabytes(least)} are little)"
+    )
+
+
+def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
+    """
+    Look at the compiled programs on disk.
+
+    Args:
+        has_tpu (`bool`):
+            Whether the machine has a TPU, for which programs are kept without being asked to.
+        setting (`str`, *optional*, defaults to `"auto"`):
+            As `compile_cache_dir`.
+
+    Returns:
+        [`Check`]: What was found.
+    """
+    name = "compile cache"
+    root, chosen = cache_root(setting)
+    if root is None:
+        return Check(name, "none", "off")
+    state = cache_state(root)
+    if not state.writable:
+        return Check(
+            name,
+            "failed",
+            f"{root} cannot be written: every run compiles anew",
+            "Set HF_TPU_EXT_COMPILE_CACHE to a directory that you may write to, or to off",
+        )
+    if not has_tpu and not chosen:
+        return Check(name, "none", f"programs are kept on a TPU, in {root}")
+    text = f"{state.programs} programs, {_gigabytes(state.size)} of at most {_gigabytes(MOST_BYTES)}, in {root}"
+    if state.incomplete:
+        text += f"; {state.incomplete} that were not written to their end, which the next run removes"
+    return Check(name, "ok", text)

@@ -1,0 +1,115 @@
+"""Watches a small training in a process of its own, which may crash or hang without taking the doctor along."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .accelerator import explain_end
+from .check import Check
+
+
+#: What is tried, in this order.
+PHASES = (
+    "runtime",
+    "data",
+    "forward",
+    "backward",
+    "step",
+    "gradient sync",
+    "save",
+    "resume",
+    "export",
+)
+#: Seconds without a new tick after which the training is ended. A first program on a TPU may take a minute.
+PATIENCE = 180
+_TRAINING = (sys.executable, "-m", "hf_tpu_ext.doctor.training")
+_FIXES = {
+    "runtime": "A TPU that another process holds makes it wait: see the lines on the TPU above",
+    "save": "Look at the room on the disk of TMPDIR",
+}
+
+
+@dataclass
+class SmokeTest:
+    """
+    A small training in a process of its own.
+
+    Args:
+        command (`Sequence[str]`, *optional*):
+            The training. It gets two more arguments: a directory for itself, and a file to which it adds a line of JSON for
+            each phase that it has finished, with `name`, `status`, `text` and, if it failed, `fix`.
+        patience (`float`, *optional*):
+            Seconds without a new tick after which it is ended.
+    """
+
+    command: Sequence[str] = _TRAINING
+    patience: float = PATIENCE
+
+    def __post_init__(self):
+        #: All that it wrote.
+        self.output = ""
+
+    def run(self) -> Iterator[Check]:
+        """
+        Train.
+
+        Yields:
+            [`Check`]: One for each phase, as soon as it is known. After one that failed there is none.
+        """
+        with tempfile.TemporaryDirectory(prefix="hf_tpu_doctor_") as directory:
+            ticks, log = Path(directory) / "ticks.jsonl", Path(directory) / "output.txt"
+            ticks.touch()
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    [*self.command, directory, str(ticks)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                    start_new_session=True,
+                )
+            try:
+                yield from self._watch(process, ticks, log)
+            finally:
+                if process.poll() is None:
+                    # Its workers, too.
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+    def _watch(self, process: subprocess.Popen, ticks: Path, log: Path) -> Iterator[Check]:
+        done = 0
+        deadline = time.monotonic() + self.patience
+        while True:
+            ended = process.poll() is not None
+            lines = ticks.read_text(encoding="utf-8").split("\n")[:-1]
+            for line in lines[done:]:
+                check = Check(**json.loads(line))
+                yield check
+                if check.status == "failed":
+                    self.output = log.read_text(encoding="utf-8", errors="replace")
+                    return
+                deadline = time.monotonic() + self.patience
+            done = len(lines)
+            if done == len(PHASES):
+                return
+            hung = time.monotonic() > deadline
+            if ended or hung:
+                self.output = log.read_text(encoding="utf-8", errors="replace")
+                phase = PHASES[done]
+                if hung:
+                    text, fix = (
+                        f"nothing happened for {self.patience:.0f} s",
+                        "Try again; a machine that is busy is slow",
+                    )
+                else:
+                    text, fix = explain_end(process.returncode, self.output)
+                yield Check(phase, "failed", text, _FIXES.get(phase, fix))
+                return
+            time.sleep(0.05)

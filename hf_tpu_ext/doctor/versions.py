@@ -1,0 +1,132 @@
+"""Which packages are installed, and whether they fit together. Nothing is imported but their metadata."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Sequence
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from .check import Check
+
+
+_PACKAGE = "hf_tpu_ext"
+# Either says where libtpu is, in place of the package.
+_LIBTPU_VARIABLES = ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH")
+
+
+def installed_version(name: str) -> str | None:
+    """
+    Look up the version of an installed package.
+
+    Args:
+        name (`str`):
+            The package.
+
+    Returns:
+        `str` or `None`: Its version, or `None` where it is not installed.
+    """
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(
+    has_tpu: bool,
+    requires: Sequence[str] | None = None,
+    find_version: Callable[[str], str | None] = installed_version,
+    python: str | None = None,
+) -> list[Check]:
+    """
+    Set installed versions beside those that this package asks for.
+
+    Args:
+        has_tpu (`bool`):
+            Whether the machine has a TPU, which makes the packages of the extra `[tpu]` necessary.
+        requires (`Sequence[str]`, *optional*):
+            What is asked for, as `importlib.metadata.requires` gives it.
+        find_version (`Callable[[str], str | None]`, *optional*):
+            Tells which version is installed.
+        python (`str`, *optional*):
+            Version of Python.
+
+    Returns:
+        `list[Check]`: One for each package.
+    """
+    if find_version(_PACKAGE) is None:
+        return [
+            Check(_PACKAGE, "failed", "not installed, only found on the path", "pip install -e . in its directory")
+        ]
+    asked = [Requirement(line) for line in requires or importlib.metadata.requires(_PACKAGE)]
+    checks = [_check_python(python or platform.python_version())]
+    checks += [_check(requirement, find_version) for requirement in asked if requirement.marker is None]
+    with_xla = has_tpu or find_version("torch_xla") is not None
+    for requirement in asked:
+        if requirement.marker is None or not _is_of_extra(requirement, "tpu"):
+            continue
+        if with_xla:
+            checks.append(_check(requirement, find_version, "tpu"))
+        elif requirement.name == "torch_xla":
+            checks.append(Check("torch_xla", "none", "not installed; a TPU needs it: pip install 'hf_tpu_ext[tpu]'"))
+    return checks
+
+
+def check_libtpu(
+    has_tpu: bool,
+    requires: Sequence[str] | None = None,
+    find_version: Callable[[str], str | None] = installed_version,
+) -> Check:
+    """
+    Look for the TPU runtime, in the version that torch_xla asks for.
+
+    Args:
+        has_tpu (`bool`):
+            Whether the machine has a TPU.
+        requires (`Sequence[str]`, *optional*):
+            What torch_xla asks for.
+        find_version (`Callable[[str], str | None]`, *optional*):
+            Tells which version is installed.
+
+    Returns:
+        [`Check`]: What was found.
+    """
+    if not has_tpu:
+        return Check("libtpu", "none", "the TPU runtime; not needed here")
+    for variable in _LIBTPU_VARIABLES:
+        if path := os.environ.get(variable):
+            if os.path.isfile(path):
+                return Check("libtpu", "ok", f"{variable}={path}")
+            return Check("libtpu", "failed", f"{variable}={path} is no file", f"unset {variable}")
+    if requires is None:
+        requires = (importlib.metadata.requires("torch_xla") or []) if installed_version("torch_xla") else []
+    for requirement in map(Requirement, requires):
+        if requirement.name == "libtpu" and _is_of_extra(requirement, "tpu"):
+            return _check(requirement, find_version)
+    return _check(Requirement("libtpu"), find_version)
+
+
+def _check_python(version: str) -> Check:
+    asked = importlib.metadata.metadata(_PACKAGE)["Requires-Python"]
+    if SpecifierSet(asked).contains(version, prereleases=True):
+        return Check("python", "ok", f"{version} ({asked})")
+    return Check("python", "failed", f"{version}, {asked} is needed", "Make an environment with Python 3.11 or newer")
+
+
+def _check(requirement: Requirement, find_version: Callable[[str], str | None], extra: str | None = None) -> Check:
+    name, asked = requirement.name, str(requirement.specifier)
+    label = f"{name} [{extra}]" if extra else name
+    fix = f"pip install '{name}{asked}'" if extra is None else f"pip install 'hf_tpu_ext[{extra}]'"
+    version = find_version(name)
+    if version is None:
+        return Check(label, "failed", f"not installed; {asked or 'any version'} is needed", fix)
+    # A release candidate is the version that it is a candidate for.
+    if not requirement.specifier.contains(Version(version), prereleases=True):
+        return Check(label, "failed", f"{version}, {asked} is needed", fix)
+    return Check(label, "ok", f"{version} ({asked})" if asked else version)
+
+
+def _is_of_extra(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})

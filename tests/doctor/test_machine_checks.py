@@ -1,0 +1,160 @@
+"""The machine, made in directories: memory pages, disks, memory, the compile cache, chips and who holds them."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from hf_tpu_ext.backends.compile_cache import CompileCache
+from hf_tpu_ext.doctor.accelerator import check_backend, check_tpu
+from hf_tpu_ext.doctor.machine import check_compile_cache, check_disk, check_hugepages, check_memory, places
+
+
+@pytest.fixture
+def tpu(tmp_path):
+    """PCI devices of a machine with four chips of v5e."""
+    for number in range(4):
+        device = tmp_path / "pci" / f"0000:00:0{number}.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x1ae0\n")
+        (device / "device").write_text("0x0063\n")
+    (tmp_path / "proc").mkdir()
+    return {"pci_root": str(tmp_path / "pci"), "proc": tmp_path / "proc", "lock_file": tmp_path / "libtpu_lockfile"}
+
+
+def hold_chip(proc, pid=4321):
+    (proc / str(pid) / "fd").mkdir(parents=True)
+    (proc / str(pid) / "fd" / "7").symlink_to("/dev/accel2")
+    (proc / str(pid) / "cmdline").write_bytes(b"python\0old_run.py\0")
+
+
+def test_no_tpu(tmp_path):
+    (check,) = check_tpu(str(tmp_path))
+    assert (check.name, check.status) == ("TPU", "none")
+
+
+def test_a_free_tpu(tpu):
+    found, use = check_tpu(**tpu)
+    assert found.text == "4 chips, TPU v5e"
+    assert (use.status, use.text) == ("ok", "by no process")
+
+
+def test_a_tpu_that_is_held(tpu):
+    hold_chip(tpu["proc"])
+    tpu["lock_file"].touch()
+    _, use = check_tpu(**tpu)
+    assert use.status == "failed"
+    assert use.text == "/dev/accel2 by process 4321: python old_run.py"
+    assert "kill 4321" in use.fix
+
+
+def test_a_lock_that_a_killed_process_has_left(tpu):
+    tpu["lock_file"].touch()
+    _, use = check_tpu(**tpu)
+    assert use.status == "failed"
+    assert use.fix == f"sudo rm {tpu['lock_file']}"
+
+
+@pytest.mark.parametrize(
+    ("text", "has_tpu", "status"),
+    [
+        ("[always] madvise never", True, "ok"),
+        ("always [madvise] never", True, "failed"),
+        ("always madvise [never]", True, "failed"),
+        ("always [madvise] never", False, "none"),
+        (None, True, "none"),
+    ],
+)
+def test_hugepages(text, has_tpu, status, tmp_path):
+    path = tmp_path / "enabled"
+    if text is not None:
+        path.write_text(text)
+    check = check_hugepages(has_tpu, path)
+    assert check.status == status
+    assert (check.fix is not None and check.fix.startswith("sudo sh -c 'echo always >")) == (status == "failed")
+
+
+def test_room_on_disks(tmp_path):
+    named = {"output_dir": tmp_path, "HF_HOME": tmp_path / "not" / "there"}
+    (check,) = check_disk(named, least=1)
+    assert check.status == "ok"
+    assert check.text.endswith("(output_dir, HF_HOME)")
+    (check,) = check_disk(named, least=10**18)
+    assert check.status == "failed"
+    assert "set output_dir or HF_HOME to another disk" in check.fix
+
+
+def test_places_follow_the_variables(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert places()["HF_HOME"] == tmp_path
+
+
+@pytest.mark.parametrize(("available", "status"), [(8_000_000, "ok"), (1_000_000, "failed")])
+def test_memory(available, status, tmp_path):
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9000000 kB\nMemAvailable: {available} kB\n")
+    assert check_memory(meminfo=tmp_path / "meminfo").status == status
+    assert check_memory(meminfo=tmp_path / "absent").status == "none"
+
+
+def test_compile_cache(tmp_path):
+    root = tmp_path / "cache"
+    assert "0 programs" in check_compile_cache(True, str(root)).text
+    assert not root.exists()
+    cache = CompileCache(root, "toolchain", {})
+    (cache.directory / "123").write_bytes(b"x" * 1000)
+    (cache.directory / "123.json").write_text(json.dumps({"bytes": 1000, "seconds": 1.0}))
+    (cache.directory / "456").write_bytes(b"x" * 10)
+    check = check_compile_cache(True, str(root))
+    assert check.status == "ok"
+    assert "1 programs" in check.text
+    assert "1 that were not written to their end" in check.text
+    assert (cache.directory / "456").exists()
+
+
+def test_compile_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    check = check_compile_cache(True, str(tmp_path / "file" / "cache"))
+    assert check.status == "failed"
+    assert "HF_TPU_EXT_COMPILE_CACHE" in check.fix
+
+
+def test_compile_cache_without_a_tpu(monkeypatch):
+    monkeypatch.delenv("HF_TPU_EXT_COMPILE_CACHE", raising=False)
+    assert check_compile_cache(False).status == "none"
+    assert check_compile_cache(False, "off").text == "off"
+
+
+def python(script):
+    return (sys.executable, "-c", script)
+
+
+def test_the_backend_of_a_run():
+    assert check_backend(has_tpu=False).text == "xla: PJRT_DEVICE=CPU is set"
+
+
+def test_a_tpu_that_would_not_be_used():
+    check = check_backend(True, python("""print('["cpu", "a TPU is here but torch_xla is not in use"]')"""))
+    assert check.status == "failed"
+    assert "pip install 'hf_tpu_ext[tpu]'" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("script", "text", "fix"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "crashed (SIGSEGV)", "versions that do not match"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by the system", "Close other programs"),
+        ("import absent_module", "No module named 'absent_module'", "--force-reinstall"),
+        ("raise ValueError('Unknown backend')", "ValueError: Unknown backend", "--json FILE"),
+    ],
+)
+def test_an_import_that_does_not_come_back(script, text, fix):
+    check = check_backend(False, python(script))
+    assert check.status == "failed"
+    assert text in check.text
+    assert fix in check.fix
+
+
+def test_nothing_of_the_examination_imports_torch():
+    script = "import sys, hf_tpu_ext.doctor.examine, hf_tpu_ext.doctor.smoke; sys.exit('torch' in sys.modules)"
+    assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", script) == 0
