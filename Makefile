@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Processes that share the tests, by file. Each takes up to 4 GB.
+TEST_WORKERS ?= 2
 QUICKSTART := .cache/quickstart
 
 .PHONY: setup quickstart test test-slow quality style benchmark docs clean help
@@ -14,7 +16,7 @@ setup: $(VENV)/.installed  ## Create .venv with torch, torch_xla, trl and this p
 $(VENV)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[tpu,plan,quickstart,test]'
+	$(BIN)/python -m pip install --quiet -e '.[tpu,plan,report,quickstart,test]'
 	@touch $@
 
 $(QUICKSTART)/ready.json: | setup
@@ -26,10 +28,10 @@ quickstart: setup $(QUICKSTART)/ready.json  ## Fine-tune SmolLM2-135M on this ma
 test: setup  ## Lint and run the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests
 
 test-slow: setup  ## Run the slow tests too
-	$(BIN)/python -m pytest -q -m 'slow or not slow' tests
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' tests
 
 quality: setup  ## Check style and lint
 	$(BIN)/ruff check .

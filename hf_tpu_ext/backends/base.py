@@ -1,16 +1,29 @@
 """The seam between the trainers and an accelerator: one small interface, one file per accelerator."""
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
+from .insight import Insight
 from .program import Recording
+
+
+def peak_of_process() -> int | None:
+    """The most bytes that this process had in memory at once, where the system says."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,8 @@ class Backend(ABC):
     #: Whether operators are recorded and run as one compiled program at the end of a step. Where `True`, the trainers
     #: keep every batch in a declared shape and read nothing from the device between two logs.
     lazy: bool = False
+    #: What the runtime tells about compiles and reads.
+    insight: Insight = Insight()
 
     def __init__(self, reason: str):
         self.reason = reason
@@ -85,8 +100,21 @@ class Backend(ABC):
         return 1
 
     @property
+    def chip(self) -> Chip | None:
+        """What is known of the kind of chip, or `None` where nothing is."""
+        return None
+
+    @property
     def memory_per_chip(self) -> int | None:
-        """Bytes that one chip holds, or `None` where the runtime does not say."""
+        """Bytes that a program can use on one chip, or `None` where that is not known."""
+        return None if self.chip is None else self.chip.memory_bytes
+
+    def peak_memory(self) -> int | None:
+        """
+        The most bytes that were in use at once so far, or `None` where the runtime does not say.
+
+        On the device, or where that is the host, of the process.
+        """
         return None
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:  # noqa: B027
@@ -102,6 +130,15 @@ class Backend(ABC):
         Raises:
             `ValueError`: This machine does not have them, or the runtime already drives another number.
         """
+
+    def prepare_host(self) -> list[str]:
+        """
+        Set up the machine, before the runtime starts.
+
+        Returns:
+            `list[str]`: One line for each thing that was done or that a person should do.
+        """
+        return []
 
     def use_compile_cache(self, setting: str) -> list[str]:
         """
@@ -165,6 +202,24 @@ class Backend(ABC):
 
     # ---- A part of a program that each chip runs by itself, on its own rows. Only where `num_chips` is above 1 ----
 
+    #: Whether what is traced now is in such a part, so that shapes are those of one chip.
+    chips_apart: bool = False
+
+    @contextmanager
+    def on_each_chip(self, apart: bool = True) -> Iterator[None]:
+        """
+        Within this context, what is traced is in such a part.
+
+        Args:
+            apart (`bool`, *optional*, defaults to `True`):
+                `False` for a context without effect.
+        """
+        before, self.chips_apart = self.chips_apart, self.chips_apart or apart
+        try:
+            yield
+        finally:
+            self.chips_apart = before
+
     def enter_chip(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
         """
         Take a tensor into the part of a program that each chip runs by itself.
@@ -198,13 +253,31 @@ class Backend(ABC):
 
     # ---- Steps ----
 
+    def draw_seeds(self, count: int) -> torch.Tensor:
+        """
+        Draw seeds with the device's random number generator.
+
+        Args:
+            count (`int`):
+                How many.
+
+        Returns:
+            `torch.Tensor` of shape `(count, 2)`, int32: The seeds, the same on all chips, each with the number of the chip
+            where each chip runs by itself, and with 0 elsewhere.
+        """
+        seeds = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=self.device)
+        chip = torch.zeros((1,), dtype=torch.int32, device=self.device)
+        if self.chips_apart:
+            chips = torch.arange(self.num_chips, dtype=torch.int32, device=self.device)
+            seeds, chip = self.enter_chip(seeds), self.enter_chip(chips, by_rows=True)
+        return torch.stack([seeds, chip.expand(count)], 1)
+
     def scan(
         self,
         turn: Callable,
         carry: tuple,
         tensors: tuple[torch.Tensor, ...],
         reverse: bool = False,
-        unroll: bool = False,
     ) -> tuple[tuple, tuple]:
         """
         Run a function over the first dimension of tensors, one entry after the other.
@@ -221,8 +294,6 @@ class Backend(ABC):
                 What to go through.
             reverse (`bool`, *optional*, defaults to `False`):
                 Whether to begin with the last entry. The results are in the order of the entries all the same.
-            unroll (`bool`, *optional*, defaults to `False`):
-                Whether the turns follow one another in the program, rather than being a loop.
 
         Returns:
             `tuple`: What the last turn carried on, and the results of all turns, stacked.
@@ -325,6 +396,10 @@ class Backend(ABC):
 
     def wait(self) -> None:  # noqa: B027
         """Close the program recorded so far, and return when the device has finished all of them."""
+
+    def wait_for_started(self) -> None:
+        """Return when the device has finished the programs that were started. Cheaper: what is recorded stays so."""
+        self.wait()
 
     def send(self, data: Any) -> Any:
         """

@@ -236,6 +236,46 @@ class CompileCache:
         )
 
 
+@dataclass(frozen=True)
+class CacheState:
+    """
+    What a directory of compiled programs holds.
+
+    Args:
+        programs (`int`):
+            Programs of all toolchains.
+        size (`int`):
+            Their bytes.
+        incomplete (`int`):
+            Programs that were not written to their end.
+        writable (`bool`):
+            Whether there can be more.
+    """
+
+    programs: int
+    size: int
+    incomplete: int
+    writable: bool
+
+
+def cache_state(root: Path) -> CacheState:
+    """
+    Look at a directory of compiled programs. Nothing in it is changed.
+
+    Args:
+        root (`Path`):
+            The directory, which need not be there.
+
+    Returns:
+        [`CacheState`]: What it holds.
+    """
+    entries = [entry for path in root.glob(f"*/{_TOOLCHAIN_FILE}") for entry in _entries(path.parent)]
+    incomplete = [entry for entry in entries if entry.read_note().get("bytes") != entry.size]
+    place = next(path for path in (root, *root.parents) if path.exists())
+    writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    return CacheState(len(entries) - len(incomplete), sum(entry.size for entry in entries), len(incomplete), writable)
+
+
 def _entries(directory: Path) -> list[_Entry]:
     """The programs in a directory, in the order in which they were written."""
     entries = []

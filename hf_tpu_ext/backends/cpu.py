@@ -4,7 +4,7 @@ import platform
 
 import torch
 
-from .base import Backend
+from .base import Backend, peak_of_process
 
 
 class CPUBackend(Backend):
@@ -19,3 +19,6 @@ class CPUBackend(Backend):
     @property
     def device_name(self) -> str:
         return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+    def peak_memory(self) -> int | None:
+        return peak_of_process()

@@ -18,5 +18,8 @@ class CUDABackend(Backend):
     def device_name(self) -> str:
         return torch.cuda.get_device_name()
 
+    def peak_memory(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
     def wait(self) -> None:
         torch.cuda.synchronize()

@@ -16,8 +16,6 @@ _TPU_PCI_DEVICES = {
     "0x0062": "TPU v5p",
     "0x0076": "TPU 7x",
 }
-# Bytes that the TPU compiler lets a program of one chip use.
-_TPU_MEMORY = {"TPU v5e": int(15.75 * 2**30), "TPU v6e": int(31.25 * 2**30)}
 # Shape of that many neighbouring chips of one host.
 _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 
@@ -38,7 +36,7 @@ def tpu_chips(pci_root: str = "/sys/bus/pci/devices") -> int:
     return len(_tpu_kinds(pci_root))
 
 
-def tpu_kind(pci_root: str = "/sys/bus/pci/devices") -> tuple[str, int | None]:
+def tpu_kind(pci_root: str = "/sys/bus/pci/devices") -> str:
     """
     Name the kind of TPU chip that is attached to this machine.
 
@@ -49,10 +47,9 @@ def tpu_kind(pci_root: str = "/sys/bus/pci/devices") -> tuple[str, int | None]:
             Directory that lists the PCI devices.
 
     Returns:
-        `tuple[str, int | None]`: Its name, and the bytes that a program can use on it where they are known.
+        `str`: Its name, e.g. `"TPU v5e"`; `"TPU"` where it is not known.
     """
-    name = next(iter(_tpu_kinds(pci_root)), "TPU")
-    return name, _TPU_MEMORY.get(name)
+    return next(iter(_tpu_kinds(pci_root)), "TPU")
 
 
 def _tpu_kinds(pci_root: str) -> list[str]:

@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 import torch_xla
-import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch_xla.core.xla_op_registry import register
-from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
-from .base import Counters
+from ..hardware.topologies import Chip, find_chip
+from .base import Counters, peak_of_process
 from .detect import local_chips, show_chips, tpu_kind
+from .host import enable_hugepages
 from .xla_compile_cache import XLACompileCache, metric
+from .xla_insight import XLAInsight
+from .xla_loops import XLALoops
 from .xla_replay import REPLAYS, XLARecording, has_pending, programs_kept
 
 
@@ -61,35 +62,6 @@ def _annotated(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor
     return copy
 
 
-def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:
-    return [first, *[first.zeros_like()] * (rank - 1)]
-
-
-@partial(register, "take_rows")
-def _take_rows(tensor: xb.Op, start: xb.Op, size: int) -> xb.Op:
-    sizes = tensor.shape().sizes
-    return tensor.dynamic_slice(_row_indices(start, len(sizes)), [size, *sizes[1:]])
-
-
-@partial(register, "put_rows")
-def _put_rows(tensor: xb.Op, start: xb.Op, rows: xb.Op) -> xb.Op:
-    return tensor.dynamic_update_slice(rows, _row_indices(start, tensor.shape().rank))
-
-
-# Smaller slices, as those of adapters, are not worth a kernel of their own.
-_LEAST_KEPT = 2**18
-
-
-@partial(register, "float_to_bits")
-def _float_to_bits(tensor: xb.Op) -> xb.Op:
-    return tensor.bitcast(xb.Type.S32)
-
-
-@partial(register, "bits_to_float")
-def _bits_to_float(tensor: xb.Op) -> xb.Op:
-    return tensor.bitcast(xb.Type.F32)
-
-
 class _ConstrainRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
@@ -101,7 +73,19 @@ class _ConstrainRows(torch.autograd.Function):
         return _annotated(gradient, ctx.mesh, rows_spec(ctx.mesh, gradient.ndim)), None
 
 
-class XLABackend(XLACompileCache):
+def _check_autograd(device: torch.device) -> None:
+    try:
+        with torch.inference_mode(False):
+            torch.ones((), device=device, requires_grad=True).backward()
+    except RuntimeError as error:
+        raise ValueError(
+            "A backward pass ran in this process before the XLA runtime started, and PyTorch's autograd knows only the devices "
+            "that were there then. Make the trainer that uses XLA before anything is trained on the CPU or a GPU; in a "
+            "notebook, restart the kernel first."
+        ) from error
+
+
+class XLABackend(XLALoops, XLACompileCache):
     """
     Lazy tensors compiled by XLA.
 
@@ -128,6 +112,7 @@ class XLABackend(XLACompileCache):
                 "shell, under the recipe's `env:` key, or in the notebook's first cell; then restart the process."
             )
         os.environ["PJRT_DEVICE"] = pjrt_device
+        self.insight = XLAInsight()
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
@@ -151,12 +136,13 @@ class XLABackend(XLACompileCache):
                 f"{xr.process_count()} processes drive this TPU slice, and this version trains in one process, on the "
                 "chips of one host. docs/multi_host.md says what a slice of several hosts would need."
             )
+        _check_autograd(torch_xla.device())
         return torch_xla.device()
 
     @property
     def device_name(self) -> str:
         kind = xr.device_type()
-        return f"{kind}, compiled by XLA" if kind == "CPU" else tpu_kind()[0]
+        return f"{kind}, compiled by XLA" if kind == "CPU" else tpu_kind()
 
     @property
     def num_chips(self) -> int:
@@ -164,8 +150,17 @@ class XLABackend(XLACompileCache):
         return xr.global_runtime_device_count()
 
     @property
-    def memory_per_chip(self) -> int | None:
-        return None if xr.device_type() == "CPU" else tpu_kind()[1]
+    def chip(self) -> Chip | None:
+        return None if xr.device_type() == "CPU" else find_chip(tpu_kind())
+
+    def peak_memory(self) -> int | None:
+        if xr.device_type() == "CPU":
+            return peak_of_process()
+        # Where one device stands for all chips (SPMD), the runtime does not say.
+        return None if self.num_chips > 1 else xm.get_memory_info(self.device)["peak_bytes_used"]
+
+    def prepare_host(self) -> list[str]:
+        return [] if self._pjrt_device == "CPU" or runtime_started() else enable_hugepages()
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:
         if num_chips is not None and not 1 <= num_chips <= self._host_chips:
@@ -238,35 +233,6 @@ class XLABackend(XLACompileCache):
         xm.set_rng_state(state)
         self.note_programs()
 
-    def scan(
-        self,
-        turn: Callable,
-        carry: tuple,
-        tensors: tuple[torch.Tensor, ...],
-        reverse: bool = False,
-        unroll: bool = False,
-    ) -> tuple[tuple, tuple]:
-        # The public `scan` traces `turn` with tensors that autograd cannot be run on. This is what it calls then: a loop of
-        # XLA, whose body is recorded once.
-        with torch.no_grad():
-            if unroll or tensors[0].shape[0] == 1:
-                return super().scan(turn, carry, tensors, reverse)
-            return _scan_impl_pytree(turn, carry, tensors, reverse)
-
-    def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
-        return _take_rows(tensor, start, size=size)
-
-    def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return _put_rows(tensor, start, rows)
-
-    def keep_in_turn(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:
-            return tensor
-        # The compiler for TPU narrows floats through a barrier, too, and so the loop's whole operand. It does not integers.
-        bits = _float_to_bits(tensor)
-        self.separate([bits])
-        return _bits_to_float(bits)
-
     def end_step(self) -> None:
         self._sync()
 
@@ -285,6 +251,9 @@ class XLABackend(XLACompileCache):
 
     def wait(self) -> None:
         self._sync()
+        xm.wait_device_ops()
+
+    def wait_for_started(self) -> None:
         xm.wait_device_ops()
 
     def send(self, data: Any) -> Any:
@@ -343,7 +312,8 @@ class XLABackend(XLACompileCache):
         self._sync(wait=True)
         # A program that is run by its handle is none of those that the sync waits for.
         xm.wait_device_ops()
-        fetched = dict(zip(unique, self._to_host(tensors), strict=True))
+        with self.insight.own_reads():
+            fetched = dict(zip(unique, self._to_host(tensors), strict=True))
         return replace(data)
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -401,7 +371,7 @@ class XLABackend(XLACompileCache):
             compile_seconds=compile_ns / 1e9,
             executions=metric("ExecuteTime")[0] + metric("ExecuteReplicatedTime")[0],
             reads=metric("TransferFromDeviceTime")[0],
-            fallbacks=sum(met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")),
+            fallbacks=sum(self.insight.operators_on_host().values()),
             replays=met.counter_value(REPLAYS) or 0,
             loads=met.counter_value("PersistentCacheHit") or 0,
         )

@@ -183,9 +183,10 @@ class XLARecording(Recording):
         draws_before = iter(self._draws_before(seeds, [] if like is None else like.seeds))
         after = xm.get_rng_state()
         draws = _count_draws(self._seed, after)
-        unmarked = self._find_unmarked_seeds(ids, values, draws, like)
+        buffers = _buffers(values)
+        unmarked = self._find_unmarked_seeds(ids, values, buffers, draws, like)
         inputs: list[int | torch.Tensor | _Seed] = []
-        for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, _buffers(values), strict=True)):
+        for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, buffers, strict=True)):
             if _is_seed(tensor_id):
                 inputs.append(_Seed(next(draws_before)))
                 continue
@@ -199,7 +200,7 @@ class XLARecording(Recording):
         return TracedStep(results, outputs, values, inputs, updated, draws, after)
 
     def _find_unmarked_seeds(
-        self, ids: list[int], values: list[torch.Tensor], draws: int, like: "XLAProgram | None"
+        self, ids: list[int], values: list[torch.Tensor], buffers: list[int], draws: int, like: "XLAProgram | None"
     ) -> dict[int, _Seed]:
         """
         Seeds that are known by their value, by the place of the argument. Read anew in each recording: a constant may have the
@@ -209,7 +210,7 @@ class XLARecording(Recording):
             return {}
         places = [
             place
-            for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, _buffers(values), strict=True))
+            for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, buffers, strict=True))
             if value.dtype == torch.int64
             and not value.ndim
             and not _is_seed(tensor_id)
@@ -218,7 +219,9 @@ class XLARecording(Recording):
         ]
         if not places:
             return {}
-        drawn = {_after_draws(self._seed, count): count for count in range(draws + 1)}
+        drawn, seed = {}, self._seed
+        for count in range(draws + 1):
+            drawn[seed], seed = count, _after_draws(seed, 1)
         found = [value.item() % _SEED_MODULUS for value in _XLAC._xla_get_cpu_tensors([values[i] for i in places])]
         return {
             place: _Seed(drawn[seed], marked=False) for place, seed in zip(places, found, strict=True) if seed in drawn

@@ -51,16 +51,6 @@ class TracedModule(Program):
     def difference(self, other: "TracedModule") -> str | None:
         return None
 
-    @property
-    def seeds(self) -> list[int]:
-        """As [`XLAProgram.seeds`], which are of no use to a program that is not run."""
-        return []
-
-    @property
-    def unmarked_seeds(self) -> set[int]:
-        """As [`XLAProgram.unmarked_seeds`]."""
-        return set()
-
 
 class _Recording(XLARecording):
     def __init__(self, backend: "TracingBackend", state: Sequence[torch.Tensor]):
@@ -68,7 +58,7 @@ class _Recording(XLARecording):
         self._backend = backend
 
     def finish(self, state: Sequence[torch.Tensor], like: XLAProgram | None = None) -> TracedModule:
-        traced = self.end_trace(state, like)
+        traced = self.end_trace(state)
         return self._backend.take_module(traced.results, traced.values, traced.updated)
 
 

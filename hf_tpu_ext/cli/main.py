@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from .. import __version__
-from . import cache_teacher, plan, prepare, pretrain, sft, warmup
+from . import cache_teacher, doctor, export, plan, prepare, pretrain, report, sft, warmup
 
 
 DESCRIPTION = """\
@@ -42,8 +42,11 @@ def main(argv: list[str] | None = None) -> int:
             Arguments after `hf-tpu`. By default those of the process.
 
     Returns:
-        `int`: Exit status: `0`, or `2` for a mistake in what was asked for. That of `hf-tpu plan` is `1` where a recipe does
-        not fit.
+        `int`: Exit status: `0`, or `2` for a mistake in what was asked for. `1` says of a plan that the
+        recipe does not fit, of an export that it differs much, of the doctor that something failed.
+
+    Raises:
+        [`~hf_tpu_ext.TrainingPreempted`]: A run was told to stop, and is saved: exit status `75`.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -80,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "plan", help="compile a recipe for a TPU that is not there: does it fit (`hf-tpu plan --help` says how)"
     )
     prepare.add_parser(commands)
+    report.add_parser(commands)
+    export.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 

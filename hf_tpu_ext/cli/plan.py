@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import pretrain, sft
-from .recipe import Recipe, read_recipe
+from .recipe import Recipe, load_recipe
 
 
 DESCRIPTION = """\
@@ -95,14 +95,14 @@ def run(argv: list[str]) -> int:
     command = named[0] if named else "sft"
     options, rest = _options(argv[len(named) :])
 
-    from ..plan.topologies import find_topology
+    from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
     recipe = _open_recipe(rest, _COMMANDS[command].TINY_DATA, topology.num_chips)
 
+    from ..hardware.prices import PRICES
     from ..plan.make import Compiler, make_plan
     from ..plan.page import render
-    from ..plan.prices import PRICES
     from ..plan.search import search
     from ..plan.trace import trace_run
 
@@ -135,7 +135,12 @@ def run(argv: list[str]) -> int:
 
         plan, traced = make({})
         if options.search:
-            plan = search(plan, traced.per_device_train_batch_size, lambda changes: make(changes)[0])
+            plan = search(
+                plan,
+                traced.per_device_train_batch_size,
+                # What is compiled already is not compiled again.
+                lambda changes, own=plan: own if changes == traced.settings else make(changes)[0],
+            )
     print(render(plan))
     if options.json is not None:
         plan.save(options.json)
@@ -156,12 +161,9 @@ def _words(values: dict[str, str]) -> list[str]:
 
 
 def _open_recipe(argv: list[str], tiny_data: str, num_chips: int) -> Recipe:
-    recipe = read_recipe(argv)
-    os.environ.update(recipe.env)
+    recipe = load_recipe(argv, tiny_data)
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
-    if recipe.smoke is not None:
-        recipe.use_tiny(tiny_data)
     recipe.values["backend"] = "xla"
 
     from ..backends.selection import select_tracing

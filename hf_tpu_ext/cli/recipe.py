@@ -132,6 +132,29 @@ def read_recipe(argv: list[str]) -> Recipe:
     return Recipe(known.config, values, env, rest, known.smoke)
 
 
+def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
+    """
+    Read a recipe and set its environment variables.
+
+    Args:
+        argv (`list[str]`):
+            Arguments of the command.
+        tiny_data (`str`):
+            Name of the dataset that `--smoke` puts in place of the recipe's.
+
+    Returns:
+        [`Recipe`]: The recipe.
+
+    Raises:
+        `ValueError`: The file cannot be read.
+    """
+    recipe = read_recipe(argv)
+    os.environ.update(recipe.env)
+    if recipe.smoke is not None:
+        recipe.use_tiny(tiny_data)
+    return recipe
+
+
 def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
     """
     Read a recipe and set up the process for it: its environment variables, and the backend.
@@ -148,10 +171,7 @@ def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
     Raises:
         `ValueError`: The file cannot be read, or the backend that it asks for is absent.
     """
-    recipe = read_recipe(argv)
-    os.environ.update(recipe.env)
-    if recipe.smoke is not None:
-        recipe.use_tiny(tiny_data)
+    recipe = load_recipe(argv, tiny_data)
     # Imported here: PyTorch comes with it, and reads the environment.
     from ..backends import select_backend
 

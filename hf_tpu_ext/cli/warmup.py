@@ -42,11 +42,13 @@ def run(argv: list[str]) -> None:
     recipe = open_recipe(argv[len(named) :], module.TINY_DATA)
 
     from ..callbacks.run_lines import describe_cache_use
-    from ..trainers.warm_up import WarmedUp, warming_up
+    from ..trainers.warm_up import WarmedUp, WarmUpMixin
 
     with tempfile.TemporaryDirectory() as directory:
         try:
-            module.train(recipe, " ".join(["warmup", *named]), DESCRIPTION, partial(warming_up, output_dir=directory))
+            module.train(
+                recipe, " ".join(["warmup", *named]), DESCRIPTION, partial(WarmUpMixin.over, output_dir=directory)
+            )
         except WarmedUp as done:
             print(_table(done.programs))
             print(describe_cache_use(done.cache))

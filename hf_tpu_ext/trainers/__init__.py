@@ -6,6 +6,7 @@ from ..backends import select_backend
 
 select_backend()
 
+from ..callbacks.preemption import TrainingPreempted  # noqa: E402
 from .configs import ExtensionArguments, TPUSFTConfig, TPUTrainingArguments  # noqa: E402
 from .mixin import TPUTrainerMixin  # noqa: E402
 from .sft import TPUSFTTrainer  # noqa: E402
@@ -19,4 +20,5 @@ __all__ = [
     "TPUTrainer",
     "TPUTrainerMixin",
     "TPUTrainingArguments",
+    "TrainingPreempted",
 ]

@@ -38,7 +38,7 @@ class ExtensionArguments:
         scan_layers (`str`, *optional*, defaults to `"auto"`):
             Whether layers that are alike run as one loop (XLA), so that compiling takes as long for 28 layers as for 4: `"on"`,
             `"off"`, or `"auto"`, which is on for model families that were found to train alike, from 8 layers on. Needs
-            activation checkpointing and one chip.
+            activation checkpointing.
         rematerialization (`str`, *optional*):
             What the backward pass computes again instead of keeping it (XLA): `"none"`; `"full"`, whole layers; `"dots"`,
             all of a layer but its matrix products with weights; or names of modules, e.g. `"self_attn"` or `"mlp,self_attn"`,
@@ -50,6 +50,13 @@ class ExtensionArguments:
         compile_cache_dir (`str`, *optional*, defaults to `"auto"`):
             Where compiled programs are kept for later runs: `"auto"`, `"off"` or a directory. `"auto"` is what the
             environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or on a TPU `~/.cache/hf_tpu_ext/compile`.
+        max_recompiles (`int`, *optional*):
+            How many programs may be compiled again in the life of a trainer (XLA). One more is an error that names the cause.
+            By default each is named in a line, and training goes on.
+        step_status (`bool`, *optional*, defaults to `True`):
+            Whether logs show the time of a step by phase, tokens per second, utilization and memory.
+        run_report (`bool`, *optional*, defaults to `True`):
+            Whether the run keeps a record in its output directory, and a report of it is made there at the end.
     """
 
     backend: str = field(
@@ -88,7 +95,7 @@ class ExtensionArguments:
         default="auto",
         metadata={
             "help": "Whether layers that are alike run as one loop on XLA, so that compiling takes as long for 28 layers as "
-            "for 4. Needs gradient_checkpointing and one chip. 'auto' is on for families that were found to train alike.",
+            "for 4. Needs gradient_checkpointing. 'auto' is on for families that were found to train alike.",
             "choices": ["auto", "on", "off"],
         },
     )
@@ -115,6 +122,23 @@ class ExtensionArguments:
             "HF_TPU_EXT_COMPILE_CACHE, or on a TPU ~/.cache/hf_tpu_ext/compile. XLA on the host cannot load them."
         },
     )
+    max_recompiles: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many programs may be compiled again on XLA. One more is an error that names the cause. Default: "
+            "each is named in a line, and training goes on."
+        },
+    )
+    step_status: bool = field(
+        default=True,
+        metadata={"help": "Show in logs the time of a step by phase, tokens per second, utilization and memory."},
+    )
+    run_report: bool = field(
+        default=True,
+        metadata={
+            "help": "Keep a record of the run in its output directory, and make report.html and report.md of it at the end."
+        },
+    )
 
     def __post_init__(self):
         # Upstream takes a device while it sets up its own fields, so the choice comes first.
@@ -125,6 +149,10 @@ class ExtensionArguments:
             self.length_buckets = [self.length_buckets]
         if isinstance(self.scan_layers, bool):
             self.scan_layers = "on" if self.scan_layers else "off"
+        if self.max_recompiles is not None and self.max_recompiles < 0:
+            raise ValueError(
+                f"max_recompiles={self.max_recompiles} is negative. 0 allows none; leave it out to allow any number."
+            )
         if self.scan_layers not in ("auto", "on", "off"):
             raise ValueError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
         if isinstance(self.compile_cache_dir, bool):

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import datasets
@@ -35,13 +36,33 @@ class EveryLengthMixin:
     output_dir: str
     #: Optimizer steps for each length.
     steps_per_length: int
+    # There is nothing to save.
+    stops_when_told = False
 
     def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
         args.output_dir = self.output_dir
         args.report_to = []
+        args.step_status = args.run_report = False
         args.save_strategy = SaveStrategy.NO
         args.load_best_model_at_end = args.push_to_hub = False
         super().__init__(model, args, *rest, **kwargs)
+
+    @classmethod
+    def over(cls, trainer: type, output_dir: str) -> type:
+        """
+        Make the class that does this for another.
+
+        Args:
+            trainer (`type`):
+                Trainer class of the run.
+            output_dir (`str`):
+                Directory for what a trainer needs one for.
+
+        Returns:
+            `type`: The class.
+        """
+        name = f"{cls.__name__.removesuffix('Mixin')}{trainer.__name__}"
+        return type(name, (cls, trainer), {"output_dir": output_dir})
 
     def train_every_length(self, callbacks: Sequence[TrainerCallback] = ()) -> None:
         """
@@ -67,12 +88,12 @@ class EveryLengthMixin:
             self.add_callback(callback)
         super().train()
 
-    @property
+    @cached_property
     def train_rows(self) -> datasets.Dataset:
         """One row of the training data for each length that its batches are padded to."""
         return self._row_per_length(self.train_dataset)
 
-    @property
+    @cached_property
     def eval_rows(self) -> datasets.Dataset:
         """One row of the evaluation data for each length that its batches are padded to."""
         return self._row_per_length(self.eval_dataset)

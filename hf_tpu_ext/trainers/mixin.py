@@ -1,25 +1,23 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, unwrap_peft_model
+from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends import select_backend
+from ..backends.host import let_forks_tokenize
 from ..backends.program import Program
-from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunFacts, RunLines
 from ..data import ShapeGuard, TokenWaste, complete_rows
+from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
-from ..step.kernels import use_static_kernels
 from ..step.loss_log import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
-from ..step.sliced_attention import use_sliced_attention
 from .arguments import (
     ADAMW_NAMES,
     CompiledArguments,
@@ -29,14 +27,7 @@ from .arguments import (
     copy_arguments,
     set_gradient_checkpointing,
 )
-from .checkpoints import (
-    EpochOrder,
-    check_output_dir,
-    find_checkpoint,
-    mark_incomplete,
-    read_run_state,
-    write_run_state,
-)
+from .checkpoints import check_output_dir
 from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
 from .evaluation import CompiledEvaluation
@@ -44,13 +35,25 @@ from .frozen import FrozenWeightsMixin
 from .layers import LayerScanMixin
 from .lengths import row_lengths
 from .replay import ReplayMixin, SentBatch
+from .saving import SavingMixin
+from .status import StatusMixin
 from .step_boundary import StepBoundary
+from .watching import WatchMixin
 
 
 logger = logging.get_logger(__name__)
 
 
-class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixin, CompiledEvaluation):
+class TPUTrainerMixin(
+    FrozenWeightsMixin,
+    LayerScanMixin,
+    ReplayMixin,
+    WatchMixin,
+    ChipsMixin,
+    StatusMixin,
+    SavingMixin,
+    CompiledEvaluation,
+):
     """
     Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled programs.
 
@@ -82,26 +85,36 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
+        self._max_recompiles = extension.max_recompiles
         check_output_dir(args.output_dir)
         if self.backend.lazy:
             check_weights(model, kwargs.get("quantization_config"))
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
                 model.tie_weights()
+        of_host = self.backend.prepare_host()
         self.compiled = (
             compile_arguments(args, loads_model=isinstance(model, str), num_chips=self.backend.num_chips)
             if self.backend.lazy
             else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
         )
-        self.compiled.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
+        self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
         self._arrange_chips()
+        self._arrange_saving()
         super().__init__(model, self.compiled.args, *rest, **kwargs)
         if self.backend.lazy:
+            # The trainer has tokenized the data by now, with all threads. The second is not there in transformers 5.18.
+            self.compiled.changes += let_forks_tokenize(
+                self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
+            )
             self._prepare_compiled_path()
-        self._epoch_order = EpochOrder()
-        self.add_callback(self._epoch_order)
-        self.add_callback(RunLines(self.backend, self._run_facts))
+        lines = RunLines(self.backend, self._run_facts)
+        self.add_callback(lines)
+        self.start_status(extension.step_status)
+        if extension.run_report:
+            self.keep_record(args, lines)
+        self._add_saving_callbacks()
 
     def _prepare_compiled_path(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
@@ -114,15 +127,14 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
         self.backend.set_rng_state(self.args.seed)
         self._train_lengths = row_lengths(self.train_dataset)
         self.lengths = self._declare_lengths()
+        self.start_watch()
         self._make_batches_static()
         self._shape_guards = {mode: ShapeGuard(max(1, len(self.lengths)), self.lengths) for mode in ("train", "eval")}
-        self._batch_shape: tuple[int, ...] = ()
         #: What `_step_data` gave for the step under way, on the device.
         self.step_data: dict[str, torch.Tensor] = {}
         self._preprocess_on_device = None
         self._flos_per_token: float | None = None
         self.loss_log = LossLog(self.backend)
-        self.watch = ProgramWatch(self.backend, quiet=self.args.disable_tqdm)
         self.add_callback(StepBoundary(self))
 
     def _checkpoint_activations(self) -> None:
@@ -196,6 +208,9 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
     def _take_metrics(self, mode: str, fetched: dict[str, torch.Tensor]) -> None:
         """Record what `_metric_sums` gave, read to the host, so that the next `log` shows it; and start anew."""
 
+    def _drop_metrics(self, mode: str) -> None:
+        """Forget what the next log of `mode` would show."""
+
     def _run_state(self) -> dict[str, Any]:
         """What else a checkpoint keeps, as JSON."""
         return {}
@@ -207,10 +222,7 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.lazy:
-            use_static_kernels(model)
-            use_sliced_attention(model, self.backend, self.mesh)
-            self.backend.place(model)
-            self._shard_model(model)
+            self.sharding_plan = place_model(model, self.backend, self.mesh)
         else:
             super()._move_model_to_device(model, device)
 
@@ -245,7 +257,9 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
         mode, rows = ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
         inputs = complete_rows(inputs, rows, self._pad_token_id)
         self._shape_guards[mode].check(inputs)
-        self._batch_shape = next(tuple(value.shape) for value in inputs.values() if isinstance(value, torch.Tensor))
+        if self.status is not None and mode == "train":
+            self.status.count(inputs)
+        self._note_batch(inputs)
         # A collator of the caller's may yield more rows than it was given.
         rows = next(value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim)
         return self.backend.send_rows(dict(inputs), rows)
@@ -255,7 +269,7 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
             return super()._prepare_inputs(inputs)
         sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
         rows = next(value.shape[0] for value in sent.values() if isinstance(value, torch.Tensor) and value.ndim)
-        if self.local_gradients is not None and self.local_gradients.inside:
+        if self.backend.chips_apart:
             sent = {
                 key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
                 if isinstance(value, torch.Tensor)
@@ -326,7 +340,13 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
         Returns:
             [`Program`] or `None`: What `run` returned.
         """
-        return self.watch.end(kind, self._batch_shape, where, run)
+        known = len(self.watch.events)
+        program = self.end_watched(kind, where, run)
+        if self.status is not None:
+            for event in self.watch.events[known:]:
+                if (event.kind, event.shape) == (kind, self._batch_shape):
+                    self.status.clock.credit("compile", event.seconds)
+        return program
 
     # ---- Logs ----
 
@@ -347,9 +367,11 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
 
     def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
-        fetched = self.backend.fetch(
-            {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")}
-        )
+        self.wait_for_device()
+        with self.phase("read"):
+            fetched = self.backend.fetch(
+                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")}
+            )
         window = self.loss_log.read(fetched["loss"])
         self._take_metrics("train", fetched["metrics"])
         # One NaN would stay in upstream's own sum for good.
@@ -376,24 +398,14 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
     # ---- Checkpoints ----
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        if checkpoint is not None:
-            state = read_run_state(checkpoint)
-            self._epoch_order.resume(state.get("epoch_rng_state"))
-            self._keep_rows_per_step(state)
-            self._load_run_state(state)
-        with self.frozen_weights_in_bfloat16(), self.split_activations():
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        with self.stopping_when_told(), self.frozen_weights_in_bfloat16(), self.split_activations():
             try:
                 return super().train(checkpoint, *args, **kwargs)
             finally:
                 self.end_replay()
+                self.end_watch()
                 self.unscan_layers()
-
-    def _save_checkpoint(self, model, trial) -> None:
-        # An earlier run in the same directory may have left a complete one there: stopped half-way, this one would be
-        # taken for it.
-        mark_incomplete(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"))
-        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:
@@ -406,16 +418,3 @@ class TPUTrainerMixin(FrozenWeightsMixin, LayerScanMixin, ReplayMixin, ChipsMixi
         # Training is over.
         self.unscan_layers()
         super()._load_best_model()
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._batch_state(), **self._run_state()}
-        if (rng_state := self.backend.rng_state()) is not None:
-            state["rng_state"] = {self.backend.name: rng_state}
-        write_run_state(output_dir, state)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        states = {} if checkpoint is None else read_run_state(checkpoint).get("rng_state", {})
-        if self.backend.name in states:
-            self.backend.set_rng_state(states[self.backend.name])

@@ -158,19 +158,3 @@ class _Compiling(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self._note("logs")
-
-
-def warming_up(trainer: type, output_dir: str) -> type:
-    """
-    Make the class that warms up for another.
-
-    Args:
-        trainer (`type`):
-            Trainer class of the run.
-        output_dir (`str`):
-            Directory for what a trainer needs one for.
-
-    Returns:
-        `type`: A class whose `train` raises [`WarmedUp`].
-    """
-    return type(f"WarmUp{trainer.__name__}", (WarmUpMixin, trainer), {"output_dir": output_dir})

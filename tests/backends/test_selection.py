@@ -482,3 +482,17 @@ assert "4 processes" in message and "one host" in message and "docs/multi_host.m
 """,
         PJRT_DEVICE="CPU",
     )
+
+
+def test_autograd_that_ran_before_the_runtime_is_told():
+    run_script(
+        """
+import pytest, torch
+from hf_tpu_ext.backends import select_backend
+weight = torch.ones(2, requires_grad=True)
+(weight * 2).sum().backward()
+with pytest.raises(ValueError, match="restart the kernel"):
+    select_backend("xla").device
+""",
+        PJRT_DEVICE="CPU",
+    )

@@ -45,6 +45,8 @@ def test_defaults_that_are_replaced(stock):
         "average_tokens_across_devices": True,
         "train_sampling_strategy": "random",
         "logging_nan_inf_filter": True,
+        "dataloader_num_workers": 0,
+        "dataloader_multiprocessing_context": None,
     }
     actual = {name: vars(config)[name] for name in expected}
     assert actual == expected, "TRL's defaults have changed; see trainers/arguments.py and docs/"

@@ -68,6 +68,9 @@ class Runs:
             save_strategy="no",
             disable_tqdm=True,
         )
+        if "run_report" in cls.__dataclass_fields__:
+            # It takes longer than the run.
+            defaults["run_report"] = False
         return cls(**{**defaults, **config})
 
     def trainer(self, cls, config, model=None, lora=None, **kwargs):
@@ -98,13 +101,17 @@ class Runs:
 
 
 @pytest.fixture
-def runs(xla, tiny_model, tmp_path):
+def runs(xla, tiny_model, tmp_path, monkeypatch):
+    from hf_tpu_ext.trainers import ExtensionArguments
+
+    # Of runs with upstream's config, too.
+    monkeypatch.setattr(ExtensionArguments, "run_report", False)
     return Runs(tiny_model, tmp_path / "run")
 
 
 def logged(trainer):
     """The log history without what is measured in seconds or estimated."""
-    timed = ("runtime", "per_second", "flos", "preparation_time")
+    timed = ("runtime", "per_second", "flos", "preparation_time", "step_time", "phase/", "mfu", "memory")
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in timed)}
         for entry in trainer.state.log_history
