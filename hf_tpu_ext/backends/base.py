@@ -397,10 +397,6 @@ class Backend(ABC):
     def wait(self) -> None:  # noqa: B027
         """Close the program recorded so far, and return when the device has finished all of them."""
 
-    def wait_for_started(self) -> None:
-        """Return when the device has finished the programs that were started. Cheaper: what is recorded stays so."""
-        self.wait()
-
     def send(self, data: Any) -> Any:
         """
         Move host tensors to the device, as data that is never folded into a program.
@@ -435,13 +431,15 @@ class Backend(ABC):
         """
         return self.send(data)
 
-    def fetch(self, data: Any) -> Any:
+    def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         """
         Move device tensors to the host, all in one transfer.
 
         Args:
             data (`Any`):
                 A tensor, or a nested structure of them. Tensors that share memory still do afterwards.
+            on_finished (`Callable[[], None]`, *optional*):
+                Called between the wait for the device and the transfer, where these are two things.
 
         Returns:
             `Any`: The same structure on the CPU.

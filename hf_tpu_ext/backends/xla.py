@@ -253,9 +253,6 @@ class XLABackend(XLALoops, XLACompileCache):
         self._sync()
         xm.wait_device_ops()
 
-    def wait_for_started(self) -> None:
-        xm.wait_device_ops()
-
     def send(self, data: Any) -> Any:
         # `tensor.to("xla")` folds a 0-dimensional 0, 1 or -1 into the program as a constant, so a learning rate of
         # exactly 0 would be another program. Data sent this way never is, and all tensors go in one transfer.
@@ -282,7 +279,7 @@ class XLABackend(XLALoops, XLACompileCache):
             recording.add_other([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
         return sent[0] if is_tensor else sent
 
-    def fetch(self, data: Any) -> Any:
+    def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         # One transfer for the whole structure. A tensor that stands in it twice (tied weights) is fetched once and stays
         # one tensor, so that what is saved from it is stored once.
         unique: dict[int, torch.Tensor] = {}
@@ -312,6 +309,8 @@ class XLABackend(XLALoops, XLACompileCache):
         self._sync(wait=True)
         # A program that is run by its handle is none of those that the sync waits for.
         xm.wait_device_ops()
+        if on_finished is not None:
+            on_finished()
         with self.insight.own_reads():
             fetched = dict(zip(unique, self._to_host(tensors), strict=True))
         return replace(data)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ class TracingBackend(XLABackend):
 
         return tree_map_only(torch.Tensor, send, data)
 
-    def fetch(self, data: Any) -> Any:
+    def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         return tree_map_only(torch.Tensor, lambda value: torch.zeros(value.shape, dtype=value.dtype), data)
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:

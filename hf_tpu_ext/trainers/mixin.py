@@ -367,10 +367,10 @@ class TPUTrainerMixin(
 
     def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
-        self.wait_for_device()
-        with self.phase("read"):
+        with self.phase("device"):
             fetched = self.backend.fetch(
-                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")}
+                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")},
+                self.begin_read,
             )
         window = self.loss_log.read(fetched["loss"])
         self._take_metrics("train", fetched["metrics"])

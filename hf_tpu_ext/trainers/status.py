@@ -98,11 +98,10 @@ class StatusMixin:
         """
         return nullcontext() if self.status is None else self.status.clock.phase(name)
 
-    def wait_for_device(self) -> None:
-        """Wait for the device, so that what is waited for is not taken for a part of what comes next."""
+    def begin_read(self) -> None:
+        """Count the rest of the phase under way as one that reads from the device."""
         if self.status is not None:
-            with self.phase("device"):
-                self.backend.wait_for_started()
+            self.status.clock.enter("read")
 
     def _kind_of_step(self) -> str:
         if not self.backend.lazy:
@@ -139,7 +138,9 @@ class StatusMixin:
             super()._maybe_log_save_evaluate(*args, **kwargs)
             return
         # Upstream reads what it logs in here.
-        self.wait_for_device()
+        if self.status is not None:
+            with self.phase("device"):
+                self.backend.wait()
         with self.phase("read"):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 

@@ -20,6 +20,14 @@ from hf_tpu_ext.callbacks.preemption import EvaluationCut, Preemption, TrainingP
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """As in a terminal: a job in the background of a script has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def handlers():
     return [signal.getsignal(number) for number in SIGNALS]
 
@@ -190,11 +198,11 @@ def test_no_metadata_server_is_no_notice():
 
 def test_a_signal_after_the_notice_is_the_first(monkeypatch, capfd):
     """The machine is taken in the middle of the save that the notice asked for."""
-    monkeypatch.setattr(preemption, "watch_maintenance", lambda url, tell, done: tell(url))
+    told = threading.Event()
+    monkeypatch.setattr(preemption, "watch_maintenance", lambda url, tell, done: (tell(url), told.set()))
     stop = Preemption("notice")
     with stop.listen():
-        while stop.reason is None:
-            time.sleep(0.001)
+        assert told.wait(60)
         signal.raise_signal(signal.SIGTERM)
         assert stop.reason == "notice"
     assert [line.split(":")[0] for line in capfd.readouterr().err.split("\n") if line] == ["notice", "SIGTERM"]
