@@ -87,6 +87,9 @@ def main() -> None:
     os.environ |= {"PJRT_DEVICE": "CPU", "HF_TPU_EXT": "0", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as directory:
         plan = replace(make_plan(arguments, Path(directory)), window=arguments.window)
+        if not arguments.quick:
+            # TRL's default.
+            plan = replace(plan, logging_steps=10)
         results = measure(plan, ["ours", "unwatched"])
     if results["ours"]["losses"] != results["unwatched"]["losses"]:
         raise SystemExit("The losses differ.")

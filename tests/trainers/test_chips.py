@@ -117,6 +117,7 @@ def test_the_start_says_how_chips_share_the_work(eight):
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in output
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_topologies(tiny_model, on_devices, tmp_path):
     """8 chips, then 1, then 4 with split weights, then 8 in two groups, with one recipe; and 8 again, bit for bit."""
     recipe = dict(
