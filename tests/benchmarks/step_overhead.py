@@ -162,7 +162,8 @@ def measure(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         runners[name] = Runner(name, plan)
         results[name] = {"per_step": runners[name].receive()}
     for repeat in range(plan.repeats):
-        for name, runner in runners.items():
+        # Every other round the other way round: who comes second finds a warmer machine.
+        for name, runner in list(runners.items())[:: -1 if repeat % 2 else 1]:
             if repeat < runner.plan.repeats:
                 print(f"{name}: window {repeat + 1} of {runner.plan.repeats}", file=sys.stderr)
                 runner.run_window()
