@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..atomic_write import write_atomically
+
 
 VARIABLE = "HF_TPU_EXT_COMPILE_CACHE"
 #: Bytes that programs may take, those of other toolchains included. The ones that were not used for longest go first.
@@ -157,7 +159,7 @@ class CompileCache:
         self.problem: str | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _write(self.directory / _TOOLCHAIN_FILE, text)
+            write_atomically(self.directory / _TOOLCHAIN_FILE, text)
         except OSError as error:
             if not self.directory.is_dir():
                 raise
@@ -187,7 +189,7 @@ class CompileCache:
         for entry, value in zip(new, seconds, strict=True):
             self._noted[entry.path.name] = entry.written
             try:
-                _write(entry.note, json.dumps({"bytes": entry.size, "seconds": value}))
+                write_atomically(entry.note, json.dumps({"bytes": entry.size, "seconds": value}))
                 _forget_use(entry)
             except OSError as error:
                 # A full disk: the program is cut off, too.
@@ -311,14 +313,3 @@ def _make_room(root: Path) -> None:
         if size > MOST_BYTES:
             entry.path.unlink(missing_ok=True)
             entry.note.unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file as a whole, or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

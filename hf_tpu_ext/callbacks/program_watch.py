@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..backends.insight import Operation, SourceLine
 from ..backends.program import Program
+from ..words import format_size
 from .recompile_cause import Cause, StepFacts, compare_facts, compare_operations
 from .source_lines import describe_line, own_line
 
@@ -27,10 +28,6 @@ _MOST_LINES = 5
 _MOST_FACTS = 8
 # Steps whose programs are listed after a recompile that nothing explains, and before the first where steps are traced.
 _COMPARED_STEPS, _FIRST_RUNS = 8, 2
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ class ProgramWatch:
         run = self._backend.end_step if run is None else run
         self.note_others()
         known = self._known.setdefault((kind, shape), _Known())
-        name = f"{kind} {_size(shape)}"
+        name = f"{kind} {format_size(shape)}"
         operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
         start = time.monotonic()
         with self._backend.insight.own_reads():
@@ -189,7 +186,7 @@ class ProgramWatch:
             if cause is not None:
                 self._say(
                     known,
-                    f"{where}: the {kind} for batches of {_size(shape)} was compiled again ({seconds:.1f} s): "
+                    f"{where}: the {kind} for batches of {format_size(shape)} was compiled again ({seconds:.1f} s): "
                     f"{cause.what}. {cause.advice}",
                 )
         elif known.unexplained is not None and operations:

@@ -54,7 +54,7 @@ class RunRecord(TrainerCallback):
         self._describe = describe
         self._status = status
         self._programs = programs
-        self._programs_written = 0
+        self._programs_written: list[ProgramEvent] = []
         self._writer: RecordWriter | None = None
 
     def _write(self, event: str, ago: float = 0.0, **values: Any) -> None:
@@ -100,9 +100,13 @@ class RunRecord(TrainerCallback):
         self.on_step_end(args, state, control)
 
     def _write_programs(self, step: int) -> None:
-        events = self._programs()
-        new = events[self._programs_written :]
-        self._programs_written = len(events)
+        events = list(self._programs())
+        for before, event in zip(self._programs_written, events, strict=False):
+            # A step later it may turn out why.
+            if event is not before:
+                self._write("cause", **asdict(event))
+        new = events[len(self._programs_written) :]
+        self._programs_written = events
         ago = sum(event.seconds for event in new)
         for event in new:
             # They came one after the other, the last one just now.

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from .. import __version__
+from ..atomic_write import write_atomically
 
 
 DESCRIPTION = """\
@@ -115,6 +115,4 @@ def _write(path: Path, checks: list, output: str) -> None:
         },
         indent=2,
     )
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, text + "\n")

@@ -3,11 +3,11 @@
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 from pathlib import Path
 
 from .. import __version__
+from ..atomic_write import write_atomically
 
 
 QUICKSTART = """\
@@ -88,9 +88,7 @@ def prepare_quickstart(args: argparse.Namespace) -> int:
             "transformers": importlib.metadata.version("transformers"),
         },
     }
-    partial = args.output_dir / ".ready.json.partial"
-    partial.write_text(json.dumps(ready, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, args.output_dir / "ready.json")
+    write_atomically(args.output_dir / "ready.json", json.dumps(ready, indent=2) + "\n")
     print(f"Model in {model_dir}\nData in {data_dir}: {_describe(ready['rows'])}")
     return 0
 

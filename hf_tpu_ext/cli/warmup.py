@@ -3,6 +3,7 @@
 import tempfile
 from functools import partial
 
+from ..words import format_size
 from . import pretrain, sft
 from .recipe import open_recipe
 
@@ -59,6 +60,7 @@ def _table(programs) -> str:
     lines = [f"{'program':<20}{'batch':<16}{'compiled':>10}{'loaded':>10}{'seconds':>10}"]
     for (kind, shape), spent in programs.items():
         if shape or spent.compiles or spent.loads:
-            batch = " x ".join(map(str, shape))
-            lines.append(f"{kind:<20}{batch:<16}{spent.compiles:>10}{spent.loads:>10}{spent.compile_seconds:>10.1f}")
+            lines.append(
+                f"{kind:<20}{format_size(shape):<16}{spent.compiles:>10}{spent.loads:>10}{spent.compile_seconds:>10.1f}"
+            )
     return "\n".join(lines)

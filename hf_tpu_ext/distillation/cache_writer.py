@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ import numpy as np
 import safetensors.numpy
 from transformers.utils import logging
 
+from ..atomic_write import write_atomically
+from ..words import format_bytes
 from .cache_format import (
     FORMAT,
     MANIFEST,
@@ -227,7 +228,7 @@ class CacheWriter:
     def _leftovers(self) -> list[Path]:
         """Files of this or another build that are no part of what it goes on from."""
         kept = {shard.file for shard in self._shards.values()}
-        found = [*self.directory.glob("shard-*.safetensors*"), *self.directory.glob("*.json.tmp")]
+        found = [*self.directory.glob("shard-*.safetensors"), *self.directory.glob(".*.tmp")]
         return [path for path in found if path.name not in kept]
 
     def _note_progress(self) -> None:
@@ -270,42 +271,11 @@ class CacheWriter:
         if not self.settings.compact:
             smaller += f" or --compact ({compact} instead of {self.settings.token_bytes} bytes per token)"
         return (
-            f"{what}: the teacher's cache in {self.directory} needs {_size(self.bytes_to_write)} more, and "
-            f"{_size(shutil.disk_usage(self.directory).free)} are free there. Free some, give another directory "
+            f"{what}: the teacher's cache in {self.directory} needs {format_bytes(self.bytes_to_write)} more, and "
+            f"{format_bytes(shutil.disk_usage(self.directory).free)} are free there. Free some, give another directory "
             f"(--output_dir DIR), or make it smaller: {smaller}."
         )
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """
-    Write a file that is whole or not there, also after a loss of power.
-
-    Args:
-        path (`Path`):
-            The file.
-        data (`bytes`):
-            Its content.
-    """
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    os.replace(partial, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def _json(content: dict[str, Any]) -> bytes:
     return (json.dumps({"format": FORMAT, **content}, indent=1) + "\n").encode()
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

@@ -7,16 +7,13 @@ from pathlib import Path
 
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
 from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, available_memory, hugepages_setting
+from ..words import format_bytes
 from .check import Check
 
 
 #: Bytes below which a disk or the memory is too small for a model of half a billion parameters.
 LEAST_DISK = 5 * 10**9
 LEAST_MEMORY = 4 * 10**9
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 10**9:.1f} GB"
 
 
 def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
@@ -39,6 +36,8 @@ def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
         return Check("hugepages", "none", f"{setting}; they matter to a TPU")
     if setting == "always":
         return Check("hugepages", "ok", setting)
+    if os.access(path, os.W_OK):
+        return Check("hugepages", "ok", f"{setting}; a run turns them on")
     return Check("hugepages", "failed", f"{setting}: the TPU runtime starts and stops slowly", HUGEPAGES_COMMAND)
 
 
@@ -73,11 +72,11 @@ def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list
         names.append(name)
     checks = []
     for free, names, place in disks.values():
-        text = f"{_gigabytes(free)} free in {place} ({', '.join(names)})"
+        text = f"{format_bytes(free)} free in {place} ({', '.join(names)})"
         if free >= least:
             checks.append(Check("disk", "ok", text))
         else:
-            fix = f"Make room ({_gigabytes(least)} are little), or set {' or '.join(names)} to another disk"
+            fix = f"Make room ({format_bytes(least)} are little), or set {' or '.join(names)} to another disk"
             checks.append(Check("disk", "failed", text, fix))
     return checks
 
@@ -98,11 +97,11 @@ def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo"
     available = available_memory(meminfo)
     if available is None:
         return Check("memory", "none", "this system does not say")
-    text = f"{_gigabytes(available)} available"
+    text = f"{format_bytes(available)} available"
     if available >= least:
         return Check("memory", "ok", text)
     return Check(
-        "memory", "failed", text, f"End other programs: models are loaded there ({_gigabytes(least)} are little)"
+        "memory", "failed", text, f"End other programs: models are loaded there ({format_bytes(least)} are little)"
     )
 
 
@@ -133,7 +132,7 @@ def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
         )
     if not has_tpu and not chosen:
         return Check(name, "none", f"programs are kept on a TPU, in {root}")
-    text = f"{state.programs} programs, {_gigabytes(state.size)} of at most {_gigabytes(MOST_BYTES)}, in {root}"
+    text = f"{state.programs} programs, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
     if state.incomplete:
         text += f"; {state.incomplete} that were not written to their end, which the next run removes"
     return Check(name, "ok", text)

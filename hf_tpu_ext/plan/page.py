@@ -2,7 +2,7 @@
 
 import textwrap
 
-from ..sharding.plan import format_bytes
+from ..words import format_bytes, format_size
 from .result import FLOPS_RATIO, Plan
 from .roofline import BASIS
 
@@ -113,7 +113,7 @@ def _verdict(plan: Plan) -> list[str]:
     lines = [line for text in lines for line in textwrap.wrap(text, WIDTH)]
     for program in plan.programs:
         if program.error is not None:
-            shape = " x ".join(map(str, program.batch_shape))
+            shape = format_size(program.batch_shape)
             lines += _fact(f"{program.kind}, {shape}", f"the compiler says: {' '.join(program.error.split())[:600]}")
     return lines
 
@@ -121,7 +121,7 @@ def _verdict(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     limit = plan.topology.chip.memory_bytes
     if plan.largest is not None:
-        shape = " x ".join(map(str, plan.largest.batch_shape))
+        shape = format_size(plan.largest.batch_shape)
         title, parts = f"memory of a chip, at most (during: {plan.largest.kind}, {shape})", plan.parts(plan.largest)
     elif plan.estimate is not None:
         title, parts = "memory of a chip, ESTIMATED without the compiler", plan.estimate.parts
@@ -146,7 +146,7 @@ def _programs(plan: Plan) -> list[str]:
         f"{'programs':<{_LABEL}}{'batch':>12}{'compiled in':>14}{'arithmetic':>15}{'memory traffic':>16}{'sent':>12}"
     ]
     for program in plan.programs:
-        shape = " x ".join(map(str, program.batch_shape))
+        shape = format_size(program.batch_shape)
         line = f"  {program.kind:<{_LABEL - 2}}{shape:>12}{format_seconds(program.seconds):>14}"
         if (cost := program.cost) is not None:
             line += f"{format_count(cost.matrix_flops) + 'FLOP':>15}"

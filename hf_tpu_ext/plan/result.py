@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..distillation.cache_writer import write_atomically
+from ..atomic_write import write_atomically
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.replay import CLOSING, MICRO
@@ -323,4 +323,4 @@ class Plan:
             path (`str` or `Path`):
                 The file.
         """
-        write_atomically(Path(path), self.to_json().encode())
+        write_atomically(path, self.to_json())

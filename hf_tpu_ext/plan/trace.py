@@ -15,6 +15,7 @@ from transformers.trainer_utils import has_length
 
 from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
+from ..step.estimate import count_parameters
 from ..step.replay import CLOSING
 from ..step.sliced_attention import SLICED_EAGER
 from ..trainers.configs import ExtensionArguments
@@ -158,11 +159,11 @@ class TracingMixin(EveryLengthMixin):
         steps = self._max_steps
         if steps is None and rows is not None:
             steps = max(1, int(-(-rows // self._rows_per_step) * self.args.num_train_epochs))
-        parameters = list(self.model.parameters())
+        parameters, trained = count_parameters(self.model)
         return Run(
             config=self.model.config,
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trained_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            parameters=parameters,
+            trained_parameters=trained,
             precision="; ".join([facts.precision, *self._frozen_lines()]),
             mesh=self.mesh,
             per_device_train_batch_size=self.args.per_device_train_batch_size // self.backend.num_chips,

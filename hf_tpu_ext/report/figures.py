@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
+from ..words import format_size
 from .phases import CLASSES_PER_DECADE, PHASES
-from .words import format_size
 
 
 #: Points of a curve, as pairs of a step, or a time, and a value.
@@ -296,7 +296,7 @@ def draw_tokens(batches: Mapping[tuple[int, ...], Sequence[int]]) -> str:
     Returns:
         `str`: SVG.
     """
-    names = [format_size(shape) for shape in batches]
+    names = [format_size(shape) or "all" for shape in batches]
 
     def plot(axes) -> None:
         tokens = [counts[1] / 1e6 for counts in batches.values()]

@@ -1,10 +1,9 @@
 """Making the report of a run, or of several."""
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from ..atomic_write import write_atomically
 from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
 from .markdown import render_markdown
@@ -48,13 +47,9 @@ def make_report(
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomically(path, text)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise ValueError(
             f"{path} cannot be written ({error.strerror}). Make room or name another directory: --output_dir DIR"
         ) from error

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..atomic_write import write_atomically
+
 
 #: Name of the file in the output directory.
 RECORD_NAME = "run.jsonl"
@@ -32,9 +34,7 @@ class RecordWriter:
     def __init__(self, output_dir: str | Path, anew: bool):
         self._path = Path(output_dir, RECORD_NAME)
         if anew:
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("", encoding="utf-8")
-            os.replace(temporary, self._path)
+            write_atomically(self._path, b"")
         # A run that was killed may have left half a line.
         self._separator = b"\n" if self._ends_within_a_line() else b""
 
@@ -226,9 +226,17 @@ def _program(run: Run, entry: dict[str, Any]) -> None:
     run.programs.append({**entry, "at": before + entry["at"]})
 
 
+def _cause(run: Run, entry: dict[str, Any]) -> None:
+    _goes_on(run, entry)
+    for program in reversed(run.programs):
+        if all(program[name] == entry[name] for name in ("step", "kind", "shape", "seconds")):
+            program["cause"] = entry["cause"]
+            return
+
+
 def _end(run: Run, entry: dict[str, Any]) -> None:
     _goes_on(run, entry).end = entry
     _count(run, entry)
 
 
-_READERS: Mapping[str, Any] = {"begin": _begin, "log": _log, "program": _program, "end": _end}
+_READERS: Mapping[str, Any] = {"begin": _begin, "log": _log, "program": _program, "cause": _cause, "end": _end}

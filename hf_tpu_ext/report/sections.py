@@ -8,11 +8,11 @@ from typing import Any
 
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
+from ..words import count, format_number, format_seconds, format_size
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_phases, draw_programs, draw_step_times, draw_tokens
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
 from .record import Run
-from .words import count, format_number, format_seconds, format_size
 
 
 def describe_run(run: Run, prices: Mapping[str, Price]) -> Report:
@@ -197,7 +197,7 @@ def _programs(run: Run) -> Section:
         rows = [
             [
                 one["kind"],
-                format_size(one["shape"]) if one["shape"] else "",
+                format_size(one["shape"]),
                 str(one["step"]),
                 format_seconds(one["seconds"]),
                 "compiled" if one["compiled"] else "loaded",
@@ -225,7 +225,7 @@ def _programs(run: Run) -> Section:
 
 
 def _program_name(program: Mapping[str, Any]) -> str:
-    return f"{program['kind']} {format_size(program['shape'])}" if program["shape"] else program["kind"]
+    return f"{program['kind']} {format_size(program['shape'])}".strip()
 
 
 def _tokens(run: Run) -> Section:
@@ -236,7 +236,7 @@ def _tokens(run: Run) -> Section:
     if can_draw():
         section.figures.append(draw_tokens(batches))
     total = [sum(column) for column in zip(*batches.values(), strict=True)]
-    shown = {format_size(shape): counts for shape, counts in batches.items()}
+    shown = {format_size(shape) or "all": counts for shape, counts in batches.items()}
     if len(shown) > 1:
         shown["all"] = total
     rows = [

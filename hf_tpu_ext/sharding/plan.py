@@ -1,13 +1,13 @@
 """Which parameter is split over which axis of the mesh, and what that leaves on each chip."""
 
 import math
-import re
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..backends.base import Backend
 from ..step.layer_scan import LayerStack
+from ..words import format_bytes, format_size, name_of_any_layer
 
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
@@ -146,7 +146,7 @@ class ShardingPlan:
         # Layers of a model are alike: one line stands for all of them.
         rows: dict[tuple, int] = {}
         for parameter in self.parameters:
-            pattern = re.sub(r"\.\d+\.", ".*.", parameter.name)
+            pattern = name_of_any_layer(parameter.name)
             key = (
                 pattern,
                 parameter.shape,
@@ -163,7 +163,7 @@ class ShardingPlan:
                 (
                     pattern,
                     str(count),
-                    " x ".join(map(str, shape)),
+                    format_size(shape),
                     place or "whole on every chip",
                     format_bytes(num_bytes // shards * count),
                     "yes" if trainable else "no",
@@ -180,23 +180,6 @@ class ShardingPlan:
             f"AdamW's moments: {format_bytes(self.state_bytes_per_chip())} on each chip, without activations."
         )
         return "\n".join(table)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """
-    A size for people.
-
-    Args:
-        num_bytes (`int`):
-            Number of bytes.
-
-    Returns:
-        `str`: E.g. `"1.20 GB"`, with 1 GB = 10^9 bytes.
-    """
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} B"
 
 
 def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int, moments: int = 2) -> str | None:

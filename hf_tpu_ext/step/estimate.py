@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from .sliced_attention import SLICE_ELEMENTS
@@ -158,6 +159,21 @@ def count_lora_parameters(dimensions: Dimensions, rank: int, targets: str | list
     if isinstance(names, str) or not set(names) <= linears.keys():
         return None
     return dimensions.layers * rank * sum(sum(linears[name]) for name in names)
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """
+    Count the parameters that a model has.
+
+    Args:
+        model (`nn.Module`):
+            The model, in which a tied weight counts once.
+
+    Returns:
+        `tuple[int, int]`: All of them, and those that are trained.
+    """
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
 
 
 def step_flops(

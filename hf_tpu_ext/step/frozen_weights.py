@@ -1,6 +1,5 @@
 """Frozen weights in half the memory, with the same numbers: kept in bfloat16 where that holds them exactly."""
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
+from ..words import name_of_any_layer
 
 
 #: Families whose code was found to use the weights of linear layers and of embeddings in ways that give the same numbers.
@@ -164,8 +164,8 @@ class FrozenWeights:
         found = _find_modules(self._model)
         is_held = holds([modules[0].weight for modules in found.values()])
         # Layers are to stay alike, for those that run as one loop.
-        not_held = {_of_any_layer(name) for name, held in zip(found, is_held, strict=True) if not held}
-        self._modules = {name: modules for name, modules in found.items() if _of_any_layer(name) not in not_held}
+        not_held = {name_of_any_layer(name) for name, held in zip(found, is_held, strict=True) if not held}
+        self._modules = {name: modules for name, modules in found.items() if name_of_any_layer(name) not in not_held}
         shortened = {id(modules[0].weight) for modules in self._modules.values()}
         self.names = {
             name
@@ -210,7 +210,3 @@ class FrozenWeights:
             if id(tensor) not in widened:
                 widened[id(tensor)] = tensor.float()
         return {name: widened.get(id(tensor), tensor) for name, tensor in state_dict.items()}
-
-
-def _of_any_layer(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)

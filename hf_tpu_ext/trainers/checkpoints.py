@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..atomic_write import write_atomically
 from .checkpoint_files import MANIFEST_NAME, checkpoints_by_step, find_damage
 
 
@@ -57,9 +58,7 @@ def write_run_state(checkpoint: str, state: dict[str, Any]) -> None:
         state (`dict[str, Any]`):
             What to keep, as JSON.
     """
-    path = Path(checkpoint) / _RUN_STATE_FILE
-    path.with_suffix(".tmp").write_text(json.dumps(state), encoding="utf-8")
-    os.replace(path.with_suffix(".tmp"), path)
+    write_atomically(Path(checkpoint) / _RUN_STATE_FILE, json.dumps(state))
 
 
 def read_run_state(checkpoint: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..sharding import ShardingPlan
-from ..sharding.plan import format_bytes
 from ..step.frozen_weights import FrozenWeights, bfloat16_holds
+from ..words import format_bytes
 
 
 class FrozenWeightsMixin:

@@ -1,6 +1,5 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from transformers.utils import logging
 
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
-from ..backends.program import Program
 from ..callbacks.run_lines import RunFacts, RunLines
 from ..data import ShapeGuard, TokenWaste, complete_rows
 from ..sharding.placement import place_model
@@ -324,29 +322,6 @@ class TPUTrainerMixin(
                 accumulating=self.args.gradient_accumulation_steps > 1,
             )
         return loss
-
-    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
-        """
-        End the program recorded so far; see [`ProgramWatch`].
-
-        Args:
-            kind (`str`):
-                What it does.
-            where (`str`):
-                Place in the run.
-            run (`Callable[[], Program | None]`, *optional*):
-                Compiles and starts it, by default [`Backend.end_step`].
-
-        Returns:
-            [`Program`] or `None`: What `run` returned.
-        """
-        known = len(self.watch.events)
-        program = self.end_watched(kind, where, run)
-        if self.status is not None:
-            for event in self.watch.events[known:]:
-                if (event.kind, event.shape) == (kind, self._batch_shape):
-                    self.status.clock.credit("compile", event.seconds)
-        return program
 
     # ---- Logs ----
 

@@ -19,7 +19,7 @@ from ..callbacks.program_watch import ProgramEvent
 from ..callbacks.run_lines import RunLines
 from ..callbacks.run_record import RunRecord
 from ..callbacks.step_status import StepStatus
-from ..step.estimate import read_dimensions, step_flops
+from ..step.estimate import count_parameters, read_dimensions, step_flops
 from .dataset_checks import named_datasets
 
 
@@ -63,15 +63,15 @@ class StatusMixin:
     def _describe_run(self, args: TrainingArguments, lines: RunLines) -> dict[str, Any]:
         """What the record of a run says of it, as JSON."""
         model, config = unwrap_peft_model(self.model), args.to_dict()
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
+        parameters, trained = count_parameters(self.model)
         return {
             "versions": find_versions(),
             "arguments": config,
             "changed": sorted(name for name in changed_arguments(args) if name in config),
             "model": {
                 "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
-                "parameters": sum(size for size, _ in sizes),
-                "trained": sum(size for size, requires_grad in sizes if requires_grad),
+                "parameters": parameters,
+                "trained": trained,
             },
             "rows": {
                 name: len(dataset)
@@ -114,10 +114,8 @@ class StatusMixin:
         dimensions = read_dimensions(model.config) if isinstance(model, PreTrainedModel) else None
         if dimensions is None:
             return None
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
-        trained = sum(size for size, requires_grad in sizes if requires_grad)
-        adapters = trained if trained < sum(size for size, _ in sizes) else None
-        return cache(partial(step_flops, dimensions, adapters=adapters))
+        parameters, trained = count_parameters(self.model)
+        return cache(partial(step_flops, dimensions, adapters=trained if trained < parameters else None))
 
     # ---- Upstream's hooks ----
 

@@ -63,7 +63,7 @@ class WatchMixin:
         # Other columns may come first.
         self._batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
 
-    def end_watched(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
+    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         """
         End the program recorded so far, and note what it depends on if it is compiled.
 
@@ -78,7 +78,12 @@ class WatchMixin:
         Returns:
             [`Program`] or `None`: What `run` returned.
         """
+        known = len(self.watch.events)
         program = self.watch.end(kind, self._batch_shape, where, run)
+        if self.status is not None:
+            for event in self.watch.events[known:]:
+                if (event.kind, event.shape) == (kind, self._batch_shape):
+                    self.status.clock.credit("compile", event.seconds)
         if self.watch.step is not None:
             self._note_optimizer()
         return program

@@ -18,8 +18,9 @@ from schemes import CHIPS, LENGTH, ROWS_PER_CHIP, SCHEMES, SIZES, Run, make_inpu
 from tables import versions, write_block
 
 from hf_tpu_ext.plan.hlo import Collective
-from hf_tpu_ext.sharding.plan import PlannedParameter, format_bytes
+from hf_tpu_ext.sharding.plan import PlannedParameter
 from hf_tpu_ext.step.replay import CLOSING, MICRO
+from hf_tpu_ext.words import format_bytes
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "eight_chips.md"

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
+from hf_tpu_ext import atomic_write
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.data import StaticShapeCollator
-from hf_tpu_ext.distillation import cache_writer
 from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache
 from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
@@ -83,7 +83,7 @@ def build(model_dir, rows_dir, directory, reach):
             Called with what is about to be done.
     """
     teacher = make_teacher(model_dir, select_backend("xla"))
-    cache_writer.os = _SaysWhereItIs(reach)
+    atomic_write.os = _SaysWhereItIs(reach)
     try:
         sequences, writer = make_writer(directory, model_dir, Dataset.load_from_disk(rows_dir), sequences_per_shard=4)
         make_batch = teacher.batch
@@ -95,7 +95,7 @@ def build(model_dir, rows_dir, directory, reach):
         teacher.batch = batch
         build_cache(teacher, sequences, writer, quiet=True)
     finally:
-        cache_writer.os = os
+        atomic_write.os = os
 
 
 def _say_and_wait(moment):

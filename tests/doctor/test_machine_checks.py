@@ -57,16 +57,19 @@ def test_a_lock_that_a_killed_process_has_left(tpu):
 
 
 @pytest.mark.parametrize(
-    ("text", "has_tpu", "status"),
+    ("text", "has_tpu", "may_write", "status"),
     [
-        ("[always] madvise never", True, "ok"),
-        ("always [madvise] never", True, "failed"),
-        ("always madvise [never]", True, "failed"),
-        ("always [madvise] never", False, "none"),
-        (None, True, "none"),
+        ("[always] madvise never", True, False, "ok"),
+        ("always [madvise] never", True, False, "failed"),
+        ("always madvise [never]", True, False, "failed"),
+        ("always madvise [never]", True, True, "ok"),
+        ("always [madvise] never", False, False, "none"),
+        (None, True, False, "none"),
     ],
 )
-def test_hugepages(text, has_tpu, status, tmp_path):
+def test_hugepages(text, has_tpu, may_write, status, tmp_path, monkeypatch):
+    # To root every file is writable.
+    monkeypatch.setattr(os, "access", lambda path, mode: may_write)
     path = tmp_path / "enabled"
     if text is not None:
         path.write_text(text)

@@ -9,7 +9,7 @@ from hf_tpu_ext.report.figures import draw_curves
 from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.report.sections import headline
-from hf_tpu_ext.report.words import format_number, format_seconds
+from hf_tpu_ext.words import format_number, format_seconds
 
 
 def test_headline(write_run, tmp_path):
@@ -123,10 +123,10 @@ def test_without_matplotlib(write_run, tmp_path, monkeypatch):
 
 def test_a_report_that_cannot_be_written(write_run, tmp_path):
     run = write_run(tmp_path / "run")
-    (run / "report.html.tmp").mkdir()
+    (run / "report.html").mkdir()
     with pytest.raises(ValueError, match=r"report.html cannot be written .*--output_dir"):
         make_report([run])
-    assert sorted(path.name for path in run.iterdir()) == ["report.html.tmp", RECORD_NAME]
+    assert sorted(path.name for path in run.iterdir()) == ["report.html", RECORD_NAME]
     assert make_report([run], tmp_path) == tmp_path / "report.html"
 
 

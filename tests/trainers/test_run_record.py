@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,23 @@ def test_upstreams_config_has_a_report(runs, monkeypatch, backend):
     assert read_run(runs.output_dir).facts["backend"]["name"] == backend
 
 
+class ExplainLater(TrainerCallback):
+    """Finds out a step later why a program was compiled."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            events = self.trainer.watch.events
+            events[-1] = replace(events[-1], cause="a planted cause")
+
+
+def test_a_cause_that_is_found_later(runs):
+    callback = ExplainLater()
+    callback.trainer = runs.ours(**CONFIG, lora={"r": 5}, kwargs={"callbacks": [callback]}, train=False)
+    callback.trainer.train()
+    causes = [program["cause"] for program in read_run(runs.output_dir).programs]
+    assert causes == [*[None] * (len(causes) - 1), "a planted cause"]
+
+
 def test_none_is_made_where_none_is_wanted(runs):
     runs.ours(config_cls=TPUSFTConfig, run_report=False, max_steps=2)
     assert not list(runs.output_dir.glob("re*.*")) and not (runs.output_dir / RECORD_NAME).exists()
@@ -99,7 +117,7 @@ def test_a_record_that_cannot_be_written_is_done_without(runs, caplog):
 
 
 def test_a_report_that_cannot_be_written_costs_a_line(runs, caplog):
-    (runs.output_dir / "report.html.tmp").mkdir(parents=True)
+    (runs.output_dir / "report.html").mkdir(parents=True)
     with caplog.at_level("WARNING"):
         trainer = runs.ours(**CONFIG)
     (line,) = [text for text in caplog.messages if "no report" in text]

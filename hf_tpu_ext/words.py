@@ -1,6 +1,7 @@
-"""Numbers as people read them."""
+"""Numbers and names as people read them."""
 
 import math
+import re
 from collections.abc import Sequence
 
 
@@ -42,18 +43,35 @@ def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def format_bytes(num_bytes: int) -> str:
+    """
+    A size for people.
+
+    Args:
+        num_bytes (`int`):
+            Number of bytes.
+
+    Returns:
+        `str`: E.g. `"1.20 GB"`, with 1 GB = 10^9 bytes.
+    """
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
 def format_size(shape: Sequence[int]) -> str:
     """
     A shape.
 
     Args:
         shape (`Sequence[int]`):
-            Its sizes; none for batches whose shapes are not told apart.
+            Its sizes.
 
     Returns:
         `str`: E.g. `"8 x 512"`.
     """
-    return " x ".join(map(str, shape)) or "all"
+    return " x ".join(map(str, shape))
 
 
 def count(number: int, what: str) -> str:
@@ -70,3 +88,17 @@ def count(number: int, what: str) -> str:
         `str`: E.g. `"1 program"`, `"1,200 programs"`.
     """
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def name_of_any_layer(name: str) -> str:
+    """
+    The name of a parameter without the number of its layer.
+
+    Args:
+        name (`str`):
+            Its name.
+
+    Returns:
+        `str`: E.g. `"model.layers.*.mlp.up_proj.weight"`.
+    """
+    return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,0 +1,38 @@
+"""Files that are whole or not there."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_atomically(path: str | Path, data: bytes | str) -> None:
+    """
+    Write a file that is whole or not there, also after a loss of power. What was there before stays until then.
+
+    Args:
+        path (`str` or `Path`):
+            The file. Several processes may write it at once: one of them wins.
+        data (`bytes` or `str`):
+            Its content; text is written as UTF-8.
+
+    Raises:
+        `OSError`: It cannot be written. Nothing is left of the attempt.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        # The disk may be gone altogether.
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
