@@ -24,6 +24,12 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--prices", type=Path, help="prices of a chip's hour, in place of list prices (see `hf-tpu plan`)"
     )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        help="plan of the run, as `hf-tpu plan --json` wrote it, to show beside what was measured (default: plan.json in "
+        "RUN_DIR, if there is one)",
+    )
     parser.set_defaults(func=run)
 
 
@@ -33,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     Args:
         args (`argparse.Namespace`):
-            With `run_dirs`, `output_dir` and `prices`.
+            With `run_dirs`, `output_dir`, `prices` and `plan`.
 
     Returns:
         `int`: `0`.
@@ -44,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
     from ..hardware.prices import PRICES
     from ..report.make import make_report
 
-    page = make_report(args.run_dirs, args.output_dir, args.prices or PRICES)
+    page = make_report(args.run_dirs, args.output_dir, args.prices or PRICES, args.plan)
     print(f"{page}\n{page.with_suffix('.md')}")
     return 0

@@ -6,8 +6,8 @@ from typing import Any
 from ..hardware.prices import Price
 from .figures import HOW_TO_DRAW, can_draw, draw_curves
 from .parts import Report, Section, Table
-from .record import Run
-from .sections import headline, points
+from .record import Run, points
+from .sections import headline
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:

@@ -7,13 +7,17 @@ from ..atomic_write import write_atomically
 from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
 from .markdown import render_markdown
+from .planned import compare_with_plan, find_plan, read_plan
 from .record import read_run
 from .sections import describe_run
 from .web_page import render_html
 
 
 def make_report(
-    directories: Sequence[str | Path], output_dir: str | Path | None = None, prices: str | Path = PRICES
+    directories: Sequence[str | Path],
+    output_dir: str | Path | None = None,
+    prices: str | Path = PRICES,
+    plan: str | Path | None = None,
 ) -> Path:
     """
     Write the report of a run, or how several differ.
@@ -25,17 +29,25 @@ def make_report(
             Where to write it, by default the directory of the run; for several the current directory.
         prices (`str` or `Path`, *optional*):
             File of prices, see [`read_prices`].
+        plan (`str` or `Path`, *optional*):
+            Plan of the run, see [`read_plan`]; by default the one in its output directory, if there is one.
 
     Returns:
         `Path`: The web page. The same as Markdown is beside it.
 
     Raises:
-        `ValueError`: A directory holds no run, or the report cannot be written.
+        `ValueError`: A directory holds no run, `plan` is no plan or is given with several runs, or the report cannot be
+            written.
     """
+    if plan is not None and len(directories) > 1:
+        raise ValueError(
+            f"--plan {plan} is of one run, and {len(directories)} are given: hf-tpu report RUN_DIR --plan {plan}"
+        )
     runs = [read_run(directory) for directory in directories]
     known = read_prices(prices)
     if len(runs) == 1:
-        report, name = describe_run(runs[0], known), "report"
+        planned = find_plan(runs[0], directories[0]) if plan is None else compare_with_plan(runs[0], read_plan(plan))
+        report, name = describe_run(runs[0], known, planned), "report"
         output_dir = directories[0] if output_dir is None else output_dir
     else:
         report, name = compare_runs(runs, known), "comparison"

@@ -1,9 +1,10 @@
 """The record of a run: lines of JSON in its output directory, written while it trains, and read for a report."""
 
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,25 @@ def read_run(directory: str | Path) -> Run:
     if not run.sessions:
         raise ValueError(f"{path} does not say how a run began: it is damaged. Train again to have a report.")
     return run
+
+
+def points(logs: Sequence[Mapping[str, Any]], key: str, over: str = "step") -> list[tuple[float, float]]:
+    """
+    What was logged under a name.
+
+    Args:
+        logs (`Sequence[Mapping[str, Any]]`):
+            Logs, each with its `step`.
+        key (`str`):
+            The name.
+        over (`str`, *optional*, defaults to `"step"`):
+            The name of what goes with it.
+
+    Returns:
+        `list[tuple[float, float]]`: Steps, or what `over` names, and numbers that are finite.
+    """
+    values = [(log[over], log.get(key)) for log in logs]
+    return [(place, value) for place, value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _begin(run: Run, entry: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..hardware.prices import Price
@@ -12,10 +12,10 @@ from ..words import count, format_number, format_seconds, format_size
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_phases, draw_programs, draw_step_times, draw_tokens
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
-from .record import Run
+from .record import Run, points
 
 
-def describe_run(run: Run, prices: Mapping[str, Price]) -> Report:
+def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None = None) -> Report:
     """
     Put together what is known of a run.
 
@@ -24,6 +24,8 @@ def describe_run(run: Run, prices: Mapping[str, Price]) -> Report:
             The run.
         prices (`Mapping[str, Price]`):
             By kind of chip.
+        planned ([`Section`], *optional*):
+            What was planned beside what was measured, see [`find_plan`].
 
     Returns:
         [`Report`]: The report.
@@ -34,6 +36,7 @@ def describe_run(run: Run, prices: Mapping[str, Price]) -> Report:
         _programs(run),
         _tokens(run),
         _cost(run, prices),
+        *([] if planned is None else [planned]),
         _recipe(run),
         _versions(run),
     ]
@@ -91,25 +94,6 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     if (price := _price(run, prices)) is not None:
         numbers["cost so far"] = f"${_dollars(run, price):,.2f}"
     return numbers
-
-
-def points(logs: Sequence[Mapping[str, Any]], key: str, over: str = "step") -> list[tuple[float, float]]:
-    """
-    What was logged under a name.
-
-    Args:
-        logs (`Sequence[Mapping[str, Any]]`):
-            Logs, each with its `step`.
-        key (`str`):
-            The name.
-        over (`str`, *optional*, defaults to `"step"`):
-            The name of what goes with it.
-
-    Returns:
-        `list[tuple[float, float]]`: Steps, or what `over` names, and numbers that are finite.
-    """
-    values = [(log[over], log.get(key)) for log in logs]
-    return [(place, value) for place, value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _notes(run: Run) -> list[str]:

@@ -1,0 +1,162 @@
+"""What a run's plan said, beside what the run measured."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..words import format_bytes, format_number, format_seconds
+from .parts import Section, Table
+from .record import Run, points
+
+
+#: Name of the plan in a run's output directory, as `hf-tpu plan --json OUTPUT_DIR/plan.json` writes it.
+PLAN_NAME = "plan.json"
+_TITLE = "Planned and measured"
+_NEEDED = {"derived", "programs", "token_share", "topology"}
+_NEEDED_DERIVED = {"mfu", "peak_bytes", "roofline", "tokens_per_second"}
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """
+    Read a plan.
+
+    Args:
+        path (`str` or `Path`):
+            What `hf-tpu plan --json` wrote.
+
+    Returns:
+        `dict[str, Any]`: The plan.
+
+    Raises:
+        `ValueError`: The file cannot be read, or is something else.
+    """
+    fix = "Give a file that `hf-tpu plan --json FILE` wrote."
+    try:
+        plan = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}). {fix}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON. {fix}") from error
+    if not isinstance(plan, dict) or not _NEEDED <= plan.keys() or not _NEEDED_DERIVED <= set(plan["derived"]):
+        raise ValueError(f"{path} is no plan. {fix}")
+    return plan
+
+
+def find_plan(run: Run, directory: str | Path) -> Section | None:
+    """
+    Put a run beside the plan in its output directory.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        directory (`str` or `Path`):
+            Its output directory.
+
+    Returns:
+        [`Section`] or `None`: See [`compare_with_plan`]; `None` where there is no plan. One that cannot be read is said, since
+        a report does not depend on it.
+    """
+    path = Path(directory, PLAN_NAME)
+    if not path.is_file():
+        return None
+    try:
+        return compare_with_plan(run, read_plan(path))
+    except ValueError as error:
+        return Section(_TITLE, [str(error)])
+
+
+def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
+    """
+    Put what was planned beside what was measured.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        plan (`Mapping[str, Any]`):
+            See [`read_plan`].
+
+    Returns:
+        [`Section`]: A table. What either does not know is left empty.
+    """
+    derived, chip, backend = plan["derived"], plan["topology"]["chip"], run.facts["backend"]
+    section = Section(_TITLE)
+    chips = math.prod(plan["topology"]["layout"])
+    if (chip["title"], chips) != (backend["device"], backend["chips"]):
+        section.lines.append(
+            f"Planned for {plan['topology']['name']} ({chips} of {chip['title']}), and run on {backend['chips']} of "
+            f"{backend['device']}: only what does not depend on the chip can be compared."
+        )
+    memory = _logged(run, "peak_memory_gib", max)
+    rate, utilization = (_logged(run, key, statistics.median) for key in ("padded_tokens_per_second", "mfu"))
+    tokens, padded = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
+    bound = derived["roofline"]
+    rows = [
+        [
+            "memory of a chip, at most",
+            _show(derived["peak_bytes"], format_bytes),
+            _show(memory and round(memory * 2**30), format_bytes),
+        ],
+        [
+            "an optimizer step",
+            ""
+            if bound is None
+            else f"at least {format_seconds(bound['seconds'])} ({bound['wall']}), expected "
+            f"{' to '.join(format_seconds(seconds) for seconds in bound['expected_seconds'])}",
+            _show(_logged(run, "step_time", statistics.median), format_seconds),
+        ],
+        [
+            "tokens a second and chip, with pads",
+            _at_most(derived["tokens_per_second"], format_number),
+            _show(rate and rate / backend["chips"], format_number),
+        ],
+        ["utilization (MFU), with pads", _at_most(derived["mfu"], _percent), _show(utilization, _percent)],
+        [
+            "the same, pads left out",
+            _at_most(derived["mfu"] and plan["token_share"] and derived["mfu"] * plan["token_share"], _percent),
+            _show(utilization and utilization * tokens / padded, _percent),
+        ],
+        ["programs", str(len(plan["programs"])), str(len(run.programs))],
+    ]
+    section.tables.append(Table(["", "planned, for the longest batch", "measured, at the median"], rows))
+    return section
+
+
+def describe_in_lines(section: Section) -> list[str]:
+    """
+    Write a comparison without a page.
+
+    Args:
+        section ([`Section`]):
+            See [`compare_with_plan`].
+
+    Returns:
+        `list[str]`: A line for each figure that was measured.
+    """
+    lines = [
+        f"  {name}: {measured} measured; planned {planned or 'nothing'}"
+        for table in section.tables
+        for name, planned, measured in table.rows
+        if measured
+    ]
+    return [f"{section.title}:", *(f"  {line}" for line in section.lines), *lines]
+
+
+def _logged(run: Run, key: str, choose: Callable) -> float | None:
+    # The first log has the steps that are traced in it.
+    values = [value for _, value in points(run.logs[1:] or run.logs, key)]
+    return choose(values) if values else None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _show(value: float | None, words: Callable) -> str:
+    return "" if value is None else words(value)
+
+
+def _at_most(value: float | None, words: Callable) -> str:
+    return "" if value is None else f"at most {words(value)}"

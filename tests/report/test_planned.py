@@ -1,0 +1,105 @@
+"""What a plan said, beside what the run measured."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.hardware.topologies import find_topology
+from hf_tpu_ext.plan.hlo_cost import Cost
+from hf_tpu_ext.plan.result import Plan, PlannedProgram
+from hf_tpu_ext.report.make import make_report
+
+
+GB = 10**9
+MEASURED = {"step_time": 0.25, "padded_tokens_per_second": 131072.0, "mfu": 0.4, "peak_memory_gib": 2.5}
+
+
+@pytest.fixture
+def write_plan():
+    """Writes the plan of a run: at 197 TFLOP/s and 819 GB/s its step takes at least 0.2 s."""
+
+    def write(path, topology="v5e-8", programs=None):
+        program = PlannedProgram(
+            "training step",
+            (32, 1024),
+            21.5,
+            memory={"argument": 2 * GB, "output": GB, "alias": GB, "temp": GB // 2, "generated_code": 0},
+            arguments={"weights": 2 * GB},
+            cost=Cost(394 * 10**11, 394 * 10**11, GB, [], []),
+            model_flops=8 * 197e11,
+        )
+        chosen = [program] if programs is None else programs
+        Plan("recipe.yaml", {}, find_topology(topology), chosen, {}, optimizer_steps=40, token_share=0.5).save(path)
+        return path
+
+    return write
+
+
+def rows(page):
+    lines = page.with_suffix(".md").read_text().split("## Planned and measured")[1].split("\n## ")[0].splitlines()
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("| ")]
+    return {name: (planned, measured) for name, planned, measured in cells[1:]}
+
+
+def test_the_plan_in_the_directory_of_the_run(write_run, write_plan, tmp_path):
+    run = write_run(tmp_path / "run", logs=MEASURED)
+    write_plan(run / "plan.json")
+    page = make_report([run])
+    shown = rows(page)
+    assert shown["memory of a chip, at most"] == ("2.50 GB", "2.68 GB")
+    planned, measured = shown["an optimizer step"]
+    assert planned.startswith("at least 200 ms (arithmetic), expected 2") and measured == "250 ms"
+    # Eight chips.
+    assert shown["tokens a second and chip, with pads"] == ("at most 20,480", "16,384")
+    assert shown["utilization (MFU), with pads"] == ("at most 50 %", "40 %")
+    # Of the made batches, 1000 of 1408 tokens are no pads; the plan knows of half.
+    assert shown["the same, pads left out"] == ("at most 25 %", "28.4 %")
+    assert shown["programs"] == ("1", "1")
+    assert "Planned and measured" in page.read_text() and "Planned for" not in page.read_text()
+
+
+def test_what_a_trainer_prints(write_run, write_plan, tmp_path):
+    run = write_run(tmp_path / "run", logs=MEASURED)
+    command = [sys.executable, "-m", "hf_tpu_ext.report", run]
+    assert "lanned" not in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    write_plan(run / "plan.json")
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "Planned and measured:\n  memory of a chip, at most: 2.68 GB measured; planned 2.50 GB\n" in printed
+
+
+def test_another_device_is_said(write_run, write_plan, tmp_path):
+    run = write_run(tmp_path / "run")
+    page = make_report([run], plan=write_plan(tmp_path / "other.json", "v6e-4"))
+    text = page.with_suffix(".md").read_text()
+    assert "Planned for v6e-4 (4 of TPU v6e), and run on 8 of TPU v5e" in text
+    # Nothing was measured by that name.
+    assert rows(page)["utilization (MFU), with pads"][1] == ""
+
+
+def test_a_plan_that_the_compiler_refused(write_run, write_plan, tmp_path):
+    run = write_run(tmp_path / "run")
+    refused = PlannedProgram("training step", (32, 1024), 1.0, error="RESOURCE_EXHAUSTED")
+    write_plan(run / "plan.json", programs=[refused])
+    assert rows(make_report([run]))["memory of a chip, at most"] == ("", "2.68 GB")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"derived": {}, "programs": [], "topology": {}})])
+def test_a_file_that_is_no_plan(write_run, tmp_path, capsys, text):
+    run = write_run(tmp_path / "run")
+    plan = run / "plan.json"
+    plan.write_text(text)
+    # A report does not depend on it; who asks for it is told.
+    assert "Give a file that" in make_report([run]).with_suffix(".md").read_text()
+    assert main(["report", str(run), "--plan", str(plan)]) == 2
+    assert "hf-tpu plan --json" in capsys.readouterr().err
+
+
+def test_bad_questions(write_run, tmp_path, capsys):
+    first, second = (str(write_run(tmp_path / name)) for name in ("a", "b"))
+    assert main(["report", first, second, "--plan", "plan.json"]) == 2
+    assert "is of one run, and 2 are given" in capsys.readouterr().err
+    assert main(["report", first, "--plan", str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read (No such file" in capsys.readouterr().err
