@@ -7,13 +7,13 @@ from ..step.estimate import Dimensions
 from ..step.sliced_attention import SLICE_ELEMENTS
 
 
-# What a layer's backward pass has at once, in scores of a layer: these and the mask, in float32, and their gradient. If layers
-# are not computed again, their own scores come on top.
+# What a layer's backward pass has at once, in scores of a layer: these, in float32, and their gradient. If layers are not
+# computed again, their own scores come on top.
 _SCORES, _SCORES_KEPT = 2.5, 1.5
 # Instructions of anything but layers, and of a layer: that is computed again, and that is not.
 _CODE, _CODE_OF_LAYER_AGAIN, _CODE_OF_LAYER, _CODE_OF_LOOP = 15e6, 21e6, 17e6, 30e6
-# What loops in loops leave unused between what they hold.
-_GAPS = 0.1
+# What of a layer's backward pass fits beside the processor, in VMEM.
+_BESIDE_PROCESSOR = 112 * 2**20
 # Elements of a tile of logits.
 _TILE = 2**24
 #: What can be computed again.
@@ -86,13 +86,15 @@ def estimate_memory(
     sliced = sliced_attention and count > SLICE_ELEMENTS
     scores = 4 * (SLICE_ELEMENTS if sliced else count)
     # What a layer's backward pass goes back to, in bytes of a token: in the MLP in bfloat16, between the parts of a layer in
-    # float32; what goes into each adapter after dropout, with its mask, and what three of them return. If that is computed
-    # again just before, gradients come on top.
-    of_token = again_of_token = 6 * dimensions.intermediate + 8 * dimensions.hidden
+    # float32; what goes into each adapter after dropout, with its mask, and what three of them return.
+    of_token = 6 * dimensions.intermediate + 8 * dimensions.hidden
     if not full:
         of_token += 3 * (5 * dimensions.hidden + dimensions.queries + dimensions.intermediate)
         of_token += 4 * (dimensions.queries + 2 * dimensions.keys)
-        again_of_token = 14 * dimensions.intermediate + 16 * (dimensions.hidden + dimensions.queries)
+    # If that is computed again just before, gradients come on top.
+    again_of_token = 14 * dimensions.intermediate + 12 * dimensions.hidden
+    if not full and not layers_in_loop:
+        again_of_token += 4 * dimensions.hidden + 16 * dimensions.queries
     # Slices of queries, outputs and gradients, put next to each other.
     stacked = 12 * tokens * dimensions.queries if sliced else 0
     if rematerialization == "full":
@@ -107,28 +109,21 @@ def estimate_memory(
         }
         code = _CODE + layers * _CODE_OF_LAYER
     gradients = 0 if accumulates else 4 * trained_layers
-    copies = 2 * trained_layers if full else 0
-    if layers_in_loop:
-        # In the layouts of both passes, and what the head has made.
-        copies = 2 * copies + 2 * embedding
+    # Made once for all layers.
+    kept["attention mask"] = 4 * rows * length**2
     phases = (
         _together(
             kept,
-            {
-                "gradients of the embedding": 4 * embedding,
-                # In bfloat16 and in float32.
-                "logits": 12 * _TILE,
-                # The mask is made once for all layers.
-                "attention scores": 0 if sliced else scores,
-            },
+            # In bfloat16 and in float32.
+            _without({"logits": 12 * _TILE}, _BESIDE_PROCESSOR),
+            {"gradients of the embedding": 4 * embedding},
         ),
         _together(
             kept,
-            working,
+            _without(working, _BESIDE_PROCESSOR),
             {
                 "gradients of layers": gradients,
                 "gradients of the embedding": 4 * embedding,
-                "weights in bfloat16": copies,
             },
         ),
     )
@@ -139,8 +134,6 @@ def estimate_memory(
         "batch": 24 * tokens,
     }
     most = max(phases, key=lambda phase: sum(phase.values()))
-    if layers_in_loop and sliced:
-        most["gaps between tensors"] = int(_GAPS * sum(most.values()))
     parts = {**always, **most, "generated code": int(code)}
     return MemoryEstimate({name: size for name, size in parts.items() if size})
 
@@ -150,3 +143,8 @@ def _together(*parts: dict[str, int]) -> dict[str, int]:
     for part in parts:
         total.update(part)
     return dict(total)
+
+
+def _without(parts: dict[str, int], size: int) -> dict[str, int]:
+    total = sum(parts.values())
+    return {name: max(0, total - size) * part // max(1, total) for name, part in parts.items()}
