@@ -1,10 +1,8 @@
 """The seam between the trainers and an accelerator: one small interface, one file per accelerator."""
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -12,55 +10,9 @@ from torch import nn
 
 from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
+from .counters import Counters
 from .insight import Insight
 from .program import Recording
-
-
-def peak_of_process() -> int | None:
-    """The most bytes that this process had in memory at once, where the system says."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    # Linux counts in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-@dataclass(frozen=True)
-class Counters:
-    """
-    What the accelerator's runtime has done since the process started.
-
-    Args:
-        compiles (`int`):
-            Programs compiled.
-        compile_seconds (`float`):
-            Seconds spent in compiling them.
-        executions (`int`):
-            Programs run on the device.
-        reads (`int`):
-            Transfers from the device to the host.
-        fallbacks (`int`):
-            Operators that ran on the host because the device has none of them.
-        replays (`int`):
-            Executions of a program by its handle, without its being traced.
-        loads (`int`):
-            Programs loaded from the compile cache.
-    """
-
-    compiles: int = 0
-    compile_seconds: float = 0.0
-    executions: int = 0
-    reads: int = 0
-    fallbacks: int = 0
-    replays: int = 0
-    loads: int = 0
-
-    def __add__(self, other: "Counters") -> "Counters":
-        return Counters(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, earlier: "Counters") -> "Counters":
-        return Counters(*(mine - less for mine, less in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class Backend(ABC):

@@ -4,7 +4,8 @@ import platform
 
 import torch
 
-from .base import Backend, peak_of_process
+from .base import Backend
+from .host import peak_of_process
 
 
 class CPUBackend(Backend):

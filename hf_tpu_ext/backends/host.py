@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,3 +149,13 @@ def let_forks_tokenize(num_workers: int, start_method: str | None) -> list[str]:
         f"{_PARALLELISM}={asked} is false from now on: a tokenizer in a forked dataloader worker would wait for threads that "
         "are not there"
     ]
+
+
+def peak_of_process() -> int | None:
+    """The most bytes that this process had in memory at once, where the system says."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

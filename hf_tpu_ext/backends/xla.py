@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch_xla.utils.checkpoint import checkpoint
 
 from ..hardware.topologies import Chip, find_chip
-from .base import Counters, peak_of_process
+from .counters import Counters
 from .detect import local_chips, show_chips, tpu_kind
-from .host import enable_hugepages
+from .host import enable_hugepages, peak_of_process
 from .xla_compile_cache import XLACompileCache, metric
 from .xla_insight import XLAInsight
 from .xla_loops import XLALoops

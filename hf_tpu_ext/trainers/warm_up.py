@@ -6,8 +6,8 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..backends import select_backend
-from ..backends.base import Counters
 from ..backends.compile_cache import CacheUse, cache_root
+from ..backends.counters import Counters
 from ..callbacks.samples import ShowSamples
 from ..step.replay import CLOSING, MICRO
 from .configs import ExtensionArguments

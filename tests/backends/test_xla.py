@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_tpu_ext.backends.base import Counters
+from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.examples.tiny import make_model
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.backends.base import Counters
+from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.xla import XLABackend
 from hf_tpu_ext.hardware.topologies import find_chip
 from hf_tpu_ext.report.phases import BESIDES_STEPS
