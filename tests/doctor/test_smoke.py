@@ -46,7 +46,7 @@ def test_an_end_in_the_middle_is_told(script, text):
         ("data", "ok"),
         ("forward", "failed"),
     ]
-    assert text in checks[-1].text
+    assert text in checks[-1].text, smoke.output
     if "before" in script:
         assert smoke.output.startswith("before\n")
         assert "Traceback" in smoke.output
