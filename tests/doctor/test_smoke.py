@@ -35,7 +35,7 @@ def watch(script, patience=30.0):
         ("os.kill(os.getpid(), 11)", "crashed (SIGSEGV)"),
         ("os.abort()", "crashed (SIGABRT)"),
         ("os.kill(os.getpid(), 9)", "killed by the system"),
-        ("print('before'); raise RuntimeError('no device')", "RuntimeError: no device"),
+        ("print('before', flush=True); raise RuntimeError('no device')", "RuntimeError: no device"),
         ("sys.exit(0)", "it wrote nothing"),
     ],
 )
