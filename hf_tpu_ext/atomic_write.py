@@ -31,8 +31,21 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: str | Path) -> None:
+    """
+    Bring to the disk which files a directory has.
+
+    Args:
+        path (`str` or `Path`):
+            The directory.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        # Not every file system can do this for a directory.
+        with suppress(OSError):
+            os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)

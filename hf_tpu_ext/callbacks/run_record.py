@@ -101,6 +101,8 @@ class RunRecord(TrainerCallback):
 
     def _write_programs(self, step: int) -> None:
         events = list(self._programs())
+        if events == self._programs_written:
+            return
         for before, event in zip(self._programs_written, events, strict=False):
             # A step later it may turn out why.
             if event is not before:

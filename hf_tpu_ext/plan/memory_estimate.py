@@ -12,7 +12,7 @@ from ..step.sliced_attention import SLICE_ELEMENTS
 _SCORES, _SCORES_KEPT = 2.5, 1.5
 # Instructions of anything but layers, and of a layer: that is computed again, and that is not.
 _CODE, _CODE_OF_LAYER_AGAIN, _CODE_OF_LAYER, _CODE_OF_LOOP = 15e6, 21e6, 17e6, 30e6
-# What of a layer's backward pass fits beside the processor, in VMEM.
+# What of a phase fits beside the processor, in VMEM.
 _BESIDE_PROCESSOR = 112 * 2**20
 # Elements of a tile of logits.
 _TILE = 2**24
@@ -53,7 +53,7 @@ def estimate_memory(
     Computation is in bfloat16, trained weights, their gradients and both moments of AdamW are in float32, frozen weights in
     bfloat16. Attention is eager, whole or in slices, and the head TRL's fused one. A step is taken to have two phases, of
     which the one that needs more counts: the head, and the backward pass of the layers, at whose end all gradients wait for
-    their norm. How many scores, copies and bytes of a token there are at once is what libtpu 0.0.21 was seen to make of such
+    their norm. How many scores and bytes of a token there are at once is what libtpu 0.0.21 was seen to make of such
     programs for v5e.
 
     Args:
@@ -111,20 +111,17 @@ def estimate_memory(
     gradients = 0 if accumulates else 4 * trained_layers
     # Made once for all layers.
     kept["attention mask"] = 4 * rows * length**2
+    kept["gradients of the embedding"] = 4 * embedding
     phases = (
         _together(
             kept,
             # In bfloat16 and in float32.
             _without({"logits": 12 * _TILE}, _BESIDE_PROCESSOR),
-            {"gradients of the embedding": 4 * embedding},
         ),
         _together(
             kept,
             _without(working, _BESIDE_PROCESSOR),
-            {
-                "gradients of layers": gradients,
-                "gradients of the embedding": 4 * embedding,
-            },
+            {"gradients of layers": gradients},
         ),
     )
     always = {

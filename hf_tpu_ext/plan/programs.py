@@ -71,8 +71,8 @@ class CompiledProgram:
         text (`str`, *optional*, defaults to `""`):
             The optimized HLO of one chip.
         memory (`dict[str, int]`, *optional*):
-            Bytes of a chip's memory: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp`,
-            `generated_code`.
+            Bytes of a chip's memory: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp`
+            (the most that is there at once beside these), `generated_code`.
         arguments (`dict[str, int]`, *optional*):
             Bytes of the arguments on a chip, by role.
     """

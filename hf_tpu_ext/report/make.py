@@ -7,7 +7,7 @@ from ..atomic_write import write_atomically
 from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
 from .markdown import render_markdown
-from .planned import compare_with_plan, find_plan, read_plan
+from .planned import compare_if_planned, compare_with_plan, read_plan
 from .record import read_run
 from .sections import describe_run
 from .web_page import render_html
@@ -46,7 +46,11 @@ def make_report(
     runs = [read_run(directory) for directory in directories]
     known = read_prices(prices)
     if len(runs) == 1:
-        planned = find_plan(runs[0], directories[0]) if plan is None else compare_with_plan(runs[0], read_plan(plan))
+        planned = (
+            compare_if_planned(runs[0], directories[0])
+            if plan is None
+            else compare_with_plan(runs[0], read_plan(plan))
+        )
         report, name = describe_run(runs[0], known, planned), "report"
         output_dir = directories[0] if output_dir is None else output_dir
     else:

@@ -2,14 +2,13 @@
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..words import format_bytes, format_number, format_seconds
 from .parts import Section, Table
-from .record import Run, points
+from .record import Run
 
 
 #: Name of the plan in a run's output directory, as `hf-tpu plan --json OUTPUT_DIR/plan.json` writes it.
@@ -45,7 +44,7 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     return plan
 
 
-def find_plan(run: Run, directory: str | Path) -> Section | None:
+def compare_if_planned(run: Run, directory: str | Path) -> Section | None:
     """
     Put a run beside the plan in its output directory.
 
@@ -89,8 +88,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
             f"Planned for {plan['topology']['name']} ({chips} of {chip['title']}), and run on {backend['chips']} of "
             f"{backend['device']}: only what does not depend on the chip can be compared."
         )
-    memory = _logged(run, "peak_memory_gib", max)
-    rate, utilization = (_logged(run, key, statistics.median) for key in ("padded_tokens_per_second", "mfu"))
+    memory, rate, utilization = run.peak_memory_gib, run.middle("padded_tokens_per_second"), run.middle("mfu")
     tokens, padded = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
     bound = derived["roofline"]
     rows = [
@@ -105,7 +103,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
             if bound is None
             else f"at least {format_seconds(bound['seconds'])} ({bound['wall']}), expected "
             f"{' to '.join(format_seconds(seconds) for seconds in bound['expected_seconds'])}",
-            _show(_logged(run, "step_time", statistics.median), format_seconds),
+            _show(run.middle("step_time"), format_seconds),
         ],
         [
             "tokens a second and chip, with pads",
@@ -142,12 +140,6 @@ def describe_in_lines(section: Section) -> list[str]:
         if measured
     ]
     return [f"{section.title}:", *(f"  {line}" for line in section.lines), *lines]
-
-
-def _logged(run: Run, key: str, choose: Callable) -> float | None:
-    # The first log has the steps that are traced in it.
-    values = [value for _, value in points(run.logs[1:] or run.logs, key)]
-    return choose(values) if values else None
 
 
 def _percent(share: float) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,6 +129,26 @@ class Run:
     def facts(self) -> dict[str, Any]:
         """What was known when the last session began."""
         return self.sessions[-1].facts
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        """Most memory that was in use at once, where it is known."""
+        return max((value for _, value in points(self.logs, "peak_memory_gib")), default=None)
+
+    def middle(self, key: str) -> float | None:
+        """
+        The median of what was logged under a name.
+
+        Args:
+            key (`str`):
+                The name.
+
+        Returns:
+            `float` or `None`: `None` where nothing was. The first log has the steps that are traced in it, and counts only
+            where it is the only one.
+        """
+        values = [value for _, value in points(self.logs[1:] or self.logs, key)]
+        return statistics.median(values) if values else None
 
     @property
     def seconds(self) -> float:

@@ -1,7 +1,6 @@
 """What the report of a run says."""
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
         prices (`Mapping[str, Price]`):
             By kind of chip.
         planned ([`Section`], *optional*):
-            What was planned beside what was measured, see [`find_plan`].
+            What was planned beside what was measured, see [`compare_if_planned`].
 
     Returns:
         [`Report`]: The report.
@@ -78,19 +77,15 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
         ("time of a step", "step_time", 1, "s"),
         ("utilization (MFU)", "mfu", 100, " %"),
     ):
-        # The first log has the steps that are traced in it.
-        values = [value for _, value in points(run.logs[1:] or run.logs, key)]
-        if values:
-            middle = statistics.median(values)
+        if (middle := run.middle(key)) is not None:
             numbers[name] = format_seconds(middle) if unit == "s" else f"{format_number(scale * middle)}{unit}"
     padded = sum(counts[2] for counts in run.batches.values())
     if padded:
         numbers["padding"] = f"{100 * (1 - sum(counts[1] for counts in run.batches.values()) / padded):.1f} %"
     if run.programs:
         numbers["programs"] = f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
-    memory = [value for _, value in points(run.logs, "peak_memory_gib")]
-    if memory:
-        numbers["peak memory"] = f"{max(memory):.3g} GiB"
+    if (memory := run.peak_memory_gib) is not None:
+        numbers["peak memory"] = f"{memory:.3g} GiB"
     if (price := _price(run, prices)) is not None:
         numbers["cost so far"] = f"${_dollars(run, price):,.2f}"
     return numbers
@@ -246,11 +241,10 @@ def _dollars(run: Run, price: Price) -> float:
 
 def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     section = Section("Memory and cost")
-    memory = [value for _, value in points(run.logs, "peak_memory_gib")]
-    if memory:
+    if (memory := run.peak_memory_gib) is not None:
         limit = run.facts["backend"]["memory_per_chip"]
         of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB that a chip has for programs"
-        section.lines.append(f"At most {max(memory):.3g} GiB {of} were in use.")
+        section.lines.append(f"At most {memory:.3g} GiB {of} were in use.")
     if (price := _price(run, prices)) is None:
         section.lines.append(
             f"No price of {run.facts['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "

@@ -1,4 +1,4 @@
-"""What can be said of a model from its configuration alone: parameters, arithmetic and memory of a training step."""
+"""What can be said of a model without running it: parameters, arithmetic and memory of a training step."""
 
 from dataclasses import dataclass
 

@@ -5,11 +5,12 @@ import json
 import os
 import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..atomic_write import sync_directory, write_atomically
 
 
 MANIFEST_NAME = "manifest.json"
@@ -78,12 +79,9 @@ def seal(directory: Path) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
-    with open(directory / MANIFEST_NAME, "w", encoding="utf-8") as file:
-        json.dump({"files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(directory / MANIFEST_NAME, json.dumps({"files": files}, indent=1))
     for path in reversed(directories):
-        _sync_dir(path)
+        sync_directory(path)
 
 
 def move_into_place(written: Path, checkpoint: Path) -> None:
@@ -99,17 +97,7 @@ def move_into_place(written: Path, checkpoint: Path) -> None:
     if checkpoint.exists():
         os.rename(checkpoint, written.with_name("replaced"))
     os.rename(written, checkpoint)
-    _sync_dir(checkpoint.parent)
-
-
-def _sync_dir(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        # Not every file system can do this for a directory.
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(checkpoint.parent)
 
 
 def find_damage(checkpoint: Path) -> str | None:

@@ -2,10 +2,11 @@
 
 import argparse
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from hf_tpu_ext.atomic_write import write_atomically
 
 
 def make_parser(description: str, document: Path, write: str = "--write-docs") -> argparse.ArgumentParser:
@@ -77,6 +78,4 @@ def write_block(document: Path, name: str, block: str) -> None:
     _, found_end, after = rest.partition(end)
     if not (found_start and found_end):
         raise ValueError(f"{document.name} has no place for the table. Put these two lines into it: {start} and {end}")
-    temporary = document.with_suffix(".tmp")
-    temporary.write_text(f"{before}{start}\n{block}\n{end}{after}", encoding="utf-8")
-    os.replace(temporary, document)
+    write_atomically(document, f"{before}{start}\n{block}\n{end}{after}")
