@@ -129,7 +129,7 @@ class Trial:
         fits (`bool`, *optional*):
             Whether it fits. `None`: it could not be told.
         peak_bytes (`int`, *optional*):
-            Highest use of a chip's memory.
+            Highest use of a chip's memory; of a variant that the compiler refused, as it says.
         seconds (`float`, *optional*):
             Least time of an optimizer step.
         tokens_per_second (`float`, *optional*):

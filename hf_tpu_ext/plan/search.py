@@ -1,7 +1,10 @@
 """Variants of a run that fit, found by compiling them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 from tqdm.auto import tqdm
 
@@ -13,14 +16,21 @@ from .result import Plan, Trial
 POLICIES = ("none", "dots", "full")
 MESHES = ("data", "fsdp")
 _ROWS = "per_device_train_batch_size"
+# A batch that is so much larger is not looked for.
+_NEAR = 1.1
+# How much of the memory a predicted batch is to take.
+_MARGIN = 0.98
+# After so many compilations the batch is no longer predicted, but what is between is halved.
+_TRIES = 5
 
 
 def search(plan: Plan, per_device_train_batch_size: int, make: Callable[[dict[str, str]], Plan]) -> Plan:
     """
     Try what is computed again, how chips share the work, and how many rows a chip takes at once.
 
-    For each policy and mesh the largest batch is looked for: what a program needs grows with its rows along a line, of which two
-    points are known once two batches were compiled, so a few compilations are enough.
+    For each policy and mesh the largest batch is looked for: what a program needs grows with its rows about along a line, of
+    which two points are known once two batches were compiled, as the compiler says what a program would need that it refuses.
+    So a few compilations are enough.
 
     Args:
         plan ([`Plan`]):
@@ -34,6 +44,7 @@ def search(plan: Plan, per_device_train_batch_size: int, make: Callable[[dict[st
         [`Plan`]: The plan, with the variants that no other one is better than, and with advice.
     """
     meshes = MESHES if plan.topology.num_chips > 1 else (None,)
+    limit = plan.topology.chip.memory_bytes
     tried: list[Trial] = []
     with tqdm(desc="trying", unit="variant") as bar:
 
@@ -47,7 +58,7 @@ def search(plan: Plan, per_device_train_batch_size: int, make: Callable[[dict[st
         for mesh in meshes:
             for policy in POLICIES:
                 settings = {"rematerialization": policy} | ({} if mesh is None else {"mesh": mesh})
-                _find_largest_batch(per_device_train_batch_size, lambda rows, s=settings: attempt(s, rows), plan)
+                find_largest_batch(per_device_train_batch_size, limit, partial(attempt, settings))
     fitting = [trial for trial in tried if trial.fits]
     best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
     best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
@@ -57,38 +68,62 @@ def search(plan: Plan, per_device_train_batch_size: int, make: Callable[[dict[st
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
     errors = [program.error for program in plan.programs if program.error is not None]
     if errors:
-        return Trial(settings, plan.fits, error=errors[0])
+        excess = max((program.excess_bytes or 0 for program in plan.programs if program.out_of_memory), default=0)
+        needed = plan.topology.chip.memory_bytes + excess if excess else None
+        return Trial(settings, plan.fits, needed, error=errors[0])
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
     return Trial(settings, plan.fits, plan.peak_bytes, plan.roofline.seconds, plan.tokens_per_second)
 
 
-def _find_largest_batch(start: int, attempt: Callable[[int], Trial], plan: Plan) -> None:
-    """Try batches until the largest that fits and the smallest that does not are next to each other, or known to be."""
-    limit = plan.topology.chip.memory_bytes
-    fits: dict[int, int] = {}
-    too_large: int | None = None
+def find_largest_batch(start: int, limit: int, attempt: Callable[[int], Trial]) -> None:
+    """
+    Try batches until the largest that fits is known to a tenth of it, or until one cannot be told.
+
+    Args:
+        start (`int`):
+            Rows of the first.
+        limit (`int`):
+            Bytes of memory.
+        attempt (`Callable[[int], Trial]`):
+            Compiles with so many rows.
+    """
+    needed: dict[int, int] = {}
+    largest, too_large = 0, None
     rows = start
-    while rows not in fits and rows != too_large and rows > 0:
+    for tries in count(1):
         trial = attempt(rows)
         if trial.fits is None:
             return
         if trial.fits:
-            fits[rows] = trial.peak_bytes
+            largest = max(largest, rows)
         else:
-            too_large = rows
-        if len(fits) < 2:
-            if too_large is None:
-                rows *= 2
-            else:
-                rows = (max(fits, default=0) + too_large) // 2
-            continue
-        (few, less), *_, (many, more) = sorted(fits.items())
-        # A little less than the line says: programs of other sizes are put together a little differently.
-        predicted = many + int(0.95 * (limit - more) / max(1, (more - less) / (many - few)))
-        rows = predicted if too_large is None else min(predicted, too_large - 1)
-        if many >= 0.9 * rows:
-            return
+            too_large = rows if too_large is None else min(too_large, rows)
+        if trial.peak_bytes is not None:
+            needed[rows] = trial.peak_bytes
+        predicted = _predict_rows(needed, limit)
+        if too_large is None:
+            rows = 2 * largest if predicted is None else predicted
+            if rows <= _NEAR * largest:
+                return
+        else:
+            if too_large - 1 <= max(largest, int(_NEAR * largest)):
+                return
+            # What is next but one tenth larger shows that the line is right.
+            rows = None if predicted is None else max(predicted, int(_NEAR * largest) + 1)
+            if rows is None or rows >= too_large or tries >= _TRIES:
+                rows = (largest + too_large) // 2
+
+
+def _predict_rows(needed: dict[int, int], limit: int) -> int | None:
+    """Where the line through the two batches that are nearest to the limit reaches it."""
+    if len(needed) < 2:
+        return None
+    (few, less), (many, more) = sorted(sorted(needed.items(), key=lambda item: abs(item[1] - limit))[:2])
+    if more <= less:
+        return None
+    # A little less than the line says: programs of other sizes are put together a little differently.
+    return few + math.floor((_MARGIN * limit - less) / (more - less) * (many - few))
 
 
 def _is_better(other: Trial, trial: Trial) -> bool:
@@ -115,9 +150,19 @@ def _advice(tried: list[Trial], rows: int) -> list[str]:
     if same:
         cheapest = max(same, key=lambda trial: trial.tokens_per_second)
         advice.append(f"the fastest with as many rows as now: {_words(cheapest)}")
+    without = [
+        {name: value for name, value in trial.settings.items() if name != _ROWS}
+        for trial in tried
+        if trial.fits is False and trial.settings[_ROWS] == "1"
+    ]
+    if without:
+        advice.append(f"fits with no batch: {'; '.join(map(_settings_in_words, without))}")
     return advice
 
 
 def _words(trial: Trial) -> str:
-    settings = ", ".join(f"{name}: {value}" for name, value in trial.settings.items())
-    return f"{settings} ({format_seconds(trial.seconds)} a step at least)"
+    return f"{_settings_in_words(trial.settings)} ({format_seconds(trial.seconds)} a step at least)"
+
+
+def _settings_in_words(settings: dict[str, str]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in settings.items())

@@ -1,13 +1,14 @@
 """Which variants a search compiles, and which it shows."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
-from hf_tpu_ext.plan.result import Plan, PlannedProgram
-from hf_tpu_ext.plan.search import search
+from hf_tpu_ext.plan.result import Plan, PlannedProgram, Trial
+from hf_tpu_ext.plan.search import find_largest_batch, search
 
 
 GB = 10**9
@@ -23,8 +24,8 @@ def make(topology, settings):
     row_bytes, flops = ROW[settings["rematerialization"]]
     temp = rows * row_bytes
     program = PlannedProgram("training step", (rows * chip.num_chips, 1024), 1.0)
-    if STATE[mesh] + temp > chip.chip.memory_bytes:
-        program = replace(program, error="RESOURCE_EXHAUSTED: Exceeded hbm capacity by 1.00G.")
+    if (excess := STATE[mesh] + temp - chip.chip.memory_bytes) > 0:
+        program = replace(program, error=f"RESOURCE_EXHAUSTED: Exceeded hbm capacity by {excess / 2**30:.2f}G.")
     else:
         memory = {"argument": STATE[mesh], "output": 0, "alias": 0, "temp": temp, "generated_code": 0}
         # Weights are read once, whatever the batch is.
@@ -47,7 +48,7 @@ def test_finds_the_largest_batch_of_each_variant_in_few_compilations(topology, s
     )
     found = search(make(topology, first), start, noted)
     limit = found.topology.chip.memory_bytes
-    assert len(tried) <= 7 * len(ROW) * len(meshes)
+    assert len(tried) <= 5 * len(ROW) * len(meshes)
     assert len(tried) == len({tuple(settings.items()) for settings in tried})
     for mesh in meshes:
         for policy, (row_bytes, _) in ROW.items():
@@ -58,6 +59,46 @@ def test_finds_the_largest_batch_of_each_variant_in_few_compilations(topology, s
             ]
             largest = max((row for row in rows if STATE[mesh] + row * row_bytes <= limit), default=0)
             assert largest >= 0.85 * ((limit - STATE[mesh]) // row_bytes)
+
+
+GROWTH = {
+    "along a line": lambda rows: GB + rows * GB // 9,
+    "slower from 16 rows on": lambda rows: GB + min(rows, 16) * GB // 2 + max(0, rows - 16) * GB // 50,
+    "faster from 16 rows on": lambda rows: GB + min(rows, 16) * GB // 50 + max(0, rows - 16) * GB // 2,
+    "at once at 48 rows": lambda rows: GB + rows * GB // 30 + (8 * GB if rows >= 48 else 0),
+    "in steps": lambda rows: 15 * GB + rows // 40 * GB,
+    "hardly": lambda rows: GB + rows * 10**6,
+}
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told by how much", "not told"])
+@pytest.mark.parametrize("start", [1, 4, 50, 3000])
+@pytest.mark.parametrize("growth", GROWTH)
+def test_finds_the_largest_batch_however_memory_grows(growth, start, is_told):
+    """What the compiler makes of programs of other sizes is not quite along a line."""
+    needs, limit, tried = GROWTH[growth], find_topology("v5e-1").chip.memory_bytes, []
+
+    def attempt(rows):
+        tried.append(rows)
+        needed = needs(rows)
+        return Trial({}, needed <= limit, needed if is_told or needed <= limit else None)
+
+    find_largest_batch(start, limit, attempt)
+    largest = max(rows for rows in range(1, 20000) if needs(rows) <= limit)
+    assert max(rows for rows in tried if needs(rows) <= limit) >= largest / 1.1 - 1
+    assert len(tried) == len(set(tried))
+    assert len(tried) <= 5 + math.ceil(math.log2(max(start, largest)))
+
+
+def test_a_search_needs_few_compilations_along_a_line():
+    tried = []
+
+    def attempt(rows):
+        tried.append(rows)
+        return Trial({}, rows <= 137, rows * 10**8)
+
+    find_largest_batch(4, 137 * 10**8, attempt)
+    assert tried == [4, 8, 134]
 
 
 def test_shows_what_nothing_is_better_than():
