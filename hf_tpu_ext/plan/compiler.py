@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -113,15 +114,14 @@ def _compile(program: TracedProgram, topology: Topology, python: str) -> Compile
         if done.returncode:
             raise ValueError(_why_stopped(done, topology))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        made = partial(CompiledProgram, program.kind, program.batch_shape, result["seconds"])
         if "error" in result:
-            return CompiledProgram(program.kind, program.batch_shape, result["seconds"], result["error"])
+            return made(result["error"], cpu_seconds=result["cpu_seconds"])
         text = (directory / "optimized.txt").read_text(encoding="utf-8")
     held: Counter[str] = Counter()
     for argument, shape in zip(program.arguments, argument_shapes(text), strict=True):
         held[argument.role] += shape.num_bytes
-    return CompiledProgram(
-        program.kind, program.batch_shape, result["seconds"], None, text, result["memory"], dict(held)
-    )
+    return made(None, text, result["memory"], dict(held), result["cpu_seconds"])
 
 
 def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:

@@ -75,6 +75,8 @@ class CompiledProgram:
             (the most that is there at once beside these), `generated_code`.
         arguments (`dict[str, int]`, *optional*):
             Bytes of the arguments on a chip, by role.
+        cpu_seconds (`float`, *optional*):
+            Processor time that compiling took, of all cores.
     """
 
     kind: str
@@ -84,3 +86,4 @@ class CompiledProgram:
     text: str = ""
     memory: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, int] = field(default_factory=dict)
+    cpu_seconds: float | None = None

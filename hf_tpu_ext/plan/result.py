@@ -47,6 +47,8 @@ class PlannedProgram:
             Analytic operations of one run on all chips, without what is computed twice.
         expected_flops (`float`, *optional*):
             The same, with what is computed twice on purpose.
+        cpu_seconds (`float`, *optional*):
+            Processor time that compiling took, of all cores.
     """
 
     kind: str
@@ -58,6 +60,7 @@ class PlannedProgram:
     cost: Cost | None = None
     model_flops: float | None = None
     expected_flops: float | None = None
+    cpu_seconds: float | None = None
 
     @classmethod
     def of(
@@ -87,6 +90,7 @@ class PlannedProgram:
             measure_cost(program.text) if program.error is None else None,
             model_flops,
             expected_flops,
+            program.cpu_seconds,
         )
 
     @property

@@ -224,7 +224,7 @@ def make_row(case: Case, planned: dict) -> str:
         `str`: A row of a Markdown table.
     """
     derived, program = planned["derived"], planned["programs"][-1]
-    cells = [case.model, case.title, case.topology, f"{program['seconds']:.0f}"]
+    cells = [case.model, case.title, case.topology, f"{program['cpu_seconds']:.0f}"]
     if derived["parts"] is None:
         cells += ["no", program["error"].split(". ")[0].replace("|", "/"), "", "", ""]
     else:
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="WORDS", default="", help="plan only the runs whose row has these words")
     arguments = parser.parse_args()
     lines = [
-        "| model | run | on | seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least |",
+        "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least |",
         "|---|---|---|---:|---|---:|---:|---:|---:|",
     ]
     measured = []

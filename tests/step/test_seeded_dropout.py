@@ -34,6 +34,22 @@ def test_elements_and_seeds_know_nothing_of_one_another():
     assert (correlations.abs() < 5 / first.numel() ** 0.5).all()
 
 
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_rows_and_columns_know_nothing_of_one_another(p):
+    """Each element follows from a number of its row and one of its column: neither is to show in what is kept."""
+    share = (kept(11, p, (1024, 1024)).double() - (1 - p)) / (p * (1 - p)) ** 0.5
+    for mask in (share, share.T):
+        size = len(mask)
+        sums = mask.sum(1) / size**0.5
+        # The variance of normal numbers has that of 2 / n.
+        assert abs(sums.var() - 1) < 5 * (2 / size) ** 0.5
+        pairs = (mask @ mask.T / size**0.5)[*torch.triu_indices(size, size, 1)]
+        assert abs(pairs.mean()) < 5 / len(pairs) ** 0.5
+        assert abs(pairs.var() - 1) < 0.02
+    corners = share[:-1, :-1] * share[1:, :-1] * share[:-1, 1:] * share[1:, 1:]
+    assert abs(corners.mean()) < 5 / corners.numel() ** 0.5
+
+
 def test_rows_of_a_chip_are_those_of_the_whole():
     whole = kept(3)
     for chip in range(4):
