@@ -28,7 +28,8 @@ The exit status is 0 if it fits, 1 if it does not, and 2 if that could not be to
 options of its own:
   --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...
   --seq-lengths N ...  tokens of rows, in place of reading the dataset
-  --search             try batch sizes, what is computed again, and meshes, and print those that are worth it
+  --search [NAME ...]  try what is computed again, meshes and batch sizes, and print what is worth it; or of these only
+                       the named ones: rematerialization, mesh, per_device_train_batch_size
   --json FILE          write the plan to FILE, too
   --hlo DIRECTORY      write the compiled programs (optimized HLO) there
   --prices FILE        prices of a chip's hour, in place of the list prices that come with this package
@@ -44,6 +45,7 @@ _OF_THE_DATA = (
     "dataset_text_field",
     "formatting_func",
 )
+_SEARCHED = ("rematerialization", "mesh", "per_device_train_batch_size")
 _COMMANDS = {"sft": sft, "pretrain": pretrain}
 # These say on what a run is, and that is what --topology says.
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
@@ -58,7 +60,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--topology", default="v5e-8")
     parser.add_argument("--seq-lengths", type=int, nargs="+")
-    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--search", nargs="*", choices=_SEARCHED)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--hlo", type=Path)
     parser.add_argument("--prices", type=Path)
@@ -134,10 +136,11 @@ def run(argv: list[str]) -> int:
             return make_plan(name, topology, programs, traced, compiler, options.prices or PRICES), traced
 
         plan, traced = make({})
-        if options.search:
+        if options.search is not None:
             plan = search(
                 plan,
-                traced.per_device_train_batch_size,
+                traced.settings,
+                options.search or _SEARCHED,
                 # What is compiled already is not compiled again.
                 lambda changes, own=plan: own if changes == traced.settings else make(changes)[0],
             )

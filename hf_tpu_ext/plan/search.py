@@ -1,10 +1,10 @@
 """Variants of a run that fit, found by compiling them."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
 from tqdm.auto import tqdm
 
@@ -12,9 +12,8 @@ from .page import format_seconds
 from .result import Plan, Trial
 
 
-#: From the one that computes nothing again to the one that keeps least.
-POLICIES = ("none", "dots", "full")
-MESHES = ("data", "fsdp")
+# Of what is computed again, from nothing to most.
+_CHOICES = {"mesh": ("data", "fsdp"), "rematerialization": ("none", "dots", "full")}
 _ROWS = "per_device_train_batch_size"
 # A batch that is so much larger is not looked for.
 _NEAR = 1.1
@@ -24,45 +23,52 @@ _MARGIN = 0.98
 _TRIES = 5
 
 
-def search(plan: Plan, per_device_train_batch_size: int, make: Callable[[dict[str, str]], Plan]) -> Plan:
+def search(
+    plan: Plan, settings: Mapping[str, str], varied: Collection[str], make: Callable[[dict[str, str]], Plan]
+) -> Plan:
     """
     Try what is computed again, how chips share the work, and how many rows a chip takes at once.
 
-    For each policy and mesh the largest batch is looked for: what a program needs grows with its rows about along a line, of
+    For each policy and mesh, if rows are varied, the largest batch is looked for: what a program needs grows with its rows about along a line, of
     which two points are known once two batches were compiled, as the compiler says what a program would need that it refuses.
     So a few compilations are enough.
 
     Args:
         plan ([`Plan`]):
             The plan of the run as it is.
-        per_device_train_batch_size (`int`):
-            Its rows of a chip.
+        settings (`Mapping[str, str]`):
+            Its `rematerialization`, `per_device_train_batch_size` and, on several chips, `mesh`.
+        varied (`Collection[str]`):
+            Names of those that are to be tried; the others stay.
         make (`Callable[[dict[str, str]], Plan]`):
             Makes the plan of the run with other settings, by name.
 
     Returns:
         [`Plan`]: The plan, with the variants that no other one is better than, and with advice.
     """
-    meshes = MESHES if plan.topology.num_chips > 1 else (None,)
-    limit = plan.topology.chip.memory_bytes
+    limit, rows = plan.topology.chip.memory_bytes, int(settings[_ROWS])
+    choices = {name: [value] for name, value in settings.items() if name != _ROWS}
+    choices |= {name: values for name, values in _CHOICES.items() if name in choices and name in varied}
     tried: list[Trial] = []
     with tqdm(desc="trying", unit="variant") as bar:
 
-        def attempt(settings: dict[str, str], rows: int) -> Trial:
-            settings = {**settings, _ROWS: str(rows)}
-            bar.set_postfix(settings)
-            tried.append(_as_trial(settings, make(settings)))
+        def attempt(variant: dict[str, str], rows: int) -> Trial:
+            variant = {**variant, _ROWS: str(rows)}
+            bar.set_postfix(variant)
+            tried.append(_as_trial(variant, make(variant)))
             bar.update()
             return tried[-1]
 
-        for mesh in meshes:
-            for policy in POLICIES:
-                settings = {"rematerialization": policy} | ({} if mesh is None else {"mesh": mesh})
-                find_largest_batch(per_device_train_batch_size, limit, partial(attempt, settings))
+        for values in itertools.product(*choices.values()):
+            variant = dict(zip(choices, values, strict=True))
+            if _ROWS in varied:
+                find_largest_batch(rows, limit, partial(attempt, variant))
+            else:
+                attempt(variant, rows)
     fitting = [trial for trial in tried if trial.fits]
     best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
     best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
-    return replace(plan, trials=best, advice=_advice(tried, per_device_train_batch_size))
+    return replace(plan, trials=best, advice=_advice(tried, rows))
 
 
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
@@ -91,7 +97,7 @@ def find_largest_batch(start: int, limit: int, attempt: Callable[[int], Trial]) 
     needed: dict[int, int] = {}
     largest, too_large = 0, None
     rows = start
-    for tries in count(1):
+    for tries in itertools.count(1):
         trial = attempt(rows)
         if trial.fits is None:
             return

@@ -74,6 +74,17 @@ def test_fits(plan, prepared):
     assert planned["derived"]["run_dollars"][0] > 0
 
 
+def test_search(plan):
+    status, page, planned = plan(
+        "--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization", model="model"
+    )
+    assert status == 0, page
+    assert "variants, of those tried, that no other beats" in page
+    assert "trying: 3variant" in page
+    assert {trial["settings"]["per_device_train_batch_size"] for trial in planned["trials"]} == {"8"}
+    assert all(trial["fits"] for trial in planned["trials"])
+
+
 def test_does_not_fit(plan):
     status, page, planned = plan("--seq-lengths", "64", "--topology", "v5e-1", model="large")
     assert status == 1, page
@@ -103,9 +114,13 @@ def test_without_the_compiler(plan, tmp_path):
         (["--seq-lengths", "64", "--num_chips", "4"], ["num_chips=4", "8"]),
         (["--seq-lengths", "64", "--json", "/nowhere/plan.json"], ["/nowhere"]),
         (["--seq-lengths", "64", "--optim", "sgd"], ["not replayed"]),
+        (
+            ["--seq-lengths", "64", "--search", "batch"],
+            ["'batch'", "'rematerialization', 'mesh'"],
+        ),
         (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere", "--seq-lengths"]),
     ],
-    ids=["topology", "no_tokens", "no_shapes", "chips", "json", "optimizer", "data"],
+    ids=["topology", "no_tokens", "no_shapes", "chips", "json", "optimizer", "search", "data"],
 )
 def test_bad_input(plan, argv, says):
     status, printed, planned = plan(*argv)

@@ -12,6 +12,7 @@ from hf_tpu_ext.plan.search import find_largest_batch, search
 
 
 GB = 10**9
+NAMES = ("rematerialization", "mesh", "per_device_train_batch_size")
 # Bytes of activations of a row, and operations on it, by what is computed again.
 ROW = {"none": (3 * GB, 1e12), "dots": (GB, 1.1e12), "full": (GB // 4, 1.3e12)}
 STATE = {None: 2 * GB, "data": 12 * GB, "fsdp": 2 * GB}
@@ -46,7 +47,7 @@ def test_finds_the_largest_batch_of_each_variant_in_few_compilations(topology, s
     first = {"rematerialization": "full", "per_device_train_batch_size": str(start)} | (
         {} if meshes == [None] else {"mesh": "fsdp"}
     )
-    found = search(make(topology, first), start, noted)
+    found = search(make(topology, first), first, NAMES, noted)
     limit = found.topology.chip.memory_bytes
     assert len(tried) <= 5 * len(ROW) * len(meshes)
     assert len(tried) == len({tuple(settings.items()) for settings in tried})
@@ -103,7 +104,7 @@ def test_a_search_needs_few_compilations_along_a_line():
 
 def test_shows_what_nothing_is_better_than():
     first = {"rematerialization": "full", "per_device_train_batch_size": "4"}
-    found = search(make("v5e-1", first), 4, lambda settings: make("v5e-1", settings))
+    found = search(make("v5e-1", first), first, NAMES, lambda settings: make("v5e-1", settings))
     assert found.trials
     speeds = [trial.tokens_per_second for trial in found.trials]
     peaks = [trial.peak_bytes for trial in found.trials]
@@ -116,13 +117,29 @@ def test_shows_what_nothing_is_better_than():
     assert "rematerialization: full" in largest
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_varies_what_it_is_told_to(name):
+    settings = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "4"}
+    tried = []
+
+    def noted(variant):
+        tried.append(variant)
+        return make("v5e-8", variant)
+
+    search(make("v5e-8", settings), settings, [name], noted)
+    assert len(tried) > 1
+    for variant in tried:
+        assert variant.keys() == settings.keys()
+        assert {key for key, value in variant.items() if value != settings[key]} <= {name}
+
+
 def test_says_that_nothing_fits():
     first = {"rematerialization": "full", "per_device_train_batch_size": "4", "mesh": "data"}
 
     def too_large(settings):
         return make("v5e-8", settings | {"mesh": "data", "per_device_train_batch_size": "1000"})
 
-    found = search(make("v5e-8", first), 4, too_large)
+    found = search(make("v5e-8", first), first, NAMES, too_large)
     assert found.trials == []
     assert "Nothing that was tried fits" in found.advice[0]
 
@@ -135,7 +152,7 @@ def test_gives_up_where_it_cannot_be_told():
         tried.append(settings)
         return replace(make("v5e-1", settings), programs=[], unknown=["the compiler for TPU is not there"])
 
-    found = search(make("v5e-1", first), 4, failing)
+    found = search(make("v5e-1", first), first, NAMES, failing)
     assert len(tried) == len(ROW)
     assert found.trials == []
     assert found.advice == []
