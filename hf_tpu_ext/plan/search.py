@@ -2,13 +2,14 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 from tqdm.auto import tqdm
 
-from .page import format_seconds
+from ..words import format_bytes, format_seconds
 from .result import Plan, Trial
 
 
@@ -56,6 +57,8 @@ def search(
             variant = {**variant, _ROWS: str(rows)}
             bar.set_postfix(variant)
             tried.append(_as_trial(variant, make(variant)))
+            # All may take an hour, and somebody may not wait for the end.
+            bar.write(_outcome(tried[-1], limit), file=sys.stderr)
             bar.update()
             return tried[-1]
 
@@ -80,6 +83,16 @@ def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
     return Trial(settings, plan.fits, plan.peak_bytes, plan.roofline.seconds, plan.tokens_per_second)
+
+
+def _outcome(trial: Trial, limit: int) -> str:
+    settings = _settings_in_words(trial.settings)
+    if trial.fits is None:
+        return f"{settings}: could not tell ({trial.error})"
+    if trial.fits:
+        return f"{settings}: fits, {format_bytes(trial.peak_bytes)}, {format_seconds(trial.seconds)} a step at least"
+    lacking = "" if trial.peak_bytes is None else f", {format_bytes(trial.peak_bytes - limit)} too much"
+    return f"{settings}: does not fit{lacking}"
 
 
 def find_largest_batch(start: int, limit: int, attempt: Callable[[int], Trial]) -> None:

@@ -80,7 +80,8 @@ def test_search(plan):
     )
     assert status == 0, page
     assert "variants, of those tried, that no other beats" in page
-    assert "trying: 3variant" in page
+    for policy in ("none", "dots", "full"):
+        assert f"rematerialization: {policy}, per_device_train_batch_size: 8: fits, " in page
     assert {trial["settings"]["per_device_train_batch_size"] for trial in planned["trials"]} == {"8"}
     assert all(trial["fits"] for trial in planned["trials"])
 

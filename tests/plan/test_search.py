@@ -133,6 +133,14 @@ def test_varies_what_it_is_told_to(name):
         assert {key for key, value in variant.items() if value != settings[key]} <= {name}
 
 
+def test_says_what_came_of_each(capsys):
+    settings = {"rematerialization": "full", "mesh": "data", "per_device_train_batch_size": "40"}
+    search(make("v5e-8", settings), settings, ["mesh"], lambda variant: make("v5e-8", variant))
+    told = capsys.readouterr().err
+    assert "mesh: data, per_device_train_batch_size: 40: does not fit, 5.09 GB too much\n" in told
+    assert "mesh: fsdp, per_device_train_batch_size: 40: fits, 12.00 GB, " in told
+
+
 def test_says_that_nothing_fits():
     first = {"rematerialization": "full", "per_device_train_batch_size": "4", "mesh": "data"}
 
