@@ -103,8 +103,8 @@ def _verdict(plan: Plan) -> list[str]:
     elif plan.fits:
         spare = format_bytes(limit - plan.peak_bytes)
         lines = [f"FITS: a chip holds {format_bytes(plan.peak_bytes)} of the {has}; {spare} to spare."]
-    elif excess := [program.excess_bytes for program in plan.programs if program.excess_bytes is not None]:
-        lines = [f"DOES NOT FIT: a chip needs {format_bytes(max(excess))} more than the {has}."]
+    elif plan.excess_bytes is not None:
+        lines = [f"DOES NOT FIT: a chip needs {format_bytes(plan.excess_bytes)} more than the {has}."]
     elif plan.peak_bytes is not None and plan.peak_bytes > limit:
         over = format_bytes(plan.peak_bytes - limit)
         lines = [f"DOES NOT FIT: a chip holds {format_bytes(plan.peak_bytes)}, {over} more than the {has}."]

@@ -212,6 +212,12 @@ class Plan:
             return None
         return self.peak_bytes <= self.topology.chip.memory_bytes
 
+    @property
+    def excess_bytes(self) -> int | None:
+        """By how much a chip has too little, where the compiler refused a program and says it."""
+        told = (program.excess_bytes for program in self.programs)
+        return max((excess for excess in told if excess is not None), default=None)
+
     def parts(self, program: PlannedProgram) -> dict[str, int]:
         """
         What a chip holds while a program runs.

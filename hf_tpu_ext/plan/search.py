@@ -30,9 +30,9 @@ def search(
     """
     Try what is computed again, how chips share the work, and how many rows a chip takes at once.
 
-    For each policy and mesh, if rows are varied, the largest batch is looked for: what a program needs grows with its rows about along a line, of
-    which two points are known once two batches were compiled, as the compiler says what a program would need that it refuses.
-    So a few compilations are enough.
+    For each policy and mesh, if rows are varied, the largest batch is looked for: what a program needs grows with its rows
+    about along a line, of which two points are known once two batches were compiled, as the compiler says what a program
+    would need that it refuses. So a few compilations are enough.
 
     Args:
         plan ([`Plan`]):
@@ -77,8 +77,7 @@ def search(
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
     errors = [program.error for program in plan.programs if program.error is not None]
     if errors:
-        excess = max((program.excess_bytes or 0 for program in plan.programs if program.out_of_memory), default=0)
-        needed = plan.topology.chip.memory_bytes + excess if excess else None
+        needed = None if plan.excess_bytes is None else plan.topology.chip.memory_bytes + plan.excess_bytes
         return Trial(settings, plan.fits, needed, error=errors[0])
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
@@ -115,9 +114,9 @@ def find_largest_batch(start: int, limit: int, attempt: Callable[[int], Trial]) 
         if trial.fits is None:
             return
         if trial.fits:
-            largest = max(largest, rows)
+            largest = rows
         else:
-            too_large = rows if too_large is None else min(too_large, rows)
+            too_large = rows
         if trial.peak_bytes is not None:
             needed[rows] = trial.peak_bytes
         predicted = _predict_rows(needed, limit)
@@ -126,7 +125,7 @@ def find_largest_batch(start: int, limit: int, attempt: Callable[[int], Trial]) 
             if rows <= _NEAR * largest:
                 return
         else:
-            if too_large - 1 <= max(largest, int(_NEAR * largest)):
+            if too_large - 1 <= int(_NEAR * largest):
                 return
             # What is next but one tenth larger shows that the line is right.
             rows = None if predicted is None else max(predicted, int(_NEAR * largest) + 1)

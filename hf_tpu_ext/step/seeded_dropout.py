@@ -53,7 +53,7 @@ def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 
         size *= tensor.shape[dim]
     columns = torch.arange(tensor.shape[-1], dtype=torch.int32, device=tensor.device)
     # Multiply-shift hashing (Dietzfelbinger et al., 1997): of a product of odd numbers, here drawn for rows and columns, the
-    # high bits are as good as drawn. One operation for each element takes the compiler for TPU a third of the time of a hash.
+    # high bits are as good as drawn. A whole hash of each element would take the compiler for TPU much longer.
     bits = (_scramble(seed + place * _BY_ROW) | 1) * (_scramble(seed + columns * _BY_COLUMN) | 1)
     return tensor * (bits >= round(p * 2**32) - 2**31) / (1 - p)
 

@@ -70,7 +70,7 @@ def seal(directory: Path) -> None:
         directory (`Path`):
             Directory with all other files of the checkpoint.
     """
-    files, directories = {}, [directory]
+    files, directories = {}, []
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
             directories.append(path)
@@ -79,9 +79,10 @@ def seal(directory: Path) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
-    write_atomically(directory / MANIFEST_NAME, json.dumps({"files": files}, indent=1))
     for path in reversed(directories):
         sync_directory(path)
+    # Brings the directory itself to the disk, too.
+    write_atomically(directory / MANIFEST_NAME, json.dumps({"files": files}, indent=1))
 
 
 def move_into_place(written: Path, checkpoint: Path) -> None:

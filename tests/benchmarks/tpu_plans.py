@@ -86,6 +86,8 @@ class Case:
             Tokens of a row.
         settings (`dict[str, str]`):
             Keys of the recipe.
+        sizes (`dict[str, int]`):
+            In place of the model's own.
     """
 
     title: str
@@ -93,6 +95,7 @@ class Case:
     topology: str = "v5e-1"
     length: int = 1024
     settings: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 def _qwen3(title: str, **settings: str) -> Case:
@@ -140,7 +143,7 @@ CASES = [
 PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-1", settings={"max_steps": "1000"})
 
 
-def make_model(name: str, directory: Path) -> Path:
+def make_model(name: str, directory: Path, **sizes: int) -> Path:
     """
     Write what a plan needs of a model: its configuration and a tokenizer.
 
@@ -149,16 +152,19 @@ def make_model(name: str, directory: Path) -> Path:
             One of [`MODELS`].
         directory (`Path`):
             Where to.
+        **sizes (`int`):
+            In place of its own.
 
     Returns:
         `Path`: The directory of the model.
     """
-    kind, sizes = MODELS[name]
+    kind, published = MODELS[name]
     path = directory / name.replace(" ", "_")
     make_tokenizer(path)
     architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
     # As it was published: plans ask for this.
-    AutoConfig.for_model(kind, **sizes, dtype="bfloat16", architectures=[architecture]).save_pretrained(path)
+    config = AutoConfig.for_model(kind, **published | sizes, dtype="bfloat16", architectures=[architecture])
+    config.save_pretrained(path)
     return path
 
 
@@ -181,7 +187,7 @@ def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
         `RuntimeError`: It could not be told whether the run fits. The output is in the message.
     """
     settings = {
-        "model_name_or_path": str(make_model(case.model, directory)),
+        "model_name_or_path": str(make_model(case.model, directory, **case.sizes)),
         "max_length": str(case.length),
         "output_dir": str(directory / "run"),
         **case.settings,

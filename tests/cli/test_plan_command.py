@@ -75,9 +75,7 @@ def test_fits(plan, prepared):
 
 
 def test_search(plan):
-    status, page, planned = plan(
-        "--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization", model="model"
-    )
+    status, page, planned = plan("--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization")
     assert status == 0, page
     assert "variants, of those tried, that no other beats" in page
     for policy in ("none", "dots", "full"):

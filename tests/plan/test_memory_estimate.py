@@ -1,16 +1,18 @@
 """The estimate beside what libtpu 0.0.21 made, for v5e, of optimizer steps that the trainer traced with torch_xla 2.9."""
 
-import json
-import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
-from hf_tpu_ext.examples.tiny import make_tokenizer
-from hf_tpu_ext.plan.memory_estimate import estimate_memory
-from hf_tpu_ext.step.estimate import Dimensions, count_lora_parameters
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from tpu_plans import LORA, Case, plan  # noqa: E402
+
+from hf_tpu_ext.plan.memory_estimate import estimate_memory  # noqa: E402
+from hf_tpu_ext.step.estimate import Dimensions, count_lora_parameters  # noqa: E402
 
 
 # The sizes of Qwen3-0.6B, and others, with more or fewer layers.
@@ -62,42 +64,22 @@ DEFAULTS = [case for case in COMPILED if "sliced_attention" in case[5]]
 def test_the_compiler_still_makes_what_is_written_here(
     tmp_path, model, layers, shape, rank, policy, settings, megabytes
 ):
-    rows, length = map(str, shape)
-    make_tokenizer(tmp_path / "model")
-    config = AutoConfig.for_model(
-        "qwen3",
-        num_hidden_layers=layers,
-        hidden_size=model.hidden,
-        intermediate_size=model.intermediate,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        vocab_size=model.vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
-        dtype="bfloat16",
-        architectures=["Qwen3ForCausalLM"],
-    )
-    config.save_pretrained(tmp_path / "model")
     recipe = {
-        "model_name_or_path": str(tmp_path / "model"),
-        "output_dir": str(tmp_path / "run"),
-        "max_length": length,
-        "per_device_train_batch_size": rows,
+        "per_device_train_batch_size": str(shape[0]),
         "rematerialization": policy,
         "scan_layers": "on" if "layers_in_loop" in settings else "off",
     }
     if rank is not None:
-        recipe |= {"use_peft": "true", "lora_r": str(rank), "lora_target_modules": "all-linear"}
-    output = tmp_path / "plan.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--topology", "v5e-1", "--seq-lengths", length]
-        + ["--json", output, *(word for name, value in recipe.items() for word in (f"--{name}", value))],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    planned = json.loads(output.read_text(encoding="utf-8"))
+        recipe |= LORA | {"lora_r": str(rank)}
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+    }
+    planned, _ = plan(Case("", "Qwen3-0.6B", length=shape[1], settings=recipe, sizes=sizes), tmp_path)
+    assert planned["derived"]["fits"]
     assert planned["derived"]["peak_bytes"] / 1e6 == pytest.approx(megabytes, rel=0.01)
 
 
