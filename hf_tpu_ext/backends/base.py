@@ -336,6 +336,19 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
+    def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """
+        Tell the memory of tensors apart: another number is other memory.
+
+        Args:
+            tensors (`Sequence[torch.Tensor]`):
+                Tensors on the device or on the host.
+
+        Returns:
+            `list[int]`: A number for each.
+        """
+        return [tensor.data_ptr() for tensor in tensors]
+
     def keeps_program(self, compiles: int) -> bool:
         """
         Whether a compiled program is still there.

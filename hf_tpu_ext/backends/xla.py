@@ -246,6 +246,13 @@ class XLABackend(XLALoops, XLACompileCache):
         if has_pending(self.device):
             self._sync()
 
+    def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        return [
+            *torch_xla._XLAC._get_tensors_handle(on_device),
+            *(tensor.data_ptr() for tensor in tensors if tensor.device.type != "xla"),
+        ]
+
     def keeps_program(self, compiles: int) -> bool:
         return self.compiles() - compiles < programs_kept()
 

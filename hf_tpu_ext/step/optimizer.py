@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ class LazyAdamW(torch.optim.AdamW):
         #: What replays the steps of a run, if it does.
         self.replay: StepReplay | None = None
         self._counters: list[torch.Tensor] = []
-        self._loads = 0
+        # The state of each parameter as it was known last, and how often it was another.
+        self._known: list[dict[str, torch.Tensor]] = []
+        self._others = 0
 
     @torch.no_grad()
     def create_state(self) -> None:
@@ -76,8 +79,6 @@ class LazyAdamW(torch.optim.AdamW):
         # where counting would be one read per parameter and step.
         groups = [{**group, "fused": None, "capturable": False} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
-        self._counters = []
-        self._loads += 1
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:
@@ -126,11 +127,16 @@ class LazyAdamW(torch.optim.AdamW):
             (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
             for group in self.param_groups
         )
-        if len(self._counters) != len(self.state):
-            self._counters = [state["step"] for state in self.state.values()]
+        if len(self.state) < sum(len(group["params"]) for group in self.param_groups) or not all(self.state.values()):
+            # Somebody has cleared it.
+            self.create_state()
+        if len(self._known) != len(self.state) or not all(map(is_, self._known, self.state.values())):
+            self._known = list(self.state.values())
+            self._counters = [state["step"] for state in self._known]
+            self._others += 1
         # Which parameters have taken equally many steps.
         seen: dict[float, int] = {}
-        return self._loads, groups, tuple(seen.setdefault(step, len(seen)) for step in _numbers(self._counters))
+        return self._others, groups, tuple(seen.setdefault(step, len(seen)) for step in _numbers(self._counters))
 
     def _rows_of(self, updates: list["_Update"]) -> tuple[list[int], list[tuple[dict[str, Any], float]]]:
         # Parameters that have taken equally many steps share a row: usually one row per group.

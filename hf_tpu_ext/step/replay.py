@@ -1,19 +1,18 @@
 """Steps that are traced twice, and from then on run by their compiled program's handle."""
 
 from collections.abc import Callable, Hashable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..backends.program import CannotReplay, Program, Recording
-from .module_settings import settings_of
+from .python_state import PythonState, host_random_state
 
 
 logger = logging.get_logger(__name__)
@@ -23,60 +22,6 @@ _MOST_CHANGES = 8
 
 #: The step with the optimizer's update, and those before it that only add to the gradients.
 CLOSING, MICRO = "training step", "micro-step"
-
-
-class TrainingState:
-    """
-    The tensors of models and what their programs depend on besides, noted once and checked at every step.
-
-    Args:
-        models (`Sequence[torch.nn.Module]`):
-            The model that is trained, then those that it is trained with.
-    """
-
-    def __init__(self, models: Sequence[nn.Module]):
-        self._settings = []
-        self._places = []
-        for module in (module for model in models for module in model.modules()):
-            attributes = vars(module)
-            # Not those that are `None`: modules put what they keep for later there.
-            names = [name for name, value in settings_of(module).items() if value is not None]
-            of_settings = itemgetter(*names)
-            self._settings.append((attributes, names, of_settings, tuple(map(copy, of_settings(attributes)))))
-            for entries in (module._parameters, module._buffers):
-                tensors = {name: tensor for name, tensor in entries.items() if tensor is not None}
-                if tensors:
-                    self._places.append((entries, len(entries), tensors))
-        places = [(name, tensor) for _, _, tensors in self._places for name, tensor in tensors.items()]
-        # Tied weights stand in several places.
-        self.tensors = list({id(tensor): tensor for _, tensor in places}.values())
-        self.parameters = [tensor for tensor in self.tensors if isinstance(tensor, nn.Parameter)]
-        self._trained = [parameter.requires_grad for parameter in self.parameters]
-
-    def change(self) -> str | None:
-        """
-        Compare with what was noted.
-
-        Returns:
-            `str` or `None`: What has changed, as half a sentence.
-        """
-        for attributes, names, of_settings, noted in self._settings:
-            try:
-                settings = of_settings(attributes)
-            except KeyError as name:
-                return f"a module has no {name} any more"
-            if settings != noted:
-                changed = [place for place in zip(names, settings, noted, strict=True) if place[1] != place[2]]
-                return "{} of a module is {}, and was {}".format(*changed[0])
-        for entries, size, tensors in self._places:
-            if len(entries) != size:
-                return "a parameter or buffer was added or removed"
-            for name, tensor in tensors.items():
-                if entries.get(name) is not tensor:
-                    return f"the parameter or buffer {name} was replaced"
-        if [parameter.requires_grad for parameter in self.parameters] != self._trained:
-            return "a parameter was frozen or unfrozen"
-        return None
 
 
 def say_refused(reason: str) -> None:
@@ -104,8 +49,8 @@ class StepReplay:
 
     The first step of a kind and shape is traced and recorded. The second is traced too, and compared: the same program,
     over the same tensors, with the same constants. From the third on nothing is traced: the host sends the batch and the
-    learning rate, and hands over one handle. Where anything that the program depends on has changed, or where a step
-    cannot be recorded, it is traced as without replay.
+    learning rate, and hands over one handle. Where anything that Python could have read in the step has changed, it is recorded
+    anew. Where that cannot be known, or where a step cannot be recorded, it is traced as without replay.
 
     Args:
         backend ([`Backend`]):
@@ -116,10 +61,16 @@ class StepReplay:
             The tensors that a step reads and changes besides those of the models and their gradients, always in the same order.
         zero_gradients (`Callable[[], None]`):
             Zeroes or drops the gradients. Part of the optimizer step's program.
+        note (`Callable[[list[torch.Tensor]], PythonState]`):
+            Notes what Python may read in a step, besides the values of the tensors that it is given.
         settings (`Callable[[], Any]`):
             What else programs depend on, to be compared.
+        why_not (`Callable[[], str | None]`):
+            Says, after a change, why steps cannot be replayed any more, as half a sentence.
         run_traced (`Callable[[str, Callable], Program | None]`):
             Called as `run_traced(kind, run)` to run what was traced, with `run`.
+        assume_pure (`bool`, *optional*, defaults to `False`):
+            Whether random numbers that are drawn on the host within a step do not matter.
     """
 
     def __init__(
@@ -128,15 +79,21 @@ class StepReplay:
         models: Sequence[nn.Module],
         state: Callable[[], list[torch.Tensor]],
         zero_gradients: Callable[[], None],
+        note: Callable[[list[torch.Tensor]], PythonState],
         settings: Callable[[], Any],
+        why_not: Callable[[], str | None],
         run_traced: Callable[[str, Callable], Program | None],
+        assume_pure: bool = False,
     ):
         self._backend = backend
         self._models = models
         self._more_state = state
         self._zero_gradients = zero_gradients
+        self._note = note
         self._settings = settings
+        self._why_not = why_not
         self._run_traced = run_traced
+        self._assume_pure = assume_pure
         self._changes = 0
         self.refused: str | None = None
         self.replays = False
@@ -145,14 +102,17 @@ class StepReplay:
         self._forget()
 
     def _forget(self) -> None:
-        self._training_state = TrainingState(self._models)
+        self._tensors = [
+            *dict.fromkeys(tensor for model in self._models for tensor in (*model.parameters(), *model.buffers()))
+        ]
+        self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, nn.Parameter)]
+        self._python_state = self._note(self._tensors)
         self._programs: dict[Hashable, _Recorded] = {}
         self._noted = self._settings()
 
     def _state(self) -> list[torch.Tensor]:
-        state = self._training_state
-        gradients = [parameter.grad for parameter in state.parameters if parameter.grad is not None]
-        return [*state.tensors, *gradients, *self._more_state(), self.grad_norm]
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [*self._tensors, *gradients, *self._more_state(), self.grad_norm]
 
     def refuse(self, reason: str) -> None:
         """
@@ -194,19 +154,19 @@ class StepReplay:
         self.replays = False
         if self.refused is not None:
             return True
-        change = self._training_state.change()
+        change = self._python_state.change()
         if change is not None:
             # Upstream does so at each step, and it may undo the change.
             self._models[0].train()
-            change = self._training_state.change()
+            change = self._python_state.change()
         if change is None and self._settings() != self._noted:
-            change = "the optimizer or a setting is another"
+            change = "the optimizer, its settings or the callbacks are others"
         if change is not None and not self._note_change(change):
             return True
         self._key = (
             kind,
             tuple(
-                (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, repr(value))
+                (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, _fixed(value))
                 for name, value in data.items()
             ),
         )
@@ -220,12 +180,16 @@ class StepReplay:
             self.refuse(str(reason))
         else:
             self._recording.add_data(self._data)
+            self._before = host_random_state(), self._backend.counters().reads
         return True
 
     def _note_change(self, change: str) -> bool:
         self._changes += 1
-        if self._changes > _MOST_CHANGES:
-            self.refuse(f"{change}, and there were {_MOST_CHANGES} such changes before")
+        reason = self._why_not()
+        if reason is None and self._changes > _MOST_CHANGES:
+            reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
+        if reason is not None:
+            self.refuse(reason)
             return False
         if self._programs:
             # Where that compiles another program, the watch says so.
@@ -273,6 +237,11 @@ class StepReplay:
         before = self._programs.get(self._key)
         like = None if before is None else before.program
         recording, self._recording = self._recording, None
+        unlike = self._why_unlike()
+        if unlike is not None:
+            self.refuse(unlike)
+            self._run_traced(self._kind, self._backend.end_step)
+            return
         try:
             program = self._run_traced(self._kind, partial(recording.finish, self._state(), like))
         except CannotReplay as reason:
@@ -288,3 +257,17 @@ class StepReplay:
             self.refuse(difference)
             return
         self._programs[self._key] = _Recorded(program, updates, self._backend.compiles(), checked=before is not None)
+
+    def _why_unlike(self) -> str | None:
+        """What the trace did that a replayed step would not do."""
+        random_state, reads = self._before
+        if self._backend.counters().reads != reads:
+            return "a step reads the device, and what it read may decide what it does next"
+        if not self._assume_pure and host_random_state() != random_state:
+            return "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"
+        return None
+
+
+def _fixed(value: Any) -> Hashable:
+    """A value that is part of a program, to be compared."""
+    return (value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)

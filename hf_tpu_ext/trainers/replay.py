@@ -1,30 +1,25 @@
 """Replaying steps: when it is done, and how a trainer's step is put together for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.program import Program
 from ..step.optimizer import LazyAdamW, clip_gradients
+from ..step.python_state import PythonState
 from ..step.replay import CLOSING, MICRO, StepReplay, say_refused
-
-
-#: What a replayed step leaves out.
-METHODS_OF_A_STEP = (
-    "training_step",
-    "compute_loss",
-    "compute_loss_context_manager",
-    "_prepare_inputs",
-    "_clip_grad_norm",
-    "_get_grad_norm",
+from .own_code import (
+    attributes_of_a_step,
+    draws_other_layers,
+    find_own_code,
+    hooks_of_all_modules,
+    namespaces_of_a_step,
 )
-_EVENTS_INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
-_KNOWN_PACKAGES = ("hf_tpu_ext", "transformers", "trl", "peft", "accelerate", "torch")
 
 
 class SentBatch(dict):
@@ -35,8 +30,9 @@ class ReplayMixin:
     """
     The part of [`TPUTrainerMixin`] that runs steps by the handle of their compiled program, see [`StepReplay`].
 
-    A replayed step runs no Python of the model, the loss or the optimizer, so it is left off by itself where a subclass, a
-    callback or a hook has code of its own inside a step. `step_replay=True` says that this code does the same at every step.
+    A replayed step runs no Python of the model, the loss or the optimizer. What Python of known packages may have read is
+    compared at each step. It is left off by itself where code of the user's runs inside a step; `step_replay=True` says that this
+    code does the same at every step.
     """
 
     #: What replays the steps of the run under way, or `None`.
@@ -55,20 +51,26 @@ class ReplayMixin:
         wanted = self.compiled.step_replay
         if wanted is False:
             return
-        reason = self._why_not_replay(model, optimizer, assume_pure=wanted is True)
+        models = [model, *self._further_models()]
+        why_not = partial(self._why_not_replay, models, assume_pure=wanted is True)
+        reason = why_not()
         if reason is not None:
             say_refused(reason)
             return
-        self.replay = StepReplay(
-            self.backend,
-            [model, *self._further_models()],
-            state=self._step_tensors,
-            zero_gradients=model.zero_grad,
-            settings=self._step_settings,
-            run_traced=self._run_traced,
-        )
+        zero_gradients = model.zero_grad
         # The gradients are zeroed within the step's program.
         model.zero_grad = _do_nothing
+        self.replay = StepReplay(
+            self.backend,
+            models,
+            state=self._step_tensors,
+            zero_gradients=zero_gradients,
+            note=partial(self._note_python_state, models),
+            settings=self._step_settings,
+            why_not=why_not,
+            run_traced=self._run_traced,
+            assume_pure=wanted is True,
+        )
         optimizer.replay = self.replay
 
     def end_replay(self) -> None:
@@ -84,39 +86,33 @@ class ReplayMixin:
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer.optimizer
 
-    def _why_not_replay(self, model: nn.Module, optimizer: torch.optim.Optimizer, assume_pure: bool) -> str | None:
+    def _why_not_replay(self, models: Sequence[nn.Module], assume_pure: bool) -> str | None:
+        optimizer = self._plain_optimizer
         if not isinstance(optimizer, LazyAdamW):
             return (
                 f"{type(optimizer).__name__} takes its learning rate as a Python number (optim=adamw_torch does not)"
             )
-        unwrapped = unwrap_peft_model(model)
-        if isinstance(unwrapped, PreTrainedModel):
-            for key, value in unwrapped.config.to_dict().items():
-                if "layerdrop" in key and value:
-                    return f"{key}={value} leaves out other layers at every step"
-        if assume_pure:
+        if (setting := draws_other_layers(models[0])) is not None:
+            return f"{setting} leaves out other layers at every step"
+        if assume_pure or (found := find_own_code(self, models, optimizer)) is None:
             return None
-        says = "; step_replay=True if it does the same at every step"
-        for name in METHODS_OF_A_STEP:
-            owner = owner_of(type(self), name)
-            if not is_known(owner.__module__):
-                return f"{owner.__name__} overrides {name}{says}"
-        if self.compute_loss_func is not None:
-            return f"compute_loss_func is code of yours{says}"
-        for callback in self.callback_handler.callbacks:
-            for event in _EVENTS_INSIDE_A_STEP:
-                if owner_of(type(callback), event) is not TrainerCallback:
-                    return f"{type(callback).__name__} has code in {event}, between the backward pass and the update{says}"
-        for name, module in model.named_modules():
-            for hook in (
-                *module._forward_hooks.values(),
-                *module._forward_pre_hooks.values(),
-                *module._backward_hooks.values(),
-                *module._backward_pre_hooks.values(),
-            ):
-                if not is_known(_module_of(hook)):
-                    return f"a hook of yours is registered on {name or 'the model'}{says}"
-        return None
+        return f"{found}; step_replay=True if it does the same at every step"
+
+    def _note_python_state(self, models: Sequence[nn.Module], given: list[torch.Tensor]) -> PythonState:
+        roots: dict[str, Any] = {}
+        for model in models:
+            unwrapped = unwrap_peft_model(model)
+            if isinstance(unwrapped, PreTrainedModel):
+                # Each module has it, too.
+                roots.setdefault("model.config", unwrapped.config)
+        roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
+        roots |= hooks_of_all_modules()
+        optimizer = self._plain_optimizer
+        attributes = {
+            "trainer": (self, attributes_of_a_step(self)),
+            "optimizer": (optimizer, ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
+        }
+        return PythonState(roots, attributes, namespaces_of_a_step(self, models), given, self.backend.memory_of)
 
     # ---- What a step depends on ----
 
@@ -138,7 +134,11 @@ class ReplayMixin:
         return tensors
 
     def _step_settings(self) -> Any:
-        return id(self._plain_optimizer), self._plain_optimizer.settings(), dict(vars(self.args))
+        return (
+            id(self._plain_optimizer),
+            self._plain_optimizer.settings(),
+            tuple(map(id, self.callback_handler.callbacks)),
+        )
 
     # ---- A step ----
 
@@ -157,7 +157,13 @@ class ReplayMixin:
             return self._traced_step(model, inputs, num_items_in_batch)
         self.replay.enter_training_mode()
         batch = self._send_batch(inputs)
-        data = {**batch, **self.step_data, "num_items_in_batch": num_items_in_batch}
+        data = {
+            **batch,
+            **self.step_data,
+            "num_items_in_batch": num_items_in_batch,
+            # Fewer at the end of an epoch; upstream divides some losses by it.
+            "accumulation": self.current_gradient_accumulation_steps,
+        }
         if self.replay.begin(CLOSING if closing else MICRO, data):
             self._traced_step(model, SentBatch(batch), num_items_in_batch)
         if not closing:
@@ -193,19 +199,3 @@ class ReplayMixin:
 
 def _do_nothing(set_to_none: bool = True) -> None:
     pass
-
-
-def owner_of(cls: type, method: str) -> type:
-    """The class that a method of `cls` comes from."""
-    return next(owner for owner in cls.__mro__ if method in vars(owner))
-
-
-def is_known(module: str) -> bool:
-    """Whether a module is in a package whose methods do the same at every step."""
-    return module.partition(".")[0] in _KNOWN_PACKAGES
-
-
-def _module_of(hook: Callable) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return hook.__module__

@@ -15,7 +15,7 @@ from ..callbacks.recompile_monitor import RecompileMonitor
 from ..callbacks.source_lines import describe_line, package_of
 from ..step.module_settings import settings_of
 from ..step.optimizer import LazyAdamW
-from .replay import METHODS_OF_A_STEP, is_known, owner_of
+from .own_code import is_known, names_of_a_step
 
 
 class WatchMixin:
@@ -94,10 +94,10 @@ class WatchMixin:
 
     def _own_code(self) -> str:
         """Code of the user's that runs within a step."""
-        for name in METHODS_OF_A_STEP:
-            owner = owner_of(type(self), name)
+        for owner in type(self).__mro__:
             if not is_known(owner.__module__):
-                return _describe_code(vars(owner)[name])
+                for name in sorted(names_of_a_step(type(self)) & vars(owner).keys()):
+                    return _describe_code(vars(owner)[name])
         return "compute_loss_func" if self.compute_loss_func is not None else ""
 
     # ---- What a program depends on ----

@@ -1,0 +1,306 @@
+"""Code of the user's that runs within a training step, and what upstream's code reads of a trainer there."""
+
+import ast
+import inspect
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property, partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import unwrap_peft_model
+
+
+_KNOWN_PACKAGES = ("hf_tpu_ext", "transformers", "trl", "peft", "accelerate", "torch", "torch_xla")
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+#: What upstream calls within a step; these call the rest.
+METHODS_OF_A_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
+EVENTS_OF_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
+# They change at every step, or are no part of what is computed.
+_BOOKKEEPING = {
+    "_batch",
+    "_batch_shape",
+    "_metrics",
+    "_mixed_mesh_grads",
+    "_shape_guards",
+    "_sums",
+    "_tokenizer",
+    "_total_train_tokens",
+    "_tr_loss",
+    "accelerator",
+    "current_gradient_accumulation_steps",
+    "loss_log",
+    "lr_scheduler",
+    "optimizer",
+    "processing_class",
+    "replay",
+    "state",
+    "status",
+    "step_data",
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks that PyTorch calls for every module and every optimizer.
+_GLOBAL_HOOKS = {
+    f"{module}.{name}": value
+    for module in ("torch.nn.modules.module", "torch.optim.optimizer")
+    for name, value in vars(sys.modules[module]).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+}
+
+
+def is_known(module: str) -> bool:
+    """
+    Whether a module is in a package whose code does the same at every step, as far as what it reads is the same.
+
+    Args:
+        module (`str`):
+            Its name, as `"transformers.models.llama.modeling_llama"`.
+
+    Returns:
+        `bool`: Whether it is.
+    """
+    return module.partition(".")[0] in _KNOWN_PACKAGES
+
+
+def owner_of(cls: type, method: str) -> type:
+    """The class that a method of `cls` comes from."""
+    return next(owner for owner in cls.__mro__ if method in vars(owner))
+
+
+# ---- Functions ----
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """The Python functions that something stands for: those inside decorators, properties and partial functions, too."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        yield from _functions_in(value.__func__)
+    elif isinstance(value, property):
+        yield from _functions_in(value.fget)
+    elif isinstance(value, (partial, cached_property)):
+        yield from _functions_in(value.func)
+    elif isinstance(value, FunctionType):
+        yield value
+        if "__wrapped__" in vars(value):
+            yield from _functions_in(value.__wrapped__)
+
+
+def _is_known_function(function: FunctionType) -> bool:
+    # Not `__module__`: `functools.wraps` copies it.
+    name = function.__globals__.get("__name__", "")
+    return is_known(name) or name.partition(".")[0] in sys.stdlib_module_names
+
+
+def _is_known_code(value: Any) -> bool:
+    functions = list(_functions_in(value))
+    if isinstance(value, MethodType) and not isinstance(value.__self__, type):
+        return is_known(type(value.__self__).__module__) and all(map(_is_known_function, functions))
+    if functions or not callable(value) or isinstance(value, type) or inspect.isbuiltin(value):
+        return all(map(_is_known_function, functions))
+    return is_known(type(value).__module__) or type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _is_installed(function: FunctionType) -> bool:
+    """Whether a function is of an installed package, or of Python."""
+    return _is_known_function(function) or function.__code__.co_filename.startswith(_INSTALLED)
+
+
+# ---- What a step of a trainer class is made of ----
+
+
+def _names_of_self(function: FunctionType) -> Iterator[str]:
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Attribute):
+            match node.value:
+                case ast.Name(id="self") | ast.Call(func=ast.Name(id="super")):
+                    yield node.attr
+
+
+@cache
+def names_of_a_step(cls: type) -> frozenset[str]:
+    """
+    Find what the code of known packages reads of a trainer within a step, in the methods called there and in those that they
+    call.
+
+    Args:
+        cls (`type`):
+            Class of the trainer.
+
+    Returns:
+        `frozenset[str]`: Names of methods and attributes.
+    """
+    found: set[str] = set()
+    names = list(METHODS_OF_A_STEP)
+    while names:
+        name = names.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for owner in cls.__mro__:
+            if is_known(owner.__module__) and name in vars(owner):
+                for function in _functions_in(vars(owner)[name]):
+                    if is_known(function.__globals__["__name__"]):
+                        names.extend(_names_of_self(function))
+    return frozenset(found)
+
+
+def attributes_of_a_step(trainer: Trainer) -> list[str]:
+    """
+    List the attributes of a trainer that upstream's code reads within a step, and that stay as they are.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+
+    Returns:
+        `list[str]`: Their names.
+    """
+    return sorted(names_of_a_step(type(trainer)) - _BOOKKEEPING)
+
+
+def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:
+    """
+    Find where the code of a step looks up names: in the classes of the trainer and of the modules, and in their files.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        models (`Sequence[torch.nn.Module]`):
+            Models that a step runs.
+
+    Returns:
+        `dict[str, Mapping[str, Any]]`: The names, and what they stand for.
+    """
+    found = {"torch.nn.functional": vars(nn.functional)}
+    for cls in _classes_of(trainer, models):
+        if is_known(cls.__module__):
+            found[f"{cls.__module__}.{cls.__qualname__}"] = vars(cls)
+            found[cls.__module__] = vars(sys.modules[cls.__module__])
+    return found
+
+
+def _classes_of(trainer: Trainer, models: Sequence[nn.Module]) -> set[type]:
+    types = {type(trainer), *(type(module) for model in models for module in model.modules())}
+    return {cls for found in types for cls in found.__mro__ if cls is not object}
+
+
+# ---- Code of the user's ----
+
+
+def find_own_code(trainer: Trainer, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> str | None:
+    """
+    Look for code that is not of known packages and that runs within a step.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        models (`Sequence[torch.nn.Module]`):
+            Models that a step runs, the trained one first.
+        optimizer ([`~torch.optim.Optimizer`]):
+            The optimizer.
+
+    Returns:
+        `str` or `None`: The first that was found, as half a sentence.
+    """
+    for find in (
+        partial(_in_trainer, trainer),
+        partial(_in_callbacks, trainer.callback_handler.callbacks),
+        partial(_in_models, models),
+        partial(_in_hooks, models, optimizer),
+        partial(_in_namespaces, namespaces_of_a_step(trainer, models)),
+    ):
+        found = find()
+        if found is not None:
+            return found
+    return None
+
+
+def _in_trainer(trainer: Trainer) -> str | None:
+    names = names_of_a_step(type(trainer))
+    for owner in type(trainer).__mro__:
+        for name in sorted(names & vars(owner).keys()):
+            if not is_known(owner.__module__):
+                return f"{owner.__name__} overrides {name}"
+            if not all(map(_is_known_function, _functions_in(vars(owner)[name]))):
+                return f"{name} of {owner.__name__} was replaced by code of yours"
+    for name in sorted(names & vars(trainer).keys()):
+        value = vars(trainer)[name]
+        if callable(value) and not isinstance(value, nn.Module) and not _is_known_code(value):
+            return f"{name} is code of yours" if name == "compute_loss_func" else f"trainer.{name} is code of yours"
+    return None
+
+
+def _in_callbacks(callbacks: Iterable[TrainerCallback]) -> str | None:
+    for callback in callbacks:
+        for event in EVENTS_OF_A_STEP:
+            if event in vars(callback) or owner_of(type(callback), event) is not TrainerCallback:
+                return f"{type(callback).__name__} has code in {event}, between the backward pass and the update"
+    return None
+
+
+def _in_models(models: Sequence[nn.Module]) -> str | None:
+    for model in models:
+        for name, module in model.named_modules():
+            place = name or "the model"
+            if not is_known(type(module).__module__):
+                return f"{place} is a {type(module).__name__}, a module of yours"
+            for attribute, value in vars(module).items():
+                if attribute in _HOOKS:
+                    if not all(map(_is_known_code, value.values())):
+                        return f"a hook of yours is registered on {place}"
+                elif callable(value) and not isinstance(value, nn.Module) and not _is_known_code(value):
+                    return f"{attribute} of {place} is code of yours"
+    return None
+
+
+def _in_hooks(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> str | None:
+    for name, hooks in _GLOBAL_HOOKS.items():
+        if not all(map(_is_known_code, hooks.values())):
+            return f"a hook of yours is registered for all modules or optimizers ({name})"
+    for model in models:
+        for name, parameter in model.named_parameters():
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                if hooks is not None and not all(map(_is_known_code, hooks.values())):
+                    return f"a hook of yours is registered on the parameter {name}"
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        if not all(map(_is_known_code, hooks.values())):
+            return "a hook of yours is registered on the optimizer"
+    if not all(map(_is_known_code, (value for value in vars(optimizer).values() if callable(value)))):
+        return "a method of the optimizer was replaced by code of yours"
+    return None
+
+
+def _in_namespaces(namespaces: dict[str, Any]) -> str | None:
+    for owner, names in namespaces.items():
+        for name, value in names.items():
+            if not all(map(_is_installed, _functions_in(value))):
+                return f"{name} of {owner} was replaced by code of yours"
+    return None
+
+
+def draws_other_layers(model: nn.Module) -> str | None:
+    """
+    Find the setting by which a model leaves out other layers at every step.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model.
+
+    Returns:
+        `str` or `None`: The setting and its value.
+    """
+    unwrapped = unwrap_peft_model(model)
+    if isinstance(unwrapped, PreTrainedModel):
+        for key, value in unwrapped.config.to_dict().items():
+            if "layerdrop" in key and value:
+                return f"{key}={value}"
+    return None
+
+
+def hooks_of_all_modules() -> dict[str, Callable]:
+    """The hooks that PyTorch calls for every module and every optimizer, by where it keeps them."""
+    return _GLOBAL_HOOKS

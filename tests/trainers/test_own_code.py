@@ -1,0 +1,331 @@
+"""Replay follows Python: what a step could have read is compared at each step, and code of the user's is found and named."""
+
+import random
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from transformers.models.qwen3 import modeling_qwen3
+from transformers.trainer_pt_utils import LabelSmoother
+from trl import SFTTrainer
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.step.python_state import PythonState, host_random_state
+from hf_tpu_ext.trainers.own_code import find_own_code, names_of_a_step
+
+
+@pytest.fixture(scope="module")
+def made(xla, tiny_model, tmp_path_factory):
+    """A trainer with its optimizer, whose model has a label smoother and adapters, before training."""
+    from conftest import Runs
+
+    runs = Runs(tiny_model, tmp_path_factory.mktemp("run"))
+    trainer = runs.ours(
+        train=False, lora={}, config_cls=TPUSFTConfig, label_smoothing_factor=0.1, gradient_checkpointing=False
+    )
+    trainer.create_optimizer()
+    trainer.optimizer = SimpleNamespace(optimizer=trainer.optimizer)
+    return trainer
+
+
+def note(trainer):
+    return trainer._note_python_state([trainer.model], [*trainer.model.parameters(), *trainer.model.buffers()])
+
+
+@contextmanager
+def attribute(owner, name, value):
+    """An attribute that is set and, at the end, as it was; `vars` and not `getattr`, for what a class says to stay there."""
+    before = vars(owner).get(name, owner)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is owner else setattr(owner, name, before)
+
+
+@contextmanager
+def hook(handle):
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def base(trainer):
+    return trainer.model.base_model.model
+
+
+def own(*args, **kwargs):
+    """Code of the user's."""
+
+
+# ---- What is compared ----
+
+
+@contextmanager
+def first_layer_only(trainer):
+    with attribute(base(trainer).model, "layers", base(trainer).model.layers[:1]):
+        yield
+
+
+@contextmanager
+def in_dict(entries, key, value):
+    before = entries[key]
+    entries[key] = value
+    try:
+        yield
+    finally:
+        entries[key] = before
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        (lambda t: attribute(base(t).config, "num_hidden_layers", 1), "config.num_hidden_layers is 1, and was 2"),
+        (first_layer_only, "model.model.layers was replaced"),
+        (lambda t: attribute(base(t).model, "norm", nn.Identity()), "model.model.norm was replaced"),
+        (lambda t: attribute(base(t).model, "added", None), "model.model.added was added"),
+        (lambda t: attribute(base(t).model.rotary_emb, "attention_scaling", np.float32(2)), "attention_scaling"),
+        (lambda t: attribute(base(t).model, "training", False), "training is False, and was True"),
+        (lambda t: attribute(base(t).model.norm, "__class__", nn.LayerNorm), "is a LayerNorm, and was a"),
+        (lambda t: in_dict(t.model.peft_config["default"].__dict__, "lora_alpha", 99), "lora_alpha is 99"),
+        (lambda t: attribute(t.label_smoother, "epsilon", 0.3), "trainer.label_smoother.epsilon is 0.3, and was 0.1"),
+        (lambda t: attribute(t, "router_aux_loss_coef", 0.5), "trainer.router_aux_loss_coef is 0.5"),
+        (lambda t: attribute(t, "compute_loss_func", own), "trainer.compute_loss_func"),
+        (lambda t: attribute(t, "compute_loss", own), "trainer.compute_loss was added"),
+        (lambda t: attribute(t, "label_smoother", LabelSmoother(0.2)), "trainer.label_smoother"),
+        (lambda t: attribute(t.args, "max_grad_norm", 0.5), "trainer.args.max_grad_norm is 0.5, and was 1.0"),
+        (lambda t: attribute(SFTTrainer, "compute_loss", own), "SFTTrainer.compute_loss was replaced"),
+        (lambda t: attribute(modeling_qwen3.Qwen3MLP, "forward", own), "Qwen3MLP.forward was replaced"),
+        (lambda t: attribute(modeling_qwen3, "rotate_half", own), "modeling_qwen3.rotate_half was replaced"),
+        (lambda t: attribute(nn.functional, "silu", own), "torch.nn.functional.silu was replaced"),
+        (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "_forward_hooks"),
+        (lambda t: hook(nn.modules.module.register_module_forward_hook(own)), "_global_forward_hooks"),
+        (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "_optimizer_step_pre_hooks"),
+    ],
+)
+def test_what_a_step_could_have_read_is_compared(made, changed, says):
+    made.model.train()
+    noted = note(made)
+    assert noted.change() is None
+    with changed(made):
+        change = noted.change()
+        assert change is not None and says in change
+    note(made)
+
+
+def test_hooks_of_parameters_are_compared(made):
+    parameter = next(parameter for parameter in made.model.parameters() if parameter.requires_grad)
+    noted = note(made)
+    with hook(parameter.register_hook(own)):
+        assert noted.change() == "a hook of a parameter was registered"
+    with hook(parameter.register_hook(own)):
+        noted = note(made)
+        with hook(parameter.register_hook(partial(own))):
+            assert "hooks of a parameter" in noted.change()
+
+
+class Holder:
+    """Something with attributes of many types."""
+
+    def __init__(self):
+        self.number = None
+        self.nested = {"a": [1, {"b": SimpleNamespace(c=2.0)}]}
+        self.array = np.arange(3)
+        self.tensor = torch.ones(2)
+        self.kinds = {"x"}
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda h: setattr(h, "number", 1), "holder.number is 1, and was None"),
+        (lambda h: setattr(h, "later", None), "holder.later was added"),
+        (lambda h: delattr(h, "number"), "holder.number was removed"),
+        (lambda h: setattr(h.nested["a"][1]["b"], "c", 3.0), "holder.nested['a'][1]['b'].c is 3.0, and was 2.0"),
+        (lambda h: h.nested["a"].append(5), "holder.nested['a'][2] was added"),
+        (lambda h: h.nested.update(a=h.nested["a"][:1]), "holder.nested['a']"),
+        (lambda h: h.array.fill(7), "holder.array has other numbers"),
+        (lambda h: h.tensor.fill_(7), "the tensor holder.tensor has other numbers"),
+        (lambda h: setattr(h.tensor, "data", torch.zeros(2)), "holder.tensor has other numbers"),
+        (lambda h: setattr(h, "tensor", torch.ones(2)), "holder.tensor was replaced"),
+        (lambda h: h.kinds.add("y"), "holder.kinds is"),
+        # It may be equal, but what is in it is not known to be.
+        (lambda h: setattr(h, "nested", {"a": [1, {"b": h.nested["a"][1]["b"]}]}), "holder.nested was replaced"),
+    ],
+)
+def test_attributes_of_any_type(change, says):
+    holder = Holder()
+    noted = PythonState({"holder": holder}, {}, {}, [], lambda tensors: [tensor.data_ptr() for tensor in tensors])
+    assert noted.change() is None
+    change(holder)
+    assert says in noted.change()
+
+
+def test_what_is_replaced_by_an_equal_value_is_no_change_and_watched_from_then_on():
+    holder = Holder()
+    holder.nested = {"a": [1, 2.5]}
+    noted = PythonState({"holder": holder}, {}, {}, [], lambda tensors: None)
+    holder.nested = {"a": [1, 2.5]}
+    holder.number = None
+    assert noted.change() is None
+    holder.nested["a"][1] = 3.5
+    assert "2.5" in noted.change()
+
+
+def test_random_numbers_of_the_host_are_compared():
+    before = host_random_state()
+    assert host_random_state() == before
+    for draw in (random.random, np.random.rand, partial(torch.rand, ())):
+        before = host_random_state()
+        draw()
+        assert host_random_state() != before
+
+
+# ---- Code of the user's ----
+
+
+class OwnNorm(nn.LayerNorm):
+    pass
+
+
+class InStep(TrainerCallback):
+    pass
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        (lambda t: attribute(t, "compute_loss", own), "trainer.compute_loss is code of yours"),
+        (lambda t: attribute(t, "compute_loss_func", own), "compute_loss_func is code of yours"),
+        (lambda t: attribute(SFTTrainer, "compute_loss", own), "compute_loss of SFTTrainer was replaced"),
+        (lambda t: attribute(base(t).model, "forward", own), "forward of base_model.model.model is code of yours"),
+        (lambda t: attribute(base(t).model, "norm", OwnNorm(4)), "norm is a OwnNorm, a module of yours"),
+        (
+            lambda t: attribute(base(t).model.layers[0].mlp, "act_fn", own),
+            "act_fn of base_model.model.model.layers.0.mlp",
+        ),
+        (lambda t: attribute(modeling_qwen3.Qwen3MLP, "forward", own), "forward of transformers"),
+        (lambda t: attribute(modeling_qwen3, "rotate_half", own), "rotate_half of transformers.models.qwen3"),
+        (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "a hook of yours is registered on base_model"),
+        (lambda t: hook(base(t).lm_head.register_full_backward_hook(own)), "a hook of yours"),
+        (lambda t: hook(nn.modules.module.register_module_forward_hook(own)), "for all modules or optimizers"),
+        (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "registered on the optimizer"),
+        (lambda t: attribute(t.optimizer.optimizer, "step", own), "a method of the optimizer"),
+        (lambda t: in_dict(vars(t.callback_handler), "callbacks", [InStep()]), None),
+    ],
+)
+def test_code_of_the_users_is_found(made, changed, says):
+    optimizer = made.optimizer.optimizer
+    assert find_own_code(made, [made.model], optimizer) is None
+    with changed(made):
+        found = find_own_code(made, [made.model], optimizer)
+        assert found is None if says is None else says in found
+    assert find_own_code(made, [made.model], optimizer) is None
+
+
+def test_what_upstream_reads_within_a_step_is_found_in_its_code():
+    names = names_of_a_step(TPUSFTTrainer)
+    assert {"compute_loss", "label_smoother", "router_aux_loss_coef", "compute_loss_func", "args"} <= names
+    assert not {"evaluate", "log", "train", "save_model", "get_train_dataloader"} & names
+
+
+# ---- Runs ----
+
+
+class Scaled(nn.Module):
+    """Computes with attributes that a callback changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.scale = None
+        self.reads = False
+
+    def forward(self, x, labels):
+        x = self.linear(x)
+        if self.scale is not None:
+            x = x * self.scale
+        if self.reads and x.mean().item() > 100:
+            x = x * 2
+        return {"loss": nn.functional.cross_entropy(x, labels), "logits": x}
+
+
+class ScaleAtStep6(TrainerCallback):
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 5:
+            model.scale = 3.0
+
+
+def train_scaled(tmp_path, cls=TPUTrainer, model=None, **config):
+    rows = [{"x": torch.randn(4, generator=torch.Generator().manual_seed(i)), "labels": i % 4} for i in range(40)]
+    arguments = TPUTrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_steps=9,
+        logging_steps=1,
+        learning_rate=0.1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        run_report=False,
+        **config,
+    )
+    trainer = cls(model or Scaled(), arguments, train_dataset=rows, callbacks=[ScaleAtStep6()])
+    before = trainer.backend.counters()
+    trainer.train()
+    return trainer, trainer.backend.counters() - before
+
+
+def test_a_module_of_the_users_is_traced_and_named_once(xla, tmp_path, caplog, same_logs):
+    ours, spent = train_scaled(tmp_path)
+    assert spent.replays == 0
+    said = [record.message for record in caplog.records if "traced, not replayed" in record.message]
+    assert len(said) == 1 and "the model is a Scaled, a module of yours; step_replay=True if" in said[0]
+    same_logs(ours, train_scaled(tmp_path, use_cpu=True)[0])
+
+
+def test_a_step_that_reads_the_device_is_not_replayed_whatever_was_said(xla, tmp_path, caplog):
+    model = Scaled()
+    model.reads = True
+    _, spent = train_scaled(tmp_path, model=model, step_replay=True)
+    assert spent.replays == 0
+    assert "a step reads the device" in caplog.text
+
+
+def test_a_loss_set_in_the_middle_of_a_run_is_used(runs, same_logs, caplog):
+    """And the optimizer's state, cleared in the middle of a run, is made anew."""
+
+    class Change(TrainerCallback):
+        trainer = None
+
+        def on_step_begin(self, args, state, control, optimizer, **kwargs):
+            if state.global_step == 4:
+                optimizer.state.clear()
+            if state.global_step == 6:
+                self.trainer.label_smoother.epsilon = 0.4
+
+    trainers = []
+    for replay in (None, False):
+        change = Change()
+        trainer = runs.ours(
+            train=False,
+            config_cls=TPUSFTConfig,
+            step_replay=replay,
+            max_steps=7,
+            label_smoothing_factor=0.1,
+            kwargs={"callbacks": [change]},
+        )
+        change.trainer = trainer
+        before = trainer.backend.counters()
+        trainer.train()
+        trainers.append((trainer, (trainer.backend.counters() - before).replays))
+    (ours, replays), (traced, _) = trainers
+    assert replays > 0
+    same_logs(ours, traced, rel=0)
