@@ -17,6 +17,10 @@ from .module_settings import settings_of
 from .seeded_dropout import dropouts_seeded
 
 
+# transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
+_CAPTURES = "transformers.utils.output_capturing"
+
+
 class _LayerLoop(torch.autograd.Function):
     """
     Runs stacked layers one after the other. The backward pass is a loop over them in reverse, which computes each layer anew
@@ -122,6 +126,10 @@ class LayerStack(nn.ModuleList):
         self.layers = list(layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
         self._dropouts = [module for module in layers[0].modules() if isinstance(module, nn.Dropout) and module.p]
+        # Those of the layers by their name in a layer. They have no values while the stack is in use.
+        self._parts: dict[str, list[nn.Parameter]] = {}
+        # Those that persist between steps, while the stack is not in use.
+        self._gradients: dict[str, Tensor | None] = {}
         #: The parameters by their name in a layer.
         self.stacked: dict[str, nn.Parameter] = {}
         self._checkpoints = False
@@ -143,26 +151,44 @@ class LayerStack(nn.ModuleList):
 
     @torch.no_grad()
     def stack(self) -> None:
-        """Take the parameters of the layers. A second time, into the same tensors where their dtype is the same."""
+        """Take the parameters of the layers. A second time, into the same parameters where their dtype is the same."""
+        nothing = self._nothing()
         for name in self._names:
-            parts = [layer.get_parameter(name) for layer in self.layers]
-            if name in self.stacked and self.stacked[name].dtype == parts[0].dtype:
-                self.stacked[name].copy_(torch.stack(parts))
+            self._parts[name] = parts = [layer.get_parameter(name) for layer in self.layers]
+            whole, is_trained = torch.stack(parts), parts[0].requires_grad
+            if name in self.stacked and self.stacked[name].dtype == whole.dtype:
+                self.stacked[name].data = whole
+                self.stacked[name].requires_grad_(is_trained).grad = self._gradients.get(name)
             else:
-                self.stacked[name] = nn.Parameter(torch.stack(parts), parts[0].requires_grad)
-            for layer in self.layers:
+                self.stacked[name] = nn.Parameter(whole, is_trained)
+            for layer, part in zip(self.layers, parts, strict=True):
+                part.data = nothing
                 _put(layer, name, None)
             _put(self._template, name, self.stacked[name])
+            # One at a time: there is never more than one of them twice.
+            self._backend.flush()
         # The loop computes the layer again by itself.
         self._checkpoints, self._template.gradient_checkpointing = self._template.gradient_checkpointing, False
 
     @torch.no_grad()
     def unstack(self) -> None:
-        """Give the layers their parameters back."""
+        """Give the layers their parameters back: the same ones that they had, with the values of now."""
         self._template.gradient_checkpointing = self._checkpoints
-        for name in self._names:
-            for layer, part in zip(self.layers, self.stacked[name].unbind(), strict=True):
-                _put(layer, name, nn.Parameter(part.clone(), self.stacked[name].requires_grad))
+        for layer in self.layers:
+            layer.train(self._template.training)
+        nothing = self._nothing()
+        for name, parts in self._parts.items():
+            stacked = self.stacked[name]
+            for layer, part, value in zip(self.layers, parts, stacked.unbind(), strict=True):
+                part.data = value.clone()
+                part.requires_grad_(stacked.requires_grad)
+                _put(layer, name, part)
+            self._backend.flush()
+            self._gradients[name], stacked.grad = stacked.grad, None
+            stacked.data = nothing.to(stacked.dtype)
+
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, device=self._backend.device)
 
     def _run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         # For a step, others may stand in their place.
@@ -251,7 +277,7 @@ def why_not_alike(layers: nn.ModuleList, hook: Callable | None = None) -> str | 
                 *module._forward_pre_hooks.values(),
                 *module._backward_hooks.values(),
             ]
-            if any(registered != hook for registered in hooks):
+            if any(registered != hook and registered.__module__ != _CAPTURES for registered in hooks):
                 return f"a hook is registered on {name or 'the whole'} of layer {index}"
             if any(True for _ in module.buffers(recurse=False)):
                 return f"{name or 'the whole'} of layer {index} has buffers"

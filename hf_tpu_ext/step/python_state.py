@@ -21,17 +21,7 @@ _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
 # PyTorch's own attributes of every module, which stay the same dicts. Most modules have little else.
 _FIXED = set(vars(nn.Module())) - {"training", *_OF_MODULES}
-# They are not read in a step, or change with another one.
-_NOT_LOOKED_INTO = {
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_PARAMETERS = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 # Objects of this package know by themselves what a step depends on, except settings.
 _OURS = "hf_tpu_ext."
@@ -110,6 +100,7 @@ class PythonState:
         self._empty: list[dict | list] = []
         # Attributes of modules, by the names of those that may be replaced.
         self._attributes_of_modules: dict[tuple[str, ...], list[dict]] = {}
+        self._ours: set[int] = set()
         self._dicts: list[dict] = []
         # Those of the dicts whose keys are not names of attributes: a value may go to another key.
         self._keyed: list[dict] = []
@@ -167,27 +158,42 @@ class PythonState:
         elif isinstance(value, partial):
             self._visit((value.args, value.keywords), name)
         elif isinstance(value, nn.Module):
-            self._modules.append(value)
-            names = tuple(key for key in vars(value) if key not in _FIXED)
-            self._attributes_of_modules.setdefault(names, []).append(vars(value))
-            self._visit_items(vars(value), name, _ATTRIBUTE)
+            self._visit_module(value, name)
         elif type(value).__dictoffset__ and (is_dataclass(value) or not type(value).__module__.startswith(_OURS)):
             self._visit_entries(vars(value), name, _ATTRIBUTE)
+
+    def _visit_module(self, module: nn.Module, name: str) -> None:
+        attributes = vars(module)
+        self._modules.append(module)
+        if type(module).__module__.startswith(_OURS):
+            self._ours.add(id(attributes))
+        watched = self._watched(attributes)
+        self._attributes_of_modules.setdefault(tuple(watched), []).append(attributes)
+        self._visit_items(attributes, name, _ATTRIBUTE, [*watched, *_HOOKS])
+
+    def _watched(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """The attributes of a module that may be replaced. Of this package's modules, those that are their own are left out."""
+        ours = id(attributes) in self._ours
+        return {
+            name: value
+            for name, value in attributes.items()
+            if name in _OF_MODULES or not (name in _FIXED or (ours and name.startswith("_")))
+        }
 
     def _visit_entries(self, entries: dict, name: str, form: str) -> None:
         (self._dicts if entries else self._empty).append(entries)
         if entries and form is _ENTRY:
             self._keyed.append(entries)
-        self._visit_items(entries, name, form)
+        self._visit_items(entries, name, form, entries)
 
-    def _visit_items(self, entries: dict, name: str, form: str) -> None:
+    def _visit_items(self, entries: dict, name: str, form: str, keys: Iterable[Any]) -> None:
         self._names[id(entries)] = name, form
-        for key, item in entries.items():
-            if key in _OF_MODULES and isinstance(item, dict):
+        for key in keys:
+            if key in _OF_MODULES and isinstance(entries[key], dict):
                 # An attribute of the module, to people.
-                self._visit_entries(item, name, form)
-            elif key not in _NOT_LOOKED_INTO:
-                self._visit(item, form.format(name, key))
+                self._visit_entries(entries[key], name, form)
+            else:
+                self._visit(entries[key], form.format(name, key))
 
     # ---- Comparing ----
 
@@ -252,8 +258,7 @@ class PythonState:
         for names, group in self._attributes_of_modules.items():
             for entries in group:
                 noted = dict(zip(names, islice(values, len(names)), strict=True))
-                now = {name: value for name, value in entries.items() if name not in _FIXED}
-                change = _compare(*self._names[id(entries)], now, noted)
+                change = _compare(*self._names[id(entries)], self._watched(entries), noted)
                 if change is not None:
                     return change
                 next(sizes)

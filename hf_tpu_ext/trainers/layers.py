@@ -1,19 +1,25 @@
 """Training with the layers as one loop: when it is done, and what it means for the optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerControl
 from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
 
 from ..sharding import ShardingPlan
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.layer_scan import LayerStack, find_layers, why_not_alike
-from ..step.optimizer import LazyAdamW
+from ..step.optimizer import LazyAdamW, create_gradients
+from .own_code import EVENTS_OF_A_STEP, find_own_code, find_own_code_between_steps, has_own_code
 
+
+logger = logging.get_logger(__name__)
 
 #: Families for which a loop was found to give the same losses as layers one by one.
 VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -26,7 +32,8 @@ class LayerScanMixin:
     The part of [`TPUTrainerMixin`] that trains with stored-stacked layers, see [`LayerStack`].
 
     The parameters are stacked once the optimizer was made, which then trains the stacked ones, and are given back to the layers
-    when training ends. Checkpoints of the model and of the optimizer are those of the layers.
+    when training ends, and for as long as callbacks of the user's run. Checkpoints of the model and of the optimizer are those of
+    the layers.
     """
 
     #: The layers of the run under way, or of the last one.
@@ -52,19 +59,32 @@ class LayerScanMixin:
                 if wanted == "on":
                     raise ValueError(f"scan_layers='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
                 return
+            if not self._own_code_allows_scan(optimizer):
+                return
             parent, name = find_layers(self.model)
             keeps_dots = self.compiled.rematerialization == "dots"
             self.layer_stack = LayerStack(getattr(parent, name), self.backend, keeps_dots)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
+            self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
             places = {
                 id(layer.get_parameter(parameter)): (parameter, index)
                 for index, layer in enumerate(self.layer_stack.layers)
                 for parameter, _ in layer.named_parameters()
             }
             self.layer_stack.stack()
-            _StackedGroups(optimizer, places, self.layer_stack.stacked)
-        else:
-            self.layer_stack.stack()
+            self._stacked_groups = _StackedGroups(optimizer, places, self.layer_stack.stacked)
+            self._put_stack()
+        elif not self._layers_are_stacked:
+            self._take_up_loop()
+
+    @property
+    def _layers_are_stacked(self) -> bool:
+        if self.layer_stack is None:
+            return False
+        modules, name, _ = self._place_of_layers
+        return modules.get(name) is self.layer_stack
+
+    def _put_stack(self) -> None:
         modules, name, _ = self._place_of_layers
         modules[name] = self.layer_stack
         if self.backend.num_chips > 1:
@@ -73,13 +93,80 @@ class LayerScanMixin:
 
     def unscan_layers(self) -> None:
         """Give the layers their parameters back, if they run as one loop."""
-        if self.layer_stack is None:
-            return
-        modules, name, layers = self._place_of_layers
-        if modules[name] is self.layer_stack:
+        if self._layers_are_stacked:
+            # What is pending reads the stacked parameters.
+            self.backend.flush()
+            modules, name, layers = self._place_of_layers
             self.layer_stack.unstack()
             modules[name] = layers
             self.backend.wait()
+
+    # ---- Code of the user's that may look at layers ----
+
+    def _own_code_allows_scan(self, optimizer: torch.optim.Optimizer) -> bool:
+        models = [self.model, *self._further_models()]
+        found = find_own_code(self, models, optimizer) or find_own_code_between_steps(self)
+        if found is None:
+            return True
+        if self.compiled.scan_layers == "on":
+            logger.warning(
+                f"scan_layers='on': {found}, and within a step it sees one layer with the stacked parameters of all. Leave "
+                "scan_layers out if it looks at layers."
+            )
+            return True
+        logger.warning(
+            f"Layers are compiled one by one, not as a loop: {found}, which may look at them; scan_layers='on' if it does not."
+        )
+        return False
+
+    def _call_event(self, call_event: Callable, event: str, *args, **kwargs) -> TrainerControl | None:
+        looks = self._layers_are_stacked and any(
+            has_own_code(callback, event) for callback in self.callback_handler.callbacks
+        )
+        if not looks or event in EVENTS_OF_A_STEP:
+            return call_event(event, *args, **kwargs)
+        self.unscan_layers()
+        try:
+            return call_event(event, *args, **kwargs)
+        finally:
+            self._take_up_loop()
+
+    @contextmanager
+    def layers_as_a_loop(self) -> Iterator[None]:
+        """Within this context layers run as a loop, where a callback of the user's has them for the time being."""
+        left = self.layer_stack is not None and not self._layers_are_stacked
+        if left:
+            self._take_up_loop()
+        yield
+        if left:
+            self.unscan_layers()
+
+    def _take_up_loop(self) -> None:
+        """Stack the layers again, unless they are not alike any more."""
+        if self.layer_stack is None or self._layers_are_stacked:
+            return
+        modules, name, layers = self._place_of_layers
+        reason = "the list of layers is another"
+        if modules.get(name) is layers and list(layers) == self.layer_stack.layers:
+            reason = self._why_layers_differ(layers)
+        if reason is None:
+            self.layer_stack.stack()
+            self._put_stack()
+            return
+        logger.warning(f"Layers are compiled one by one from now on, not as a loop: {reason}.")
+        self._stacked_groups.split(self.layer_stack)
+        self.layer_stack, self.compiled.scan_layers = None, "off"
+        if not self.keep_gradients_local(self.model) and self.args.gradient_accumulation_steps > 1:
+            create_gradients(self.model)
+        self.shard_training_state(self.model, self._plain_optimizer)
+        self.backend.wait()
+
+    def _why_layers_differ(self, layers: nn.ModuleList) -> str | None:
+        config = unwrap_peft_model(self.model).config
+        for setting in ("output_hidden_states", "output_attentions"):
+            if vars(config).get(setting):
+                return f"{setting}=True asks for something of every layer"
+        return why_not_alike(layers, self._split_output)
 
     @contextmanager
     def layers_in_place(self) -> Iterator[None]:
@@ -110,8 +197,10 @@ class LayerScanMixin:
         config = model.config.get_text_config()
         if len(set(vars(config).get("layer_types") or ["all"])) > 1:
             return "the layers are of several types"
-        if (reason := why_not_alike(layers, self._split_output)) is not None:
+        if (reason := self._why_layers_differ(layers)) is not None:
             return reason
+        if (name := _name_in_two_groups(layers, optimizer)) is not None:
+            return f"{name} of the layers is in several parameter groups of the optimizer"
         if self.compiled.scan_layers == "auto" and (config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS):
             return f"{config.model_type} with {len(layers)} layers is left as it is"
         return None
@@ -133,6 +222,8 @@ class _StackedGroups:
     def __init__(
         self, optimizer: torch.optim.Optimizer, places: dict[int, tuple[str, int]], stacked: dict[str, nn.Parameter]
     ):
+        self._optimizer = optimizer
+        self._singles = [list(group["params"]) for group in optimizer.param_groups]
         #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
         self._parts: list[tuple[int, int | None]] = []
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -154,8 +245,32 @@ class _StackedGroups:
             group["params"] = trained
             count += len(trained)
             self._stacked_sizes.append(len(trained))
-        optimizer.register_state_dict_post_hook(self._split)
-        optimizer.register_load_state_dict_pre_hook(self._stack)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._split),
+            optimizer.register_load_state_dict_pre_hook(self._stack),
+        ]
+
+    def split(self, stack: LayerStack) -> None:
+        """
+        Make the optimizer train the single parameters, with their parts of its state.
+
+        Args:
+            stack ([`LayerStack`]):
+                The layers, which have their parameters back.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        state = self._optimizer.state
+        of_stacked = [
+            state.pop(parameter, {}) for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
+        for parameter, (position, index) in zip(chain.from_iterable(self._singles), self._parts, strict=True):
+            state[parameter] = {
+                name: value.clone() if index is None or not value.ndim else value[index].clone()
+                for name, value in of_stacked[position].items()
+            }
+        for group, singles in zip(self._optimizer.param_groups, self._singles, strict=True):
+            group["params"] = singles
 
     def _split(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = state_dict["state"]
@@ -183,6 +298,16 @@ class _StackedGroups:
             for position, found in parts.items()
         }
         return {"state": state, "param_groups": _numbered(state_dict["param_groups"], self._stacked_sizes)}
+
+
+def _name_in_two_groups(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -> str | None:
+    group_of = {
+        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+    for name, _ in layers[0].named_parameters():
+        if len({group_of.get(id(layer.get_parameter(name))) for layer in layers}) > 1:
+            return name
+    return None
 
 
 def _numbered(groups: list[dict[str, Any]], sizes: list[int]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
+from trl import RichProgressCallback
 
 
 _KNOWN_PACKAGES = ("hf_tpu_ext", "transformers", "trl", "peft", "accelerate", "torch", "torch_xla")
@@ -21,6 +22,10 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 #: What upstream calls within a step; these call the rest.
 METHODS_OF_A_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
 EVENTS_OF_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
+# Where a callback is called at every step, micro-step or batch, and layers cannot be handed out each time.
+_EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_prediction_step", *EVENTS_OF_A_STEP)
+# Of whose callbacks it is known that they look at no layers.
+_PACKAGES_OF_CALLBACKS = ("hf_tpu_ext", "transformers")
 # They change at every step, or are no part of what is computed.
 _BOOKKEEPING = {
     "_batch",
@@ -216,6 +221,48 @@ def find_own_code(trainer: Trainer, models: Sequence[nn.Module], optimizer: torc
         found = find()
         if found is not None:
             return found
+    return None
+
+
+def has_own_code(callback: TrainerCallback, event: str) -> bool:
+    """
+    Whether a callback may look at the layers of the model in an event.
+
+    Args:
+        callback ([`~transformers.TrainerCallback`]):
+            The callback.
+        event (`str`):
+            Name of the event, as `"on_save"`.
+
+    Returns:
+        `bool`: Whether it has code for it, and is not of this package or transformers.
+    """
+    owner = owner_of(type(callback), event)
+    looks_at_none = owner is RichProgressCallback or owner.__module__.partition(".")[0] in _PACKAGES_OF_CALLBACKS
+    return event in vars(callback) or not looks_at_none
+
+
+def find_own_code_between_steps(trainer: Trainer) -> str | None:
+    """
+    Look for code that is not of known packages, that runs between steps, and that may look at the layers of the model.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+
+    Returns:
+        `str` or `None`: The first that was found, as half a sentence.
+    """
+    classes = type(trainer).__mro__
+    upstream = {name for cls in classes if is_known(cls.__module__) for name in vars(cls) if not name.startswith("__")}
+    for owner in classes:
+        if not is_known(owner.__module__):
+            for name in sorted(upstream & vars(owner).keys()):
+                return f"{owner.__name__} overrides {name}"
+    for callback in trainer.callback_handler.callbacks:
+        for event in _EVENTS_AT_EVERY_STEP:
+            if has_own_code(callback, event):
+                return f"{type(callback).__name__} has code in {event}"
     return None
 
 

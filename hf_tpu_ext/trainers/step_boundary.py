@@ -23,7 +23,13 @@ class StepBoundary(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
-        self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
+        with trainer.layers_in_place():
+            self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
+        with trainer.layers_as_a_loop():
+            self._begin_run(args, model, optimizer)
+
+    def _begin_run(self, args, model, optimizer) -> None:
+        trainer = self._trainer
         if isinstance(optimizer.optimizer, LazyAdamW):
             optimizer.optimizer.create_state()
         if not trainer.keep_gradients_local(model) and args.gradient_accumulation_steps > 1:

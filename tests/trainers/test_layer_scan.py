@@ -3,10 +3,11 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.step.optimizer import LazyAdamW
 from hf_tpu_ext.trainers.layers import VERIFIED
 
 
@@ -209,3 +210,100 @@ def test_the_base_as_a_teacher(scanned, same_logs, make):
     """The same stack, with its adapters switched off."""
     config = dict(lora={}, kd_teacher="base", max_steps=3, learning_rate=1e-2, warmup_steps=0)
     same_logs(scanned(make(), **config), scanned(make(), scan_layers="off", **config))
+
+
+# ---- Code of the user's that looks at layers ----
+
+
+class LooksAtLayers(TrainerCallback):
+    """What people do with a model in the middle of a run."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_save(self, args, state, control, model, **kwargs):
+        prompt = torch.arange(3, 9, device=model.device)[None]
+        self.seen.append(
+            {
+                "parameters": {name: value.detach().cpu() for name, value in model.named_parameters()},
+                "state dict": {name: value.cpu() for name, value in model.state_dict().items()},
+                "layer": type(model.get_submodule("base_model.model.model.layers.5.mlp")).__name__,
+                "layers": len(list(model.base_model.model.model.layers)),
+                "hidden states": len(model(prompt, output_hidden_states=True).hidden_states),
+                "answer": model.generate(input_ids=prompt, max_new_tokens=3, do_sample=False).tolist(),
+            }
+        )
+
+
+def test_callbacks_see_the_layers_as_they_are(runs, make, same_logs):
+    config = dict(lora={}, max_steps=4, save_strategy="steps", save_steps=2)
+    looks = [LooksAtLayers(), LooksAtLayers()]
+    ours = runs.ours(make(num_hidden_layers=8), config_cls=TPUSFTConfig, kwargs={"callbacks": looks[:1]}, **config)
+    # The loop was chosen by default, and taken up again after each event.
+    assert ours.layer_stack is not None
+    same_logs(ours, runs.stock(make(num_hidden_layers=8), kwargs={"callbacks": looks[1:]}, **config))
+    for mine, theirs in zip(looks[0].seen, looks[1].seen, strict=True):
+        for what in ("parameters", "state dict"):
+            assert mine[what].keys() == theirs[what].keys()
+            for name, value in theirs[what].items():
+                torch.testing.assert_close(mine[what][name], value, rtol=1e-4, atol=1e-5)
+        for what in ("layer", "layers", "hidden states", "answer"):
+            assert mine[what] == theirs[what]
+
+
+class Freezes(TrainerCallback):
+    def on_epoch_end(self, args, state, control, model, **kwargs):
+        model.get_submodule("model.layers.1").requires_grad_(False)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_layers_that_are_no_longer_alike_leave_the_loop(runs, same_logs, make, caplog, accumulation):
+    config = dict(max_steps=9, gradient_accumulation_steps=accumulation, kwargs={"callbacks": [Freezes()]})
+    model = make()
+    ours = runs.ours(model, config_cls=TPUSFTConfig, scan_layers="on", **config)
+    assert ours.layer_stack is None
+    assert "one by one from now on, not as a loop: self_attn.q_proj of layer 1 differs" in caplog.text
+    same_logs(ours, runs.stock(make(), **config))
+    assert not any(parameter.requires_grad for parameter in model.get_submodule("model.layers.1").parameters())
+
+
+class LooksAtEveryStep(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        pass
+
+
+class OwnLog(TPUSFTTrainer):
+    def log(self, *args, **kwargs):
+        super().log(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        (dict(kwargs={"callbacks": [LooksAtEveryStep()]}), "LooksAtEveryStep has code in on_step_end"),
+        (dict(cls=OwnLog), "OwnLog overrides log"),
+        (
+            dict(kwargs={"compute_loss_func": lambda outputs, labels, **kwargs: 0}),
+            "compute_loss_func is code of yours",
+        ),
+    ],
+)
+def test_auto_leaves_layers_alone_where_code_may_look_at_them(runs, make, caplog, config, says):
+    model = make(num_hidden_layers=8)
+    trainer = runs.ours(model, train=False, config_cls=TPUSFTConfig, **config)
+    trainer.create_optimizer()
+    assert trainer.layer_stack is None
+    assert f"not as a loop: {says}" in caplog.text
+
+
+def test_a_layer_in_two_parameter_groups_and_hidden_states_are_no_loop(runs, make):
+    def by_layer(model):
+        first = [value for name, value in model.named_parameters() if ".layers.0." in name]
+        others = [value for name, value in model.named_parameters() if ".layers.0." not in name]
+        return [{"params": first, "lr": 1e-4}, {"params": others}]
+
+    trainer = runs.ours(make(), train=False, config_cls=TPUSFTConfig, scan_layers="on")
+    optimizer = LazyAdamW(by_layer(trainer.model), trainer.backend, lr=1e-3)
+    assert "in several parameter groups" in trainer._why_not_scan(optimizer)
+    trainer.model.config.output_hidden_states = True
+    assert "output_hidden_states=True" in trainer._why_not_scan(optimizer)

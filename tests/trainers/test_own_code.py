@@ -39,8 +39,10 @@ def note(trainer):
 
 @contextmanager
 def attribute(owner, name, value):
-    """An attribute that is set and, at the end, as it was; `vars` and not `getattr`, for what a class says to stay there."""
-    before = vars(owner).get(name, owner)
+    """An attribute that is set and, at the end, as it was. What the class of `owner` has stays there."""
+    before = (owner._modules if isinstance(owner, nn.Module) and name in owner._modules else vars(owner)).get(
+        name, owner
+    )
     setattr(owner, name, value)
     try:
         yield
@@ -74,6 +76,14 @@ def first_layer_only(trainer):
 
 
 @contextmanager
+def other_class(module, cls):
+    before = type(module)
+    module.__class__ = cls
+    yield
+    module.__class__ = before
+
+
+@contextmanager
 def in_dict(entries, key, value):
     before = entries[key]
     entries[key] = value
@@ -92,7 +102,7 @@ def in_dict(entries, key, value):
         (lambda t: attribute(base(t).model, "added", None), "model.model.added was added"),
         (lambda t: attribute(base(t).model.rotary_emb, "attention_scaling", np.float32(2)), "attention_scaling"),
         (lambda t: attribute(base(t).model, "training", False), "training is False, and was True"),
-        (lambda t: attribute(base(t).model.norm, "__class__", nn.LayerNorm), "is a LayerNorm, and was a"),
+        (lambda t: other_class(base(t).model.norm, nn.LayerNorm), "is a LayerNorm, and was a"),
         (lambda t: in_dict(t.model.peft_config["default"].__dict__, "lora_alpha", 99), "lora_alpha is 99"),
         (lambda t: attribute(t.label_smoother, "epsilon", 0.3), "trainer.label_smoother.epsilon is 0.3, and was 0.1"),
         (lambda t: attribute(t, "router_aux_loss_coef", 0.5), "trainer.router_aux_loss_coef is 0.5"),
