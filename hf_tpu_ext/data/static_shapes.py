@@ -103,7 +103,7 @@ class StaticShapeCollator:
         if target is None:
             raise ValueError(
                 f"A batch of {length} tokens is longer than the greatest declared length {self.lengths[-1]}. Truncate "
-                f"the examples, or declare the length of the longest one, of which {length} may not be the last: "
+                f"the examples (`max_length={self.lengths[-1]}`), or declare the length of the longest one, of which {length} may not be the last: "
                 f"{_setting(f'max_length={length}', self.config_name)}, or several lengths: "
                 f"{_setting(f'length_buckets={[*self.lengths, length]}', self.config_name)}."
             )

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunFacts, RunLines
-from ..data import NUM_TOKENS, ShapeGuard, TokenWaste, count_rows
+from ..data import TokenWaste
 from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
 from ..step.loss_log import LossLog
@@ -25,6 +25,7 @@ from .arguments import (
     copy_arguments,
     set_gradient_checkpointing,
 )
+from .batches import BatchesMixin
 from .checkpoints import check_output_dir
 from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
@@ -32,8 +33,7 @@ from .evaluation import CompiledEvaluation
 from .frozen import FrozenWeightsMixin
 from .layers import LayerScanMixin
 from .lengths import row_lengths
-from .ragged_batches import RaggedBatchesMixin
-from .replay import ReplayMixin, SentBatch
+from .replay import ReplayMixin
 from .saving import SavingMixin
 from .status import StatusMixin
 from .step_boundary import StepBoundary
@@ -46,7 +46,7 @@ logger = logging.get_logger(__name__)
 class TPUTrainerMixin(
     FrozenWeightsMixin,
     LayerScanMixin,
-    RaggedBatchesMixin,
+    BatchesMixin,
     ReplayMixin,
     WatchMixin,
     ChipsMixin,
@@ -129,11 +129,7 @@ class TPUTrainerMixin(
         self.lengths = self._declare_lengths()
         self.start_watch()
         self._make_batches_static()
-        self._shape_guards: dict[str, ShapeGuard] = {}
-        self._last_batch_guards: dict[str, ShapeGuard] = {}
-        self._said_ragged: set[str] = set()
-        for mode in ("train", "eval"):
-            self.expect_batches(mode)
+        self.expect_batches("train")
         #: What `_step_data` gave for the step under way, on the device.
         self.step_data: dict[str, torch.Tensor] = {}
         self._flos_per_token: float | None = None
@@ -205,11 +201,6 @@ class TPUTrainerMixin(
         return None
 
     @property
-    def _counts_input_tokens(self) -> bool:
-        """Whether tokens are to be counted as upstream's collator has them, its padding included."""
-        return self.args.include_num_input_tokens_seen == "all"
-
-    @property
     def _packs_rows(self) -> bool:
         """Whether rows of the training data hold several documents."""
         return False
@@ -264,45 +255,6 @@ class TPUTrainerMixin(
         # Checkpoints hold CPU tensors, fetched in one transfer.
         optimizer.register_state_dict_post_hook(lambda _, state_dict: self.backend.fetch(state_dict))
 
-    # ---- Batches ----
-
-    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        ragged = {key: value for key, value in inputs.items() if key != NUM_TOKENS}
-        batch, wanted = self.shape_batch(ragged)
-        # A collator of the caller's may yield more rows than it was given.
-        rows = count_rows(batch)
-        if self.status is not None and self.model.training:
-            self.status.count(ragged, rows)
-        self._note_batch(batch)
-        if rows <= wanted and rows % self.backend.num_chips:
-            # Every chip computes all of it.
-            return self.backend.send(batch)
-        return self.backend.send_rows(batch, rows)
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if not self.backend.lazy:
-            return super()._prepare_inputs(inputs)
-        sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
-        if self.backend.chips_apart:
-            rows = count_rows(sent)
-            sent = {
-                key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
-                if isinstance(value, torch.Tensor)
-                else value
-                for key, value in sent.items()
-            }
-        return sent
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        if not self.backend.lazy:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        if any(isinstance(value, torch.Tensor) and value.device == device for value in batch_samples[0].values()):
-            # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
-            return super()._get_num_items_in_batch(batch_samples, device)
-        # Counted on the host: on the device the count would be part of the first micro-step's program only.
-        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
-        return self.backend.send(count.float()) if isinstance(count, torch.Tensor) else count
-
     # ---- Steps ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -313,12 +265,6 @@ class TPUTrainerMixin(
 
     def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        if NUM_TOKENS in inputs:
-            self.state.num_input_tokens_seen += inputs[NUM_TOKENS]
-        else:
-            super()._track_num_input_tokens(inputs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.lazy or "input_ids" not in inputs:

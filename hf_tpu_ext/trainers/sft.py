@@ -152,7 +152,7 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
         with head_computed_by(partial(score_tokens, self.backend)) if self.backend.lazy else nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _why_loss_counts_rows(self) -> None:
+    def _why_loss_counts_tokens(self) -> None:
         # It is a sum over the tokens with a label, whatever the model.
         return None
 

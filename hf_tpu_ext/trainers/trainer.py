@@ -61,7 +61,9 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
         return TPUTrainingArguments.__name__
 
     def _declare_lengths(self) -> list[int]:
-        lengths = self._train_lengths
+        evaluated = named_datasets(None, self.eval_dataset).values()
+        eval_lengths = [length for dataset in evaluated for length in row_lengths(dataset) or ()]
+        lengths = eval_lengths or None if self.train_dataset is None else self._train_lengths
         max_length = self.args.max_length if isinstance(self.args, TPUTrainingArguments) else None
         if max_length is None and lengths is not None:
             # Rows of one length need no pads at all.
@@ -75,8 +77,7 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
             buckets, max_length, lengths, self._train_batch_size, self.args.train_sampling_strategy
         )
         # Rows to evaluate on may be longer.
-        evaluated = named_datasets(None, self.eval_dataset).values()
-        longest = max((length for dataset in evaluated for length in row_lengths(dataset) or ()), default=0)
+        longest = max(eval_lengths, default=0)
         return declared if longest <= declared[-1] else [*declared, round_up_length(longest, longest + 128)]
 
     def _make_batches_static(self) -> None:

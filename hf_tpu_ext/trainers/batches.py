@@ -1,4 +1,4 @@
-"""The last batch of an epoch, which has fewer rows than the others."""
+"""Batches, on their way to the device."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,8 +11,8 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ..data import ShapeGuard, complete_rows, count_rows
-from .replay import METHODS_OF_A_STEP, is_known, owner_of
+from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, complete_rows, count_rows
+from .replay import METHODS_OF_A_STEP, SentBatch, is_known, owner_of
 
 
 logger = logging.get_logger(__name__)
@@ -34,14 +34,21 @@ _TOKEN_MODELS = _classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "
 _ROW_MODELS = _classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
 
 
-class RaggedBatchesMixin:
+class BatchesMixin:
     """
-    The part of [`TPUTrainerMixin`] that gives every batch, and above all the last one of an epoch, its shape.
+    The part of [`TPUTrainerMixin`] that gives batches a declared shape and sends them.
 
     Rows that are masked out are added to the last batch where that is known to change nothing: the loss is upstream's
     own, over the labels that are not -100, and no code looks at the rows of a batch together. Otherwise the last batch
     keeps its own shape, which is one more program, and a line says so.
     """
+
+    def __init__(self, *args, **kwargs):
+        self._shape_guards: dict[str, ShapeGuard] = {}
+        self._last_batch_guards: dict[str, ShapeGuard] = {}
+        # What a line was said about already.
+        self._said: set[str] = set()
+        super().__init__(*args, **kwargs)
 
     def expect_batches(self, mode: str) -> None:
         """
@@ -81,19 +88,87 @@ class RaggedBatchesMixin:
                 inputs = complete_rows(inputs, wanted, self._pad_token_id)
             else:
                 guards = self._last_batch_guards
-                self._say_ragged(mode, rows, wanted, reason)
+                if mode not in self._said:
+                    self._said.add(mode)
+                    what = "training" if mode == "train" else "evaluation"
+                    logger.warning(
+                        f"The last batch has {rows} of {wanted} rows and keeps this shape, one more {what} program to "
+                        f"compile: {reason}. dataloader_drop_last=True leaves such batches out."
+                    )
         guards[mode].check(inputs)
+        if mode == "train" and "columns" not in self._said:
+            self._say_padded(inputs)
         return inputs, wanted
 
-    def _say_ragged(self, mode: str, rows: int, wanted: int, reason: str) -> None:
-        if mode in self._said_ragged:
+    def _say_padded(self, batch: Mapping[str, Any]) -> None:
+        """Say what the columns of a batch are padded with, where that may change a result."""
+        self._said.add("columns")
+        lengths = self._train_lengths
+        if not self.lengths or self._packs_rows or (lengths and {*lengths} <= {*self.lengths}):
             return
-        self._said_ragged.add(mode)
-        what = "training" if mode == "train" else "evaluation"
-        logger.warning(
-            f"The last batch has {rows} of {wanted} rows and keeps this shape, one more {what} program to compile: {reason}. "
-            "dataloader_drop_last=True leaves such batches out."
+        own_code = self.own_code_in_step("train")
+        reason = self._why_loss_counts_tokens() if own_code is None else f"{own_code}, which may count masked tokens"
+        if reason is None:
+            return
+        ids = batch["input_ids"]
+        values = {"input_ids": self._pad_token_id, **PAD_VALUES}
+        padded = ", ".join(
+            f"{key} {values.get(key, 0)}"
+            for key, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
         )
+        logger.warning(f"Rows are padded to {ids.shape[1]} tokens ({padded}): {reason}.")
+
+    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        ragged = {key: value for key, value in inputs.items() if key != NUM_TOKENS}
+        batch, wanted = self.shape_batch(ragged)
+        # A collator of the caller's may yield more rows than it was given.
+        rows = count_rows(batch)
+        if self.status is not None and self.model.training:
+            self.status.count(ragged, rows)
+        self._note_batch(batch)
+        if rows <= wanted and rows % self.backend.num_chips:
+            # Every chip computes all of it.
+            return self.backend.send(batch)
+        return self.backend.send_rows(batch, rows)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.backend.lazy:
+            return super()._prepare_inputs(inputs)
+        sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
+        if self.backend.chips_apart:
+            rows = count_rows(sent)
+            sent = {
+                key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in sent.items()
+            }
+        return sent
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        if not self.backend.lazy:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        sent = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
+        if sent and labels.device == device:
+            # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
+            return super()._get_num_items_in_batch(batch_samples, device)
+        # Counted on the host: on the device the count would be part of the first micro-step's program only.
+        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
+        return self.backend.send(count.float()) if isinstance(count, torch.Tensor) else count
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        if NUM_TOKENS in inputs:
+            self.state.num_input_tokens_seen += inputs[NUM_TOKENS]
+        else:
+            super()._track_num_input_tokens(inputs)
+
+    @property
+    def _counts_input_tokens(self) -> bool:
+        """Whether tokens are to be counted as upstream's collator has them, its padding included."""
+        return self.args.include_num_input_tokens_seen == "all"
+
+    # ---- What rows can be added to ----
 
     def why_not_complete(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
         """
@@ -110,13 +185,13 @@ class RaggedBatchesMixin:
         """
         own_code = self.own_code_in_step(mode)
         if own_code is not None:
-            return f"{own_code}, which would see the rows that complete it"
+            return f"{own_code}, which may count masked tokens"
         for module in self.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
                 mode == "train" or not module.track_running_stats
             ):
                 return f"{type(module).__name__} takes the mean over the rows of a batch"
-        reason = self._why_loss_counts_rows()
+        reason = self._why_loss_counts_tokens()
         if reason is None and batch is not None:
             reason = self._why_targets_count(batch)
         return reason
@@ -154,18 +229,18 @@ class RaggedBatchesMixin:
                     return f"a hook of yours is registered on {path or 'the model'}"
         return None
 
-    def _why_loss_counts_rows(self) -> str | None:
-        """Why the loss may count rows whose labels are all -100, as half a sentence."""
+    def _why_loss_counts_tokens(self) -> str | None:
+        """Why the loss may count tokens that are masked, as half a sentence."""
         owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and not _is_ours(cls))
         if owner is not Trainer:
-            return f"the loss of {owner.__name__} is not known to leave out the rows that complete it"
+            return f"the loss of {owner.__name__} is not known to leave masked tokens out"
         model = unwrap_peft_model(self.model)
         name = type(model).__name__
         if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
-            return f"the loss of {name} is not known to leave out the rows that complete it"
+            return f"the loss of {name} is not known to leave masked tokens out"
         for key, value in model.config.to_dict().items():
             if "z_loss" in key and value:
-                return f"{key}={value} looks at every row of a batch"
+                return f"{key}={value} counts every token of a batch"
         return None
 
     def _why_targets_count(self, batch: Mapping[str, Any]) -> str | None:
