@@ -85,7 +85,7 @@ class NoLoss(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(64, 4)
 
-    def forward(self, input_ids, attention_mask):
+    def forward(self, input_ids, attention_mask, labels=None):
         return {"logits": self.embed(input_ids)}
 
 
