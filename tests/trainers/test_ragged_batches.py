@@ -1,6 +1,10 @@
 """The last batch of an epoch, of 33 rows in batches of 8, is completed where that changes nothing, and else left as it is."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ from transformers import (
     BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
     ResNetConfig,
     ResNetForImageClassification,
     T5Config,
@@ -262,6 +268,15 @@ def test_rows_that_would_count_are_not_added(trained, case, caplog):
     said_of(caplog.messages, reason)
 
 
+def test_models_that_take_the_mean_over_tokens(trained):
+    """The rows that complete the last batch have tokens, too: without one, the mean is 0 / 0."""
+    sizes = dict(vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    sizes |= dict(pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2)
+    config = ModernBertConfig(**sizes, num_labels=3, classifier_pooling="mean")
+    targets = ALIKE["classes"][1]
+    assert trained(lambda: ModernBertForSequenceClassification(config), texts(**targets)) == COMPLETED
+
+
 def test_images(trained):
     assert trained(vit, images(3)) == COMPLETED
 
@@ -282,6 +297,13 @@ def test_the_last_step_of_an_epoch_with_accumulation(trained):
     """33 rows are two optimizer steps of two batches, and one of a batch of one row."""
     make_model, targets, _ = NOT_ALIKE["pooled"]
     assert trained(make_model, texts(**targets), gradient_accumulation_steps=2, num_train_epochs=2) == OWN_SHAPE
+
+
+def test_chips_that_cannot_share_a_batch_compute_all_of_it(tmp_path):
+    driver = Path(__file__).with_name("ragged_driver.py")
+    environment = {**os.environ, "CPU_NUM_DEVICES": "8", "PJRT_DEVICE": "CPU"}
+    done = subprocess.run([sys.executable, driver, tmp_path], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # ---- Supervised fine-tuning ----
