@@ -129,7 +129,8 @@ class TPUTrainerMixin(
         self.lengths = self._declare_lengths()
         self.start_watch()
         self._make_batches_static()
-        self.expect_batches("train")
+        for mode in ("train", "eval"):
+            self.expect_batches(mode)
         #: What `_step_data` gave for the step under way, on the device.
         self.step_data: dict[str, torch.Tensor] = {}
         self._flos_per_token: float | None = None
