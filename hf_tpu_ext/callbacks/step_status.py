@@ -1,5 +1,6 @@
 """Where the time of a run goes, as its host sees it, and how fast tokens are trained on."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -212,7 +213,7 @@ class StepStatus(TrainerCallback):
     def _note_time(self, phase: str, seconds: float) -> None:
         self.step_times.setdefault(phase, Counter())[class_of(seconds)] += 1
 
-    def count(self, batch: Mapping[str, Any]) -> None:
+    def count(self, batch: Mapping[str, Any], rows: int | None = None) -> None:
         """
         Count the tokens of a batch.
 
@@ -220,13 +221,16 @@ class StepStatus(TrainerCallback):
             batch (`Mapping[str, Any]`):
                 Batch as the trainer has it, preferably on the host. One without `input_ids` of shape `(batch, length)` is
                 not counted.
+            rows (`int`, *optional*):
+                Rows that are computed, where some were added to the batch.
         """
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if ids is None:
             return
         masked = mask is not None and mask.shape == ids.shape
-        counted = BatchCount(1, mask.sum() if masked else ids.numel(), ids.numel())
-        shape = tuple(ids.shape) if self._backend.lazy else ()
+        computed = (rows or ids.shape[0], *ids.shape[1:])
+        counted = BatchCount(1, mask.sum() if masked else ids.numel(), math.prod(computed))
+        shape = computed if self._backend.lazy else ()
         self._window[shape] = self._window[shape] + counted if shape in self._window else counted
 
     # ---- What a log shows ----

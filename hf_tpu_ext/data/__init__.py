@@ -2,11 +2,12 @@
 
 from .buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from .packing import PackedCollator
-from .static_shapes import PAD_VALUES, ShapeGuard, StaticShapeCollator, complete_rows
+from .static_shapes import NUM_TOKENS, PAD_VALUES, ShapeGuard, StaticShapeCollator, complete_rows, count_rows
 from .waste import TokenWaste
 
 
 __all__ = [
+    "NUM_TOKENS",
     "PAD_VALUES",
     "PackedCollator",
     "ShapeGuard",
@@ -14,6 +15,7 @@ __all__ = [
     "TokenWaste",
     "batch_lengths",
     "complete_rows",
+    "count_rows",
     "percentile_buckets",
     "round_up_length",
     "validate_buckets",

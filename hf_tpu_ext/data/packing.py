@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .static_shapes import NUM_TOKENS
+
 
 class PackedCollator:
     """
@@ -18,6 +20,8 @@ class PackedCollator:
             Token id that `input_ids` is padded with.
         max_length (`int`):
             Length of every row.
+        count_tokens (`bool`, *optional*, defaults to `False`):
+            Whether to note the number of tokens of a batch under [`NUM_TOKENS`].
 
     Example:
     ```python
@@ -28,9 +32,10 @@ class PackedCollator:
     ```
     """
 
-    def __init__(self, pad_token_id: int, max_length: int):
+    def __init__(self, pad_token_id: int, max_length: int, count_tokens: bool = False):
         self.pad_token_id = pad_token_id
         self.max_length = max_length
+        self.count_tokens = count_tokens
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         """
@@ -72,7 +77,8 @@ class PackedCollator:
             position_ids[row, :length] = torch.arange(length) - starts
             segment_ids[row, :length] = torch.arange(1, len(documents) + 1).repeat_interleave(documents)
         labels[position_ids == 0] = -100
-        return {
+        counted = {NUM_TOKENS: int((segment_ids > 0).sum())} if self.count_tokens else {}
+        return counted | {
             "input_ids": input_ids,
             "labels": labels,
             "attention_mask": (segment_ids > 0).long(),

@@ -27,6 +27,14 @@ def _extend(key: str, tensor: Tensor, dim: int, size: int, pad_token_id: int) ->
     return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
 
 
+#: Under this key a collator notes how many tokens a batch had before it was padded to a declared length.
+NUM_TOKENS = "num_tokens_collated"
+
+
+def _setting(text: str, config_name: str | None) -> str:
+    return f"`{text}`" if config_name is None else f"`{config_name}({text})`"
+
+
 class StaticShapeCollator:
     """
     Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
@@ -42,6 +50,10 @@ class StaticShapeCollator:
             Declared lengths: one for a fixed length, several for buckets.
         pad_token_id (`int`):
             Token id that `input_ids` is padded with.
+        config_name (`str`, *optional*):
+            Class of the arguments that have `max_length` and `length_buckets`, for messages.
+        count_tokens (`bool`, *optional*, defaults to `False`):
+            Whether to note the number of tokens that `collator` yields, its own padding included, under [`NUM_TOKENS`].
 
     Example:
     ```python
@@ -54,10 +66,19 @@ class StaticShapeCollator:
     ```
     """
 
-    def __init__(self, collator: Callable[[list], Mapping[str, Any]], lengths: Sequence[int], pad_token_id: int):
+    def __init__(
+        self,
+        collator: Callable[[list], Mapping[str, Any]],
+        lengths: Sequence[int],
+        pad_token_id: int,
+        config_name: str | None = None,
+        count_tokens: bool = False,
+    ):
         self.collator = collator
         self.lengths = sorted(lengths)
         self.pad_token_id = pad_token_id
+        self.config_name = config_name
+        self.count_tokens = count_tokens
 
     def __call__(self, examples: list) -> dict[str, Any]:
         """
@@ -76,12 +97,15 @@ class StaticShapeCollator:
         batch = dict(self.collator(examples))
         rows_and_length = batch["input_ids"].shape[:2]
         length = rows_and_length[1]
+        if self.count_tokens:
+            batch[NUM_TOKENS] = batch["input_ids"].numel()
         target = next((declared for declared in self.lengths if declared >= length), None)
         if target is None:
             raise ValueError(
                 f"A batch of {length} tokens is longer than the greatest declared length {self.lengths[-1]}. Truncate "
-                f"the examples (`max_length={self.lengths[-1]}`) or declare a greater length: `max_length={length}` "
-                f"for a fixed length, or `length_buckets={[*self.lengths, length]}`."
+                f"the examples (`max_length={self.lengths[-1]}`), or declare the length of the longest one, of which {length} may not be the last: "
+                f"{_setting(f'max_length={length}', self.config_name)}, or several lengths: "
+                f"{_setting(f'length_buckets={[*self.lengths, length]}', self.config_name)}."
             )
         if target == length:
             return batch
@@ -102,12 +126,29 @@ class StaticShapeCollator:
         )
 
 
+def count_rows(batch: Mapping[str, Any]) -> int:
+    """
+    Count the rows of a batch.
+
+    Args:
+        batch (`Mapping[str, Any]`):
+            Batch whose first tensor tells the number of rows.
+
+    Returns:
+        `int`: The number.
+    """
+    return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
+
+
 def complete_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> dict[str, Any]:
     """
-    Adds rows at the end of a batch until it has `batch_size` of them, masked out of the loss and of every metric.
+    Adds rows at the end of a batch until it has `batch_size` of them, masked out of a loss over `labels`.
 
-    The added rows hold pad tokens, `attention_mask` 0 and `labels` -100, so no token of them is counted. Tensors of any
-    other first dimension, scalars and non-tensors are left alone.
+    The added rows hold pad tokens, `attention_mask` 0 and `labels` -100, so no token of them is counted. Where a row has
+    one label, the added ones repeat the last row with `labels` -100: what models make of a row, such as the mean over its
+    tokens, may not be finite without tokens. Tensors of any other first dimension, scalars and non-tensors are left alone.
+
+    It is for the caller to know that the loss leaves labels of -100 out.
 
     Args:
         batch (`Mapping[str, Any]`):
@@ -119,22 +160,19 @@ def complete_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) 
 
     Returns:
         `dict[str, Any]`: The batch with `batch_size` rows.
-
-    Raises:
-        `ValueError`: If `labels` are floating-point: no value of them is left out of the loss.
     """
-    rows = next(value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
+    rows = count_rows(batch)
     if rows >= batch_size:
         return batch
-    if "labels" in batch and batch["labels"].is_floating_point():
-        raise ValueError(
-            f"The last batch has {rows} rows of {batch_size} and cannot be completed: rows with floating-point labels "
-            f"({batch['labels'].dtype}) cannot be masked out of the loss. Set `dataloader_drop_last=True`."
-        )
+    repeats = "labels" in batch and batch["labels"].ndim == 1
+
+    def complete(key: str, value: Tensor) -> Tensor:
+        if repeats and key != "labels":
+            return torch.cat([value, value[-1:].expand(batch_size - rows, *value.shape[1:])])
+        return _extend(key, value, 0, batch_size, pad_token_id)
+
     return {
-        key: _extend(key, value, 0, batch_size, pad_token_id)
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows
-        else value
+        key: complete(key, value) if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows else value
         for key, value in batch.items()
     }
 
@@ -150,11 +188,14 @@ class ShapeGuard:
             Number of distinct batch shapes allowed.
         lengths (`Sequence[int]`):
             Declared lengths, named in the error.
+        config_name (`str`, *optional*):
+            Class of the arguments that have `max_length` and `length_buckets`, for the error.
     """
 
-    def __init__(self, limit: int, lengths: Sequence[int]):
+    def __init__(self, limit: int, lengths: Sequence[int], config_name: str | None = None):
         self.limit = limit
         self.lengths = sorted(lengths)
+        self.config_name = config_name
         # A dict and not a set: the error names the shape that came first.
         self._seen: dict[tuple[tuple[str, torch.Size], ...], None] = {}
 
@@ -189,8 +230,9 @@ class ShapeGuard:
         else:
             length = f" (`max_length={self.lengths[-1]}`)" if self.lengths else ""
             fix = (
-                f"Pad `{key}` in the data collator to a fixed length{length}, or declare the lengths that occur "
-                f"(`max_length=...` and `length_buckets=[...]`)."
+                f"Pad `{key}` in the data collator to a fixed length{length}, or declare the length of the longest row, to "
+                f"which batches with `input_ids` are then padded: {_setting('max_length=...', self.config_name)}, for several "
+                f"lengths with `length_buckets=[...]`."
             )
         return (
             f"The data collator yields more shapes than were declared, and each one compiles the training step again: "

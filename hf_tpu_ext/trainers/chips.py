@@ -167,6 +167,12 @@ class ChipsMixin:
             return "the loss is not a sum over tokens, of which every chip could take its own"
         if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
             return "the load-balancing loss of the experts looks at the rows of all chips"
+        own_code = self.own_code_in_step("train")
+        if own_code is not None:
+            return f"{own_code}, which may look at the rows of all chips"
+        counted = self.why_not_complete("train")
+        if counted is not None:
+            return counted
         random = draws_random_numbers(model) if self.args.neftune_noise_alpha is None else "neftune_noise_alpha"
         if random is not None:
             return f"{random} draws random numbers, which chips by themselves would all draw alike"

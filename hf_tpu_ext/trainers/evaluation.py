@@ -1,35 +1,65 @@
 """Evaluation and prediction on the compiled path."""
 
 import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size
+from torch.utils._pytree import tree_leaves
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
+from ..data import count_rows
 from ..step.metrics import DeviceSums
+from .replay import is_known, owner_of
+
+
+#: Predictions and batches that are held back until they are read together take no more than this.
+MOST_BYTES_HELD = 256 * 2**20
 
 
 class CompiledEvaluation:
     """
     The part of [`TPUTrainerMixin`] that evaluates and predicts.
 
-    On XLA the loss of an evaluation is summed on the device and read once, and a batch counts by its own rows, whatever was
-    added to complete it. On CUDA and CPU every method is upstream's.
+    On XLA the loss of an evaluation is summed on the device and read once, predictions are read for many batches at once, and
+    a batch counts by its own rows, whatever was added to complete it. On CUDA and CPU every method is upstream's.
     """
+
+    #: Predictions that were made and read ahead of upstream's loop, while it runs.
+    _made_ahead: deque | None = None
+    #: Rows of the batch that upstream's loop is at.
+    _rows_predicted = 0
+    #: What cuts predictions down on the device, while they are made.
+    _preprocess_on_device: Callable | None = None
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if not self.backend.lazy or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        rows = find_batch_size(inputs)
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._made_ahead is not None:
+            self._rows_predicted, result = self._made_ahead.popleft()
+            return result
+        return self._read_predictions([self._predict(model, inputs, ignore_keys)])[0][1]
+
+    def _predict(self, model, inputs, ignore_keys) -> tuple[Any, int, int]:
+        """What upstream predicts of a batch, on the device; its rows, and the rows that were computed."""
+        result = super().prediction_step(model, inputs, False, ignore_keys)
         if self._preprocess_on_device is not None:
-            logits = self._preprocess_on_device(logits, labels)
+            loss, logits, labels = result
+            result = loss, self._preprocess_on_device(logits, labels), labels
         self.end_program("prediction step", f"prediction after step {self.state.global_step}")
+        return result, find_batch_size(inputs), count_rows(self._batch)
+
+    def _read_predictions(self, predictions: list[tuple[Any, int, int]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
-        # There the rows that completed the batch are cut off.
-        loss, logits, labels = self.backend.fetch((loss, logits, labels))
-        return loss, _first_rows(logits, rows), _first_rows(labels, rows)
+        # There the rows that completed a batch are cut off.
+        results = self.backend.fetch([result for result, _, _ in predictions])
+        return [
+            (rows, tuple(_first_rows(value, rows, computed) for value in result))
+            for result, (_, rows, computed) in zip(results, predictions, strict=True)
+        ]
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
         with self.frozen_weights_in_bfloat16(), self.split_activations():
@@ -43,6 +73,8 @@ class CompiledEvaluation:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+        # It may be another dataset than before, or another batch size.
+        self.expect_batches("eval")
         if not loss_only:
             return self._predicting_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         model = self._wrap_model(self.model, training=False)
@@ -50,45 +82,125 @@ class CompiledEvaluation:
         self.callback_handler.eval_dataloader = dataloader
         sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=())
         num_samples = 0
+        has_loss = False
         for inputs in dataloader:
             rows = find_batch_size(inputs)
             num_samples += rows
             loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
-            # Like upstream: a batch counts by its rows, and losses that are not finite are left out. The row count is
-            # sent as data, for the last batch to be the same program.
-            weight = self.backend.send(torch.tensor(float(rows)))
-            finite = torch.isfinite(loss)
-            sums.add(
-                loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
-                rows=torch.where(finite, weight, torch.zeros_like(weight)),
-            )
+            if loss is not None:
+                has_loss = True
+                # Like upstream: a batch counts by its rows, and losses that are not finite are left out. The row count is
+                # sent as data, for the last batch to be the same program.
+                weight = self.backend.send(torch.tensor(float(rows)))
+                finite = torch.isfinite(loss)
+                sums.add(
+                    loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
+                    rows=torch.where(finite, weight, torch.zeros_like(weight)),
+                )
             self.end_program("evaluation step", f"evaluation after step {self.state.global_step}")
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.gather_function = self.accelerator.gather_for_metrics
         fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self._metric_sums("eval")})
         self._take_metrics("eval", fetched["metrics"])
-        rows = fetched["loss"]["rows"].item()
-        metrics = {f"{metric_key_prefix}_loss": fetched["loss"]["loss"].item() / rows if rows else math.nan}
+        metrics = {}
+        if has_loss:
+            rows = fetched["loss"]["rows"].item()
+            metrics[f"{metric_key_prefix}_loss"] = fetched["loss"]["loss"].item() / rows if rows else math.nan
         if has_length(dataloader.dataset):
             num_samples = len(dataloader.dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
-    def _predicting_loop(self, *args) -> EvalLoopOutput:
+    def _predicting_loop(
+        self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+    ) -> EvalLoopOutput:
         # Logits are cut down on the device, in the program that makes them, and not once more on the host.
         self._preprocess_on_device, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        if is_known(owner_of(type(self), "prediction_step").__module__):
+            self._made_ahead = deque()
+            predict = partial(self._predict, self._wrap_model(self.model, training=False), ignore_keys=ignore_keys)
+            dataloader = _PredictedAhead(
+                dataloader, self._made_ahead, predict, self._read_predictions, self._most_ahead
+            )
+            # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
+            self.gather_function = self._own_rows
         try:
-            output = super().evaluation_loop(*args)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         finally:
             self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
+            self._made_ahead = None
+            self.gather_function = self.accelerator.gather_for_metrics
         self._take_metrics("eval", self.backend.fetch(self._metric_sums("eval")))
         return output
 
+    @property
+    def _most_ahead(self) -> int | None:
+        """The number of batches whose predictions are read at once; `None` for as many as there is room for."""
+        # Metrics of each batch ask the dataloader whether it is the last one.
+        return 1 if self.args.batch_eval_metrics else self.args.eval_accumulation_steps
 
-def _first_rows(value: Any, rows: int) -> Any:
-    """The first rows of (nested) tensors, in float32 where they are of a shorter floating-point type."""
+    def _own_rows(self, value: Any) -> Any:
+        """What upstream repeats for every row of a full batch, for the rows that there are."""
+        return _first_rows(value, self._rows_predicted, self.args.eval_batch_size)
+
+
+class _PredictedAhead:
+    """
+    Dataloader that yields a batch when its prediction was read, together with those of other batches.
+
+    Args:
+        dataloader ([`~torch.utils.data.DataLoader`]):
+            Dataloader.
+        made (`deque`):
+            Where predictions are put.
+        predict (`Callable`):
+            Predicts a batch.
+        read (`Callable`):
+            Reads a list of predictions from the device.
+        most (`int`, *optional*):
+            Number of batches that are read together, by default those that [`MOST_BYTES_HELD`] allows.
+    """
+
+    def __init__(self, dataloader, made: deque, predict: Callable, read: Callable, most: int | None):
+        self._dataloader = dataloader
+        self._made = made
+        self._predict = predict
+        self._read = read
+        self._most = most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataloader, name)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: list[Any] = []
+        predictions: list[tuple[Any, int, int]] = []
+        held = 0
+        for batch in self._dataloader:
+            batches.append(batch)
+            predictions.append(self._predict(inputs=batch))
+            held += _num_bytes((batch, predictions[-1]))
+            if len(batches) == self._most or (self._most is None and held >= MOST_BYTES_HELD):
+                self._made.extend(self._read(predictions))
+                yield from batches
+                batches, predictions, held = [], [], 0
+        if batches:
+            self._made.extend(self._read(predictions))
+            yield from batches
+
+
+def _num_bytes(values: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def _first_rows(value: Any, rows: int, computed: int) -> Any:
+    """The first of the `computed` rows of (nested) tensors, in float32 where they are of a shorter floating-point type."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_first_rows(item, rows) for item in value)
+        return type(value)(_first_rows(item, rows, computed) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
-    value = value[:rows] if value.ndim and value.shape[0] > rows else value
+    value = value[:rows] if value.ndim and value.shape[0] == computed > rows else value
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

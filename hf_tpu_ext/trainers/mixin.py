@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunFacts, RunLines
-from ..data import ShapeGuard, TokenWaste, complete_rows
+from ..data import TokenWaste
 from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
 from ..step.loss_log import LossLog
@@ -25,6 +25,7 @@ from .arguments import (
     copy_arguments,
     set_gradient_checkpointing,
 )
+from .batches import BatchesMixin
 from .checkpoints import check_output_dir
 from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
@@ -32,7 +33,7 @@ from .evaluation import CompiledEvaluation
 from .frozen import FrozenWeightsMixin
 from .layers import LayerScanMixin
 from .lengths import row_lengths
-from .replay import ReplayMixin, SentBatch
+from .replay import ReplayMixin
 from .saving import SavingMixin
 from .status import StatusMixin
 from .step_boundary import StepBoundary
@@ -45,6 +46,7 @@ logger = logging.get_logger(__name__)
 class TPUTrainerMixin(
     FrozenWeightsMixin,
     LayerScanMixin,
+    BatchesMixin,
     ReplayMixin,
     WatchMixin,
     ChipsMixin,
@@ -127,10 +129,10 @@ class TPUTrainerMixin(
         self.lengths = self._declare_lengths()
         self.start_watch()
         self._make_batches_static()
-        self._shape_guards = {mode: ShapeGuard(max(1, len(self.lengths)), self.lengths) for mode in ("train", "eval")}
+        for mode in ("train", "eval"):
+            self.expect_batches(mode)
         #: What `_step_data` gave for the step under way, on the device.
         self.step_data: dict[str, torch.Tensor] = {}
-        self._preprocess_on_device = None
         self._flos_per_token: float | None = None
         self.loss_log = LossLog(self.backend)
         self.add_callback(StepBoundary(self))
@@ -195,6 +197,11 @@ class TPUTrainerMixin(
         raise NotImplementedError
 
     @property
+    def _config_name(self) -> str | None:
+        """Class of the arguments that have `max_length`, for messages."""
+        return None
+
+    @property
     def _packs_rows(self) -> bool:
         """Whether rows of the training data hold several documents."""
         return False
@@ -248,40 +255,6 @@ class TPUTrainerMixin(
     def _save_from_host(self, optimizer: torch.optim.Optimizer) -> None:
         # Checkpoints hold CPU tensors, fetched in one transfer.
         optimizer.register_state_dict_post_hook(lambda _, state_dict: self.backend.fetch(state_dict))
-
-    # ---- Batches ----
-
-    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        mode, rows = ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
-        inputs = complete_rows(inputs, rows, self._pad_token_id)
-        self._shape_guards[mode].check(inputs)
-        if self.status is not None and mode == "train":
-            self.status.count(inputs)
-        self._note_batch(inputs)
-        # A collator of the caller's may yield more rows than it was given.
-        rows = next(value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim)
-        return self.backend.send_rows(dict(inputs), rows)
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if not self.backend.lazy:
-            return super()._prepare_inputs(inputs)
-        sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
-        rows = next(value.shape[0] for value in sent.values() if isinstance(value, torch.Tensor) and value.ndim)
-        if self.backend.chips_apart:
-            sent = {
-                key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
-                if isinstance(value, torch.Tensor)
-                else value
-                for key, value in sent.items()
-            }
-        return sent
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        if not self.backend.lazy:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        # Counted on the host: on the device the count would be part of the first micro-step's program only.
-        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
-        return self.backend.send(count.float()) if isinstance(count, torch.Tensor) else count
 
     # ---- Steps ----
 
@@ -374,6 +347,8 @@ class TPUTrainerMixin(
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        if self.backend.lazy:
+            self.expect_batches("train")
         with self.stopping_when_told(), self.frozen_weights_in_bfloat16(), self.split_activations():
             try:
                 return super().train(checkpoint, *args, **kwargs)

@@ -118,6 +118,10 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
         return pad_token_of(self._tokenizer)
 
     @property
+    def _config_name(self) -> str:
+        return TPUSFTConfig.__name__
+
+    @property
     def _packs_rows(self) -> bool:
         return self.args.packing
 
@@ -135,9 +139,11 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     def _make_batches_static(self) -> None:
         if self.padding_free:
             # Upstream would flatten the batch into one row of another length each time.
-            self.data_collator = PackedCollator(self._pad_token_id, self.args.max_length)
+            self.data_collator = PackedCollator(self._pad_token_id, self.args.max_length, self._counts_input_tokens)
         else:
-            self.data_collator = StaticShapeCollator(self.data_collator, self.lengths, self._pad_token_id)
+            self.data_collator = StaticShapeCollator(
+                self.data_collator, self.lengths, self._pad_token_id, self._config_name, self._counts_input_tokens
+            )
 
     # ---- Loss and metrics ----
 
@@ -145,6 +151,10 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
         # Around what a teacher puts there instead.
         with head_computed_by(partial(score_tokens, self.backend)) if self.backend.lazy else nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _why_loss_counts_tokens(self) -> None:
+        # It is a sum over the tokens with a label, whatever the model.
+        return None
 
     def _loss_sums_tokens(self, model) -> bool:
         return self.model_accepts_loss_kwargs and self.compute_loss_func is None

@@ -42,6 +42,7 @@ HOOKS = {
     "_prepare_inputs": ["inputs"],
     "_get_num_items_in_batch": ["batch_samples", "device"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+    "_track_num_input_tokens": ["inputs"],
     "floating_point_ops": ["inputs"],
     "_clip_grad_norm": ["model"],
     "_get_grad_norm": ["model", "grad_norm"],

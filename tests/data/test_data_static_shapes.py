@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_tpu_ext.data import PAD_VALUES, ShapeGuard, StaticShapeCollator, complete_rows
+from hf_tpu_ext.data import NUM_TOKENS, PAD_VALUES, PackedCollator, ShapeGuard, StaticShapeCollator, complete_rows
 
 
 PAD = 96
@@ -103,17 +103,33 @@ def test_completed_rows_are_masked_out():
     assert batch["input_ids"].shape == (1, 3)
 
 
-def test_class_labels_are_completed_and_a_full_batch_is_returned_as_it_is():
-    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.tensor([1, 0])}
-    assert complete_rows(batch, 4, PAD)["labels"].tolist() == [1, 0, -100, -100]
+def test_a_row_with_a_class_is_completed_by_rows_like_it_and_a_full_batch_is_returned_as_it_is():
+    """What a model makes of a row without tokens may not be finite, a mean over them for instance."""
+    ids, mask = torch.tensor([[1, 2], [3, PAD]]), torch.tensor([[1, 1], [1, 0]])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, 0])}
+    completed = complete_rows(batch, 4, PAD)
+    assert completed["labels"].tolist() == [1, 0, -100, -100]
+    assert completed["input_ids"].tolist() == [[1, 2], [3, PAD], [3, PAD], [3, PAD]]
+    assert completed["attention_mask"].tolist() == [[1, 1], [1, 0], [1, 0], [1, 0]]
     assert complete_rows(batch, 2, PAD) is batch
 
 
-def test_floating_point_labels_cannot_be_completed():
-    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.tensor([0.5, 0.1])}
-    assert complete_rows(batch, 2, PAD) is batch
-    with pytest.raises(ValueError, match="2 rows of 4 .*`dataloader_drop_last=True`"):
-        complete_rows(batch, 4, PAD)
+def test_tokens_are_counted_before_they_are_padded():
+    collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=PAD), [8], PAD, count_tokens=True)
+    batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    assert batch[NUM_TOKENS] == 6 and batch["input_ids"].shape == (2, 8)
+    packed = PackedCollator(PAD, 8, count_tokens=True)([{"input_ids": [1, 2, 3, 4], "seq_lengths": [3, 1]}])
+    assert packed[NUM_TOKENS] == 4
+
+
+def test_errors_name_the_class_of_the_setting():
+    collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=PAD), [4], PAD, "TPUTrainingArguments")
+    with pytest.raises(ValueError, match=r"TPUTrainingArguments\(max_length=6\).*length_buckets=\[4, 6\]"):
+        collator([{"input_ids": [1] * 6}])
+    guard = ShapeGuard(1, [], "TPUTrainingArguments")
+    guard.check(batch_of(4, 8))
+    with pytest.raises(ValueError, match=r"`TPUTrainingArguments\(max_length=...\)`"):
+        guard.check(batch_of(4, 9))
 
 
 def test_loss_and_gradients_equal_those_of_the_ragged_batch(tiny_qwen3):

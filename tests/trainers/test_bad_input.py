@@ -8,11 +8,9 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    Qwen3ForSequenceClassification,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
@@ -274,7 +272,9 @@ def general(runs):
 
 def test_shapes_that_vary_are_named_at_the_first_second_one(general):
     trainer = general(Rows(token_rows([8] * 8 + [12] * 4)))
-    refused(["`input_ids`", "(4, 7)", "(4, 11)", "max_length", "length_buckets"], trainer.train)
+    refused(
+        ["`input_ids`", "(4, 7)", "(4, 11)", "TPUTrainingArguments(max_length=...)", "length_buckets"], trainer.train
+    )
     assert trainer.state.global_step == 2
 
 
@@ -324,32 +324,41 @@ def test_masks_and_positions_of_a_batch_are_left_alone():
 
 def test_longer_than_what_was_declared(general, runs):
     trainer = general(Dataset.from_list(token_rows([8] * 4 + [12] * 4)), max_length=10)
-    refused(["11 tokens", "10", "max_length=11"], trainer.train)
+    refused(["11 tokens", "10", "TPUTrainingArguments(max_length=11)"], trainer.train)
 
     class Long(DataCollatorForLanguageModeling):
         def __call__(self, examples):
             return {key: nn.functional.pad(value, (0, 60)) for key, value in super().__call__(examples).items()}
 
     trainer = runs.ours(train=False, kwargs={"data_collator": Long(pad_token_id=0)})
-    refused(["greatest declared length 48", "Truncate", "max_length="], trainer.train)
+    refused(["greatest declared length 48", "Truncate", "TPUSFTConfig(max_length="], trainer.train)
 
 
-def test_floating_point_labels_with_a_ragged_last_batch(general, runs):
-    rows = [{"input_ids": [1, 2, 3], "attention_mask": [1] * 3, "labels": [0.0, 1.0, 0.0]} for _ in range(6)]
-    config = AutoConfig.from_pretrained(runs.model_dir, num_labels=3, problem_type="multi_label_classification")
-    for drop_last in (False, True):
-        trainer = general(
-            Dataset.from_list(rows),
-            Qwen3ForSequenceClassification(config),
-            collator=None,
-            num_train_epochs=1,
-            dataloader_drop_last=drop_last,
+def test_code_of_the_callers_is_told_of_padded_columns(general, caplog):
+    """With rows of one length there are none."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(16, 4)
+
+        def forward(self, input_ids, weights):
+            return {"loss": (self.embed(input_ids).square().mean(-1) * weights).sum()}
+
+    def with_weights(rows):
+        batch = collate(rows)
+        return {"input_ids": batch["input_ids"], "weights": (batch["labels"] > 0).float()}
+
+    for lengths, padded in (([11] * 8, False), ([9] * 7 + [11], True)):
+        caplog.clear()
+        settings = dict(collator=with_weights, remove_unused_columns=False, num_train_epochs=1)
+        trainer = general(Dataset.from_list(token_rows(lengths)), Weighted(), **settings)
+        trainer.train()
+        line = (
+            "Rows are padded to 16 tokens (input_ids 0, weights 0): Weighted is code of yours, which may count masked"
         )
-        if drop_last:
-            trainer.train()
-        else:
-            refused(["2 rows of 4", "floating-point labels", "dataloader_drop_last=True"], trainer.train)
-        assert trainer.state.global_step == 1
+        assert caplog.text.count(line) == padded
+        assert trainer.lengths == ([16] if padded else [10])
 
 
 @pytest.fixture

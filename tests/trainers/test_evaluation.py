@@ -2,7 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
 from trl import SFTTrainer
+
+from hf_tpu_ext import TPUTrainer
+from hf_tpu_ext.trainers import evaluation
 
 
 def accuracy(prediction):
@@ -64,3 +70,135 @@ def test_best_model_is_kept_and_loaded(runs):
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-6")
     best = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-6)
+
+
+# ---- The general trainer ----
+
+
+def token_rows(lengths):
+    """Rows of which everything but the first token is a target."""
+    return Dataset.from_list([{"input_ids": [*range(1, n + 1)], "labels": [-100, *range(2, n + 1)]} for n in lengths])
+
+
+class NoLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 4)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        return {"logits": self.embed(input_ids)}
+
+
+@pytest.fixture
+def general(runs):
+    """Makes a trainer of the general class with another model than language models, or with the tiny one."""
+
+    def make(cls=TPUTrainer, model=None, train_dataset=None, eval_dataset=None, compute_metrics=None, **config):
+        settings = dict(output_dir=str(runs.output_dir), report_to="none", disable_tqdm=True, save_strategy="no")
+        settings |= dict(per_device_train_batch_size=4, per_device_eval_batch_size=4, use_cpu=cls is Trainer)
+        return cls(
+            model or AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32),
+            TrainingArguments(**{**settings, **config}),
+            DataCollatorForSeq2Seq(runs.tokenizer),
+            train_dataset,
+            eval_dataset,
+            runs.tokenizer,
+            compute_metrics=compute_metrics,
+        )
+
+    return make
+
+
+def accuracy_of_logits(prediction):
+    return accuracy(EvalPrediction(prediction.predictions.argmax(-1), prediction.label_ids))
+
+
+LENGTHS = [6, 9, 5, 12, 7, 8, 10, 11, 9, 6]
+
+
+def reads_of(evaluate, backend):
+    before = backend.counters()
+    metrics = evaluate()
+    return metrics, (backend.counters() - before).reads
+
+
+def test_an_evaluation_reads_once(general):
+    """Whatever it reads: the loss, or the predictions of all batches. 10 rows are 3 batches."""
+    dataset = token_rows(LENGTHS)
+    for settings, reads in (
+        ({}, 1),
+        ({"compute_metrics": accuracy_of_logits}, 1),
+        ({"compute_metrics": accuracy_of_logits, "eval_accumulation_steps": 2}, 2),
+    ):
+        ours = general(eval_dataset=dataset, **settings)
+        other = general(Trainer, eval_dataset=dataset, **settings).evaluate()
+        mine, spent = reads_of(ours.evaluate, ours.backend)
+        assert spent == reads, settings
+        for key in set(other) & {"eval_loss", "eval_accuracy", "eval_rows"}:
+            assert mine[key] == pytest.approx(other[key], rel=1e-5), key
+        assert mine.keys() >= {key for key in other if "time" not in key}
+
+
+def test_predictions_are_read_before_they_take_too_much_memory(general, monkeypatch):
+    ours = general(eval_dataset=token_rows(LENGTHS), compute_metrics=accuracy_of_logits)
+    whole = ours.evaluate()
+    monkeypatch.setattr(evaluation, "MOST_BYTES_HELD", 1)
+    metrics, reads = reads_of(ours.evaluate, ours.backend)
+    assert reads == 3
+    assert (metrics["eval_loss"], metrics["eval_accuracy"]) == (whole["eval_loss"], whole["eval_accuracy"])
+
+
+def test_metrics_batch_by_batch(general):
+    def run(cls):
+        seen = []
+
+        def count(prediction, compute_result):
+            seen.append((len(prediction.label_ids), compute_result))
+            return {"batches": float(len(seen))}
+
+        trainer = general(cls, eval_dataset=token_rows(LENGTHS), compute_metrics=count, batch_eval_metrics=True)
+        return trainer.evaluate()["eval_batches"], seen
+
+    assert run(TPUTrainer) == run(Trainer) == (3, [(4, False), (4, False), (2, True)])
+
+
+def test_a_model_without_a_loss_is_evaluated_as_upstream_does(general):
+    dataset = token_rows([8] * 6).remove_columns("labels")
+    metrics = [general(cls, NoLoss(), eval_dataset=dataset).evaluate() for cls in (TPUTrainer, Trainer)]
+    assert all("eval_runtime" in entry and "eval_loss" not in entry for entry in metrics)
+
+
+def test_the_batch_size_may_change_between_evaluations(general):
+    trainer = general(eval_dataset=token_rows(LENGTHS))
+    losses = []
+    for rows in (4, 8, 2):
+        trainer.args.per_device_eval_batch_size = rows
+        losses.append(trainer.evaluate()["eval_loss"])
+    other = general(Trainer, eval_dataset=token_rows(LENGTHS), per_device_eval_batch_size=10).evaluate()["eval_loss"]
+    trainer.args.per_device_eval_batch_size = 10
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(other, rel=1e-5)
+    assert all(loss > 0 for loss in losses)
+
+
+def test_rows_to_evaluate_that_are_longer_than_those_to_train_on(general):
+    """The lengths of both are looked at at the start."""
+    datasets = {"short": token_rows([7, 12, 9, 8]), "long": token_rows([41, 35, 20, 33])}
+    mine, other = (
+        general(cls, train_dataset=token_rows([5, 14, 9, 8]), eval_dataset=datasets).evaluate()
+        for cls in (TPUTrainer, Trainer)
+    )
+    for name in datasets:
+        assert mine[f"eval_{name}_loss"] == pytest.approx(other[f"eval_{name}_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["all", "non_padding"])
+def test_input_tokens_are_counted_as_upstream_does(general, what):
+    """Its collator's padding included, and that to a declared length left out."""
+
+    def seen(cls):
+        config = dict(num_train_epochs=1, include_num_input_tokens_seen=what, train_sampling_strategy="sequential")
+        trainer = general(cls, train_dataset=token_rows(LENGTHS), **config)
+        trainer.train()
+        return trainer.state.num_input_tokens_seen
+
+    assert seen(TPUTrainer) == seen(Trainer) == {"all": 4 * 12 + 4 * 11 + 2 * 9, "non_padding": sum(LENGTHS)}[what]

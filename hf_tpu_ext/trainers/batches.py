@@ -1,0 +1,278 @@
+"""Batches, on their way to the device."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.models.auto import modeling_auto
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, complete_rows, count_rows
+from .replay import METHODS_OF_A_STEP, SentBatch, is_known, owner_of
+
+
+logger = logging.get_logger(__name__)
+
+_METHODS_OF_A_PREDICTION = ("prediction_step", "compute_loss", "compute_loss_context_manager", "_prepare_inputs")
+
+
+def _classes_for(*tasks: str) -> set[str]:
+    names: set[str] = set()
+    for task in tasks:
+        for entry in vars(modeling_auto)[f"MODEL_FOR_{task}_MAPPING_NAMES"].values():
+            names.update([entry] if isinstance(entry, str) else entry)
+    return names
+
+
+#: Models of transformers whose loss is a cross-entropy over the labels that are not -100: one for each token...
+_TOKEN_MODELS = _classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
+#: ... or one for each row, if they are classes.
+_ROW_MODELS = _classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
+
+
+class BatchesMixin:
+    """
+    The part of [`TPUTrainerMixin`] that gives batches a declared shape and sends them.
+
+    Rows that are masked out are added to the last batch where that is known to change nothing: the loss is upstream's
+    own, over the labels that are not -100, and no code looks at the rows of a batch together. Otherwise the last batch
+    keeps its own shape, which is one more program, and a line says so.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self._shape_guards: dict[str, ShapeGuard] = {}
+        self._last_batch_guards: dict[str, ShapeGuard] = {}
+        # What a line was said about already.
+        self._said: set[str] = set()
+        super().__init__(*args, **kwargs)
+
+    def expect_batches(self, mode: str) -> None:
+        """
+        Begin a pass over data, whose batches have the declared lengths and whose last one may have fewer rows.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+        """
+        limit = max(1, len(self.lengths))
+        self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
+        self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
+
+    def shape_batch(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """
+        Give a batch a shape that a program is there for, or will be.
+
+        Args:
+            inputs (`dict[str, Any]`):
+                Batch on the host.
+
+        Returns:
+            `tuple[dict[str, Any], int]`: The batch, completed if that is possible, and the rows that a batch should have.
+
+        Raises:
+            `ValueError`: The collator yields ever new shapes.
+        """
+        mode, wanted = (
+            ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
+        )
+        rows, guards = count_rows(inputs), self._shape_guards
+        if rows < wanted:
+            # Chips that compute gradients by themselves take as many rows each.
+            local = mode == "train" and self.local_gradients is not None
+            reason = None if local else self.why_not_complete(mode, inputs)
+            if reason is None:
+                inputs = complete_rows(inputs, wanted, self._pad_token_id)
+            else:
+                guards = self._last_batch_guards
+                if mode not in self._said:
+                    self._said.add(mode)
+                    what = "training" if mode == "train" else "evaluation"
+                    logger.warning(
+                        f"The last batch has {rows} of {wanted} rows and keeps this shape, one more {what} program to "
+                        f"compile: {reason}. dataloader_drop_last=True leaves such batches out."
+                    )
+        guards[mode].check(inputs)
+        if mode == "train" and "columns" not in self._said:
+            self._say_padded(inputs)
+        return inputs, wanted
+
+    def _say_padded(self, batch: Mapping[str, Any]) -> None:
+        """Say what the columns of a batch are padded with, where that may change a result."""
+        self._said.add("columns")
+        lengths = self._train_lengths
+        if not self.lengths or self._packs_rows or (lengths and {*lengths} <= {*self.lengths}):
+            return
+        own_code = self.own_code_in_step("train")
+        reason = self._why_loss_counts_tokens() if own_code is None else f"{own_code}, which may count masked tokens"
+        if reason is None:
+            return
+        ids = batch["input_ids"]
+        values = {"input_ids": self._pad_token_id, **PAD_VALUES}
+        padded = ", ".join(
+            f"{key} {values.get(key, 0)}"
+            for key, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
+        )
+        logger.warning(f"Rows are padded to {ids.shape[1]} tokens ({padded}): {reason}.")
+
+    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        ragged = {key: value for key, value in inputs.items() if key != NUM_TOKENS}
+        batch, wanted = self.shape_batch(ragged)
+        # A collator of the caller's may yield more rows than it was given.
+        rows = count_rows(batch)
+        if self.status is not None and self.model.training:
+            self.status.count(ragged, rows)
+        self._note_batch(batch)
+        if rows <= wanted and rows % self.backend.num_chips:
+            # Every chip computes all of it.
+            return self.backend.send(batch)
+        return self.backend.send_rows(batch, rows)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.backend.lazy:
+            return super()._prepare_inputs(inputs)
+        sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
+        if self.backend.chips_apart:
+            rows = count_rows(sent)
+            sent = {
+                key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in sent.items()
+            }
+        return sent
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        if not self.backend.lazy:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        sent = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
+        if sent and labels.device == device:
+            # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
+            return super()._get_num_items_in_batch(batch_samples, device)
+        # Counted on the host: on the device the count would be part of the first micro-step's program only.
+        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
+        return self.backend.send(count.float()) if isinstance(count, torch.Tensor) else count
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        if NUM_TOKENS in inputs:
+            self.state.num_input_tokens_seen += inputs[NUM_TOKENS]
+        else:
+            super()._track_num_input_tokens(inputs)
+
+    @property
+    def _counts_input_tokens(self) -> bool:
+        """Whether tokens are to be counted as upstream's collator has them, its padding included."""
+        return self.args.include_num_input_tokens_seen == "all"
+
+    # ---- What rows can be added to ----
+
+    def why_not_complete(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
+        """
+        Why rows cannot be added to a batch.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+            batch (`Mapping[str, Any]`, *optional*):
+                The batch. Without one, the answer is about the trainer and its model.
+
+        Returns:
+            `str` or `None`: The reason, as half a sentence.
+        """
+        own_code = self.own_code_in_step(mode)
+        if own_code is not None:
+            return f"{own_code}, which may count masked tokens"
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+                mode == "train" or not module.track_running_stats
+            ):
+                return f"{type(module).__name__} takes the mean over the rows of a batch"
+        reason = self._why_loss_counts_tokens()
+        if reason is None and batch is not None:
+            reason = self._why_targets_count(batch)
+        return reason
+
+    def own_code_in_step(self, mode: str) -> str | None:
+        """
+        Find code of the user's that runs within a step.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+
+        Returns:
+            `str` or `None`: What it is, as half a sentence.
+        """
+        for name in METHODS_OF_A_STEP if mode == "train" else _METHODS_OF_A_PREDICTION:
+            owner = owner_of(type(self), name)
+            if not is_known(owner.__module__):
+                return f"{owner.__name__} overrides {name}"
+            if name in vars(self):
+                return f"{name} of the trainer is code of yours"
+        functions = {"compute_loss_func": self.compute_loss_func}
+        if mode == "eval":
+            functions["preprocess_logits_for_metrics"] = self._preprocess_on_device
+        for name, function in functions.items():
+            if function is not None:
+                return f"{name} is code of yours"
+        for path, module in self.model.named_modules():
+            if not is_known(type(module).__module__):
+                return f"{type(module).__name__} is code of yours"
+            if "forward" in vars(module) and not is_known(_module_of(module.forward)):
+                return f"the forward of {path or 'the model'} is code of yours"
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                if not is_known(_module_of(hook)):
+                    return f"a hook of yours is registered on {path or 'the model'}"
+        return None
+
+    def _why_loss_counts_tokens(self) -> str | None:
+        """Why the loss may count tokens that are masked, as half a sentence."""
+        owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and not _is_ours(cls))
+        if owner is not Trainer:
+            return f"the loss of {owner.__name__} is not known to leave masked tokens out"
+        model = unwrap_peft_model(self.model)
+        name = type(model).__name__
+        if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
+            return f"the loss of {name} is not known to leave masked tokens out"
+        for key, value in model.config.to_dict().items():
+            if "z_loss" in key and value:
+                return f"{key}={value} counts every token of a batch"
+        return None
+
+    def _why_targets_count(self, batch: Mapping[str, Any]) -> str | None:
+        """Why the targets of a batch may not be left out when they are masked, as half a sentence."""
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor):
+            return "its targets are not in `labels`" if self.model.training else None
+        if labels.is_floating_point():
+            return f"no value of `labels` ({_name_of(labels.dtype)}) is left out of the loss"
+        others = [key for key in batch if "label" in key and key not in ("labels", "shift_labels")]
+        if others:
+            return f"`{others[0]}` is not known to be left out of the loss"
+        model = unwrap_peft_model(self.model)
+        per_row = type(model).__name__ in _ROW_MODELS
+        if labels.ndim != (1 if per_row else 2):
+            return f"`labels` of shape {tuple(labels.shape)} are not known to be left out of the loss"
+        if per_row and (
+            model.config.num_labels == 1 or model.config.problem_type not in (None, "single_label_classification")
+        ):
+            return "no value of `labels` is left out of the loss, a regression"
+        return None
+
+
+def _module_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return function.__module__
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
