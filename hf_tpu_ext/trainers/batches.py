@@ -1,7 +1,6 @@
 """Batches, on their way to the device."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, complete_rows, count_rows
-from .replay import METHODS_OF_A_STEP, SentBatch, is_known, owner_of
+from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
+from .replay import SentBatch
 
 
 logger = logging.get_logger(__name__)
-
-_METHODS_OF_A_PREDICTION = ("prediction_step", "compute_loss", "compute_loss_context_manager", "_prepare_inputs")
 
 
 def _classes_for(*tasks: str) -> set[str]:
@@ -207,27 +205,10 @@ class BatchesMixin:
         Returns:
             `str` or `None`: What it is, as half a sentence.
         """
-        for name in METHODS_OF_A_STEP if mode == "train" else _METHODS_OF_A_PREDICTION:
-            owner = owner_of(type(self), name)
-            if not is_known(owner.__module__):
-                return f"{owner.__name__} overrides {name}"
-            if name in vars(self):
-                return f"{name} of the trainer is code of yours"
-        functions = {"compute_loss_func": self.compute_loss_func}
-        if mode == "eval":
-            functions["preprocess_logits_for_metrics"] = self._preprocess_on_device
-        for name, function in functions.items():
-            if function is not None:
-                return f"{name} is code of yours"
-        for path, module in self.model.named_modules():
-            if not is_known(type(module).__module__):
-                return f"{type(module).__name__} is code of yours"
-            if "forward" in vars(module) and not is_known(_module_of(module.forward)):
-                return f"the forward of {path or 'the model'} is code of yours"
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-                if not is_known(_module_of(hook)):
-                    return f"a hook of yours is registered on {path or 'the model'}"
-        return None
+        methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
+        if mode == "eval" and self._preprocess_on_device is not None:
+            return "preprocess_logits_for_metrics is code of yours"
+        return find_own_code(self, [self.model, *self._further_models()], methods)
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""
@@ -262,12 +243,6 @@ class BatchesMixin:
         ):
             return "no value of `labels` is left out of the loss, a regression"
         return None
-
-
-def _module_of(function: Any) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return function.__module__
 
 
 def _is_ours(cls: type) -> bool:

@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ..data import count_rows
 from ..step.metrics import DeviceSums
-from .replay import is_known, owner_of
+from .own_code import is_known, owner_of
 
 
 #: Predictions and batches that are held back until they are read together take no more than this.

@@ -59,7 +59,7 @@ class LayerScanMixin:
                 if wanted == "on":
                     raise ValueError(f"scan_layers='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
                 return
-            if not self._own_code_allows_scan(optimizer):
+            if not self._own_code_allows_scan():
                 return
             parent, name = find_layers(self.model)
             keeps_dots = self.compiled.rematerialization == "dots"
@@ -103,9 +103,9 @@ class LayerScanMixin:
 
     # ---- Code of the user's that may look at layers ----
 
-    def _own_code_allows_scan(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _own_code_allows_scan(self) -> bool:
         models = [self.model, *self._further_models()]
-        found = find_own_code(self, models, optimizer) or find_own_code_between_steps(self)
+        found = find_own_code(self, models) or find_own_code_between_steps(self)
         if found is None:
             return True
         if self.compiled.scan_layers == "on":

@@ -11,6 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
@@ -21,6 +22,8 @@ _KNOWN_PACKAGES = ("hf_tpu_ext", "transformers", "trl", "peft", "accelerate", "t
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 #: What upstream calls within a step; these call the rest.
 METHODS_OF_A_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
+#: And for each batch of an evaluation.
+METHODS_OF_A_PREDICTION = ("prediction_step",)
 EVENTS_OF_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 # Where a callback is called at every step, micro-step or batch, and layers cannot be handed out each time.
 _EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_prediction_step", *EVENTS_OF_A_STEP)
@@ -126,7 +129,7 @@ def _names_of_self(function: FunctionType) -> Iterator[str]:
 
 
 @cache
-def names_of_a_step(cls: type) -> frozenset[str]:
+def names_of_a_step(cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> frozenset[str]:
     """
     Find what the code of known packages reads of a trainer within a step, in the methods called there and in those that they
     call.
@@ -134,12 +137,14 @@ def names_of_a_step(cls: type) -> frozenset[str]:
     Args:
         cls (`type`):
             Class of the trainer.
+        methods (`tuple[str, ...]`, *optional*):
+            The methods that are called; those of a training step by default.
 
     Returns:
         `frozenset[str]`: Names of methods and attributes.
     """
     found: set[str] = set()
-    names = list(METHODS_OF_A_STEP)
+    names = list(methods)
     while names:
         name = names.pop()
         if name in found:
@@ -196,7 +201,9 @@ def _classes_of(trainer: Trainer, models: Sequence[nn.Module]) -> set[type]:
 # ---- Code of the user's ----
 
 
-def find_own_code(trainer: Trainer, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> str | None:
+def find_own_code(
+    trainer: Trainer, models: Sequence[nn.Module], methods: tuple[str, ...] = METHODS_OF_A_STEP
+) -> str | None:
     """
     Look for code that is not of known packages and that runs within a step.
 
@@ -205,17 +212,19 @@ def find_own_code(trainer: Trainer, models: Sequence[nn.Module], optimizer: torc
             The trainer.
         models (`Sequence[torch.nn.Module]`):
             Models that a step runs, the trained one first.
-        optimizer ([`~torch.optim.Optimizer`]):
-            The optimizer.
+        methods (`tuple[str, ...]`, *optional*):
+            The methods of the trainer that are called; those of a training step by default.
 
     Returns:
         `str` or `None`: The first that was found, as half a sentence.
     """
+    trains = methods is METHODS_OF_A_STEP
     for find in (
-        partial(_in_trainer, trainer),
-        partial(_in_callbacks, trainer.callback_handler.callbacks),
+        partial(_in_trainer, trainer, methods),
+        partial(_in_callbacks, trainer.callback_handler.callbacks if trains else ()),
         partial(_in_models, models),
-        partial(_in_hooks, models, optimizer),
+        partial(_in_hooks, models),
+        partial(_in_optimizer, trainer.optimizer if trains else None),
         partial(_in_namespaces, namespaces_of_a_step(trainer, models)),
     ):
         found = find()
@@ -266,8 +275,8 @@ def find_own_code_between_steps(trainer: Trainer) -> str | None:
     return None
 
 
-def _in_trainer(trainer: Trainer) -> str | None:
-    names = names_of_a_step(type(trainer))
+def _in_trainer(trainer: Trainer, methods: tuple[str, ...]) -> str | None:
+    names = names_of_a_step(type(trainer), methods)
     for owner in type(trainer).__mro__:
         for name in sorted(names & vars(owner).keys()):
             if not is_known(owner.__module__):
@@ -304,7 +313,7 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
     return None
 
 
-def _in_hooks(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> str | None:
+def _in_hooks(models: Sequence[nn.Module]) -> str | None:
     for name, hooks in _GLOBAL_HOOKS.items():
         if not all(map(_is_known_code, hooks.values())):
             return f"a hook of yours is registered for all modules or optimizers ({name})"
@@ -313,6 +322,15 @@ def _in_hooks(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> 
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 if hooks is not None and not all(map(_is_known_code, hooks.values())):
                     return f"a hook of yours is registered on the parameter {name}"
+    return None
+
+
+def _in_optimizer(optimizer: torch.optim.Optimizer | None) -> str | None:
+    if optimizer is None:
+        # It is made at the beginning of a run.
+        return None
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         if not all(map(_is_known_code, hooks.values())):
             return "a hook of yours is registered on the optimizer"

@@ -94,7 +94,7 @@ class ReplayMixin:
             )
         if (setting := draws_other_layers(models[0])) is not None:
             return f"{setting} leaves out other layers at every step"
-        if assume_pure or (found := find_own_code(self, models, optimizer)) is None:
+        if assume_pure or (found := find_own_code(self, models)) is None:
             return None
         return f"{found}; step_replay=True if it does the same at every step"
 

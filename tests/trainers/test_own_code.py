@@ -28,8 +28,7 @@ def made(xla, tiny_model, tmp_path_factory):
     trainer = runs.ours(
         train=False, lora={}, config_cls=TPUSFTConfig, label_smoothing_factor=0.1, gradient_checkpointing=False
     )
-    trainer.create_optimizer()
-    trainer.optimizer = SimpleNamespace(optimizer=trainer.optimizer)
+    trainer.optimizer = trainer.accelerator.prepare_optimizer(trainer.create_optimizer(), device_placement=False)
     return trainer
 
 
@@ -231,12 +230,11 @@ class InStep(TrainerCallback):
     ],
 )
 def test_code_of_the_users_is_found(made, changed, says):
-    optimizer = made.optimizer.optimizer
-    assert find_own_code(made, [made.model], optimizer) is None
+    assert find_own_code(made, [made.model]) is None
     with changed(made):
-        found = find_own_code(made, [made.model], optimizer)
+        found = find_own_code(made, [made.model])
         assert found is None if says is None else says in found
-    assert find_own_code(made, [made.model], optimizer) is None
+    assert find_own_code(made, [made.model]) is None
 
 
 def test_what_upstream_reads_within_a_step_is_found_in_its_code():
