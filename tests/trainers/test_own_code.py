@@ -215,10 +215,7 @@ class InStep(TrainerCallback):
         (lambda t: attribute(SFTTrainer, "compute_loss", own), "compute_loss of SFTTrainer was replaced"),
         (lambda t: attribute(base(t).model, "forward", own), "forward of base_model.model.model is code of yours"),
         (lambda t: attribute(base(t).model, "norm", OwnNorm(4)), "norm is a OwnNorm, a module of yours"),
-        (
-            lambda t: attribute(base(t).model.layers[0].mlp, "act_fn", own),
-            "act_fn of base_model.model.model.layers.0.mlp",
-        ),
+        (lambda t: attribute(base(t), "_loss_function", own), "_loss_function of base_model.model is code of yours"),
         (lambda t: attribute(modeling_qwen3.Qwen3MLP, "forward", own), "forward of transformers"),
         (lambda t: attribute(modeling_qwen3, "rotate_half", own), "rotate_half of transformers.models.qwen3"),
         (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "a hook of yours is registered on base_model"),

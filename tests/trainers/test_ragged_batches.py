@@ -233,11 +233,11 @@ NOT_ALIKE = {
     "other key": (
         SquaredError,
         {"y": lambda row: [RNG.random() for _ in range(4)]},
-        "SquaredError is code of yours",
+        "SquaredError, a module of yours",
     ),
-    "contrastive": (Contrastive, {}, "Contrastive is code of yours"),
-    "pooled": (Pooled, {"labels": lambda row: RNG.randrange(4)}, "Pooled is code of yours"),
-    "penalty": (lambda: bert(Penalised), {"labels": same_tokens}, "Penalised is code of yours"),
+    "contrastive": (Contrastive, {}, "Contrastive, a module of yours"),
+    "pooled": (Pooled, {"labels": lambda row: RNG.randrange(4)}, "Pooled, a module of yours"),
+    "penalty": (lambda: bert(Penalised), {"labels": same_tokens}, "Penalised, a module of yours"),
 }
 
 
