@@ -12,7 +12,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..backends.base import Backend
-from ..backends.program import CannotReplay, Program, Recording
+from ..backends.program import CannotReplay, Program, RealCopies, Recording
 from .module_settings import settings_of
 
 
@@ -120,6 +120,8 @@ class StepReplay:
             What else programs depend on, to be compared.
         run_traced (`Callable[[str, Callable], Program | None]`):
             Called as `run_traced(kind, run)` to run what was traced, with `run`.
+        copies ([`~hf_tpu_ext.backends.program.RealCopies`]):
+            Context that is entered. It is left from the beginning of each step to its end.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class StepReplay:
         zero_gradients: Callable[[], None],
         settings: Callable[[], Any],
         run_traced: Callable[[str, Callable], Program | None],
+        copies: RealCopies,
     ):
         self._backend = backend
         self._models = models
@@ -137,12 +140,15 @@ class StepReplay:
         self._zero_gradients = zero_gradients
         self._settings = settings
         self._run_traced = run_traced
+        self._copies = copies
+        self._aliased: set[int] = set()
         self._changes = 0
         self.refused: str | None = None
         self.replays = False
         self.grad_norm = backend.send(torch.zeros(()))
         models[0].train()
         self._forget()
+        backend.separate_copies(self._state())
 
     def _forget(self) -> None:
         self._training_state = TrainingState(self._models)
@@ -187,6 +193,7 @@ class StepReplay:
         Returns:
             `bool`: Whether the step is to be traced. Otherwise nothing is, and `end` runs it.
         """
+        self._copies.suspend()
         self._backend.flush()
         self._kind = kind
         self._data = [value for value in data.values() if isinstance(value, torch.Tensor)]
@@ -262,19 +269,29 @@ class StepReplay:
             self._zero_gradients()
         if self.replays:
             recorded = self._programs[self._key]
-            recorded.program.run(self._state(), self._data)
+            recorded.program.run(self._state(), self._data, self._find_aliased())
             recorded.compiles = self._backend.compiles()
         elif self._recording is None:
             self._run_traced(self._kind, self._backend.end_step)
         else:
             self._run_recorded(updates)
+            # The step has run code that may keep some.
+            self._copies.seen = True
+        self._copies.resume()
+
+    def _find_aliased(self) -> set[int]:
+        """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
+        if self._aliased or self._copies.seen:
+            self._aliased, self._copies.seen = self._backend.aliased(self._state()), False
+        return self._aliased
 
     def _run_recorded(self, updates: Sequence[Any]) -> None:
         before = self._programs.get(self._key)
         like = None if before is None else before.program
         recording, self._recording = self._recording, None
         try:
-            program = self._run_traced(self._kind, partial(recording.finish, self._state(), like))
+            finish = partial(recording.finish, self._state(), like, self._find_aliased())
+            program = self._run_traced(self._kind, finish)
         except CannotReplay as reason:
             self.refuse(str(reason))
             self._run_traced(self._kind, self._backend.end_step)

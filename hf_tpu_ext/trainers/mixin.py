@@ -16,6 +16,7 @@ from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
 from ..step.loss_log import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.users_model import save_from_host
 from .arguments import (
     ADAMW_NAMES,
     CompiledArguments,
@@ -118,6 +119,7 @@ class TPUTrainerMixin(
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
+        save_from_host(self.backend)
         if self.optimizer is not None:
             check_optimizer(self.optimizer, self.model)
             self._save_from_host(self.optimizer)
@@ -374,7 +376,12 @@ class TPUTrainerMixin(
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
-        with self.stopping_when_told(), self.frozen_weights_in_bfloat16(), self.split_activations():
+        with (
+            self.stopping_when_told(),
+            self.frozen_weights_in_bfloat16(),
+            self.split_activations(),
+            self.real_copies(),
+        ):
             try:
                 return super().train(checkpoint, *args, **kwargs)
             finally:

@@ -1,6 +1,7 @@
 """Replaying steps: when it is done, and how a trainer's step is put together for it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..backends.program import Program
+from ..backends.program import Program, RealCopies
 from ..step.optimizer import LazyAdamW, clip_gradients
 from ..step.replay import CLOSING, MICRO, StepReplay, say_refused
 
@@ -42,6 +43,16 @@ class ReplayMixin:
     #: What replays the steps of the run under way, or `None`.
     replay: StepReplay | None = None
 
+    #: Keeps the copies of weights that are made during a run apart from what replayed programs are given.
+    _copies: RealCopies | None = None
+
+    def real_copies(self) -> AbstractContextManager:
+        """Context of a run. Copies of device tensors that are made in it have memory of their own."""
+        if not self.backend.lazy or self.compiled.step_replay is False:
+            return nullcontext()
+        self._copies = self.backend.real_copies()
+        return self._copies
+
     def start_replay(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """
         Replay the steps of this run from now on, if that is wanted and possible.
@@ -66,6 +77,7 @@ class ReplayMixin:
             zero_gradients=model.zero_grad,
             settings=self._step_settings,
             run_traced=self._run_traced,
+            copies=self._copies,
         )
         # The gradients are zeroed within the step's program.
         model.zero_grad = _do_nothing
