@@ -1,7 +1,8 @@
 """A program that is recorded once and run many times."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -96,3 +97,12 @@ class RealCopies(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Enter it again, if it was left for a while."""
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within this context, the other one is left."""
+        self.suspend()
+        try:
+            yield
+        finally:
+            self.resume()

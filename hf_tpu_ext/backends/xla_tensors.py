@@ -14,6 +14,8 @@ import torch_xla.core.xla_model as xm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .program import RealCopies
+
 
 _XLAC = torch_xla._XLAC
 _COPIES_IN_PLACE = (torch.Tensor.copy_, torch._foreach_copy_)
@@ -78,7 +80,7 @@ def separate_copies(state: Sequence[torch.Tensor]) -> None:
         _give_own_buffers(list(compress(others, [buffer in buffers for buffer in _XLAC._get_tensors_handle(others)])))
 
 
-class XLARealCopies(TorchFunctionMode):
+class XLARealCopies(TorchFunctionMode, RealCopies):
     """
     Context in which copies of device tensors have buffers of their own, as on an eager device. Replayed programs are given
     the buffers of the weights.
@@ -108,13 +110,12 @@ class XLARealCopies(TorchFunctionMode):
         return result
 
     def suspend(self) -> None:
-        """Leave this context for a while, unless another was entered since."""
+        # Another may have been entered since.
         if torch.overrides._get_current_function_mode() is self:
             torch.overrides._pop_mode()
             self._is_suspended = True
 
     def resume(self) -> None:
-        """Enter this context again, if it was left for a while."""
         if self._is_suspended:
             torch.overrides._push_mode(self)
             self._is_suspended = False

@@ -148,7 +148,6 @@ class StepReplay:
         self.grad_norm = backend.send(torch.zeros(()))
         models[0].train()
         self._forget()
-        backend.separate_copies(self._state())
 
     def _forget(self) -> None:
         self._training_state = TrainingState(self._models)

@@ -29,7 +29,9 @@ from .arguments import (
 from .checkpoints import check_output_dir
 from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
+from .copies import RealCopiesMixin
 from .evaluation import CompiledEvaluation
+from .followed_arguments import FollowedArgumentsMixin
 from .frozen import FrozenWeightsMixin
 from .layers import LayerScanMixin
 from .lengths import row_lengths
@@ -44,6 +46,8 @@ logger = logging.get_logger(__name__)
 
 
 class TPUTrainerMixin(
+    FollowedArgumentsMixin,
+    RealCopiesMixin,
     FrozenWeightsMixin,
     LayerScanMixin,
     ReplayMixin,
@@ -114,6 +118,7 @@ class TPUTrainerMixin(
         if extension.run_report:
             self.keep_record(args, lines)
         self._add_saving_callbacks()
+        self.follow_arguments(args)
 
     def _prepare_compiled_path(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
@@ -135,7 +140,9 @@ class TPUTrainerMixin(
         self._preprocess_on_device = None
         self._flos_per_token: float | None = None
         self.loss_log = LossLog(self.backend)
-        self.add_callback(StepBoundary(self))
+        self._boundary = StepBoundary(self)
+        self.add_callback(self._boundary)
+        self._copies = self.backend.real_copies()
 
     def _checkpoint_activations(self) -> None:
         model = unwrap_peft_model(self.model)
@@ -308,7 +315,8 @@ class TPUTrainerMixin(
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         self.step_data = self.backend.send(self._step_data())
         if self.replay is None:
-            return self._traced_step(model, inputs, num_items_in_batch)
+            with self._copies_as_ever():
+                return self._traced_step(model, inputs, num_items_in_batch)
         return self._replayed_step(model, inputs, num_items_in_batch)
 
     def _traced_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
@@ -375,19 +383,31 @@ class TPUTrainerMixin(
     # ---- Checkpoints ----
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        self.take_up_changes()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         with (
             self.stopping_when_told(),
             self.frozen_weights_in_bfloat16(),
             self.split_activations(),
-            self.real_copies(),
+            self.copies_are_real(),
         ):
             try:
                 return super().train(checkpoint, *args, **kwargs)
             finally:
-                self.end_replay()
-                self.end_watch()
-                self.unscan_layers()
+                self._end_run()
+
+    def _end_run(self) -> None:
+        """Leave the model and the trainer for another run, however this one ended."""
+        self.end_replay()
+        self.end_watch()
+        self.unscan_layers()
+        if self.backend.lazy:
+            self._boundary.end()
+            # Of a run that failed, no log has shown them.
+            self.loss_log.drop()
+            self._drop_metrics("train")
+            self._drop_metrics("eval")
+        self.is_in_train = False
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:

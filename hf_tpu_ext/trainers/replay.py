@@ -1,7 +1,6 @@
 """Replaying steps: when it is done, and how a trainer's step is put together for it."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..backends.program import Program, RealCopies
+from ..backends.program import Program
 from ..step.optimizer import LazyAdamW, clip_gradients
 from ..step.replay import CLOSING, MICRO, StepReplay, say_refused
 
@@ -42,16 +41,6 @@ class ReplayMixin:
 
     #: What replays the steps of the run under way, or `None`.
     replay: StepReplay | None = None
-
-    #: Keeps the copies of weights that are made during a run apart from what replayed programs are given.
-    _copies: RealCopies | None = None
-
-    def real_copies(self) -> AbstractContextManager:
-        """Context of a run. Copies of device tensors that are made in it have memory of their own."""
-        if not self.backend.lazy or self.compiled.step_replay is False:
-            return nullcontext()
-        self._copies = self.backend.real_copies()
-        return self._copies
 
     def start_replay(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """

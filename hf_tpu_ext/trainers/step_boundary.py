@@ -2,7 +2,9 @@
 
 from functools import partial
 
+from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_utils import unwrap_peft_model
 
 from ..step.activation_checkpointing import rematerialize
 from ..step.optimizer import LazyAdamW, create_gradients
@@ -20,10 +22,13 @@ class StepBoundary(TrainerCallback):
 
     def __init__(self, trainer):
         self._trainer = trainer
+        self._rematerialized: list[nn.Module] = []
+        self._requires_grads = False
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
         self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
+        self._requires_grads = trainer.compiled.rematerialization != "none"
         if isinstance(optimizer.optimizer, LazyAdamW):
             optimizer.optimizer.create_state()
         if not trainer.keep_gradients_local(model) and args.gradient_accumulation_steps > 1:
@@ -33,6 +38,7 @@ class StepBoundary(TrainerCallback):
             create_gradients(model)
             model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
         trainer.shard_training_state(model, optimizer.optimizer)
+        trainer.separate_copies(model)
         trainer.start_replay(model, optimizer.optimizer)
         trainer.begin_watch()
         trainer.reset_upstream_loss()
@@ -46,8 +52,16 @@ class StepBoundary(TrainerCallback):
         if self._trainer.replay is None:
             self._trainer.end_program(CLOSING, f"step {state.global_step}")
 
-    def on_train_end(self, args, state, control, model, **kwargs):
-        vars(model).pop("zero_grad", None)
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end()
+
+    def end(self) -> None:
+        """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
+        vars(self._trainer.model).pop("zero_grad", None)
         for module in self._rematerialized:
             del module.forward
+        self._rematerialized = []
+        if self._requires_grads:
+            unwrap_peft_model(self._trainer.model).disable_input_require_grads()
+            self._requires_grads = False
         self._trainer.local_gradients = None
