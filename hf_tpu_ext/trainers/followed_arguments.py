@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ..data import ShapeGuard
 from .configs import ExtensionArguments
 
 
@@ -106,6 +107,8 @@ class FollowedArgumentsMixin:
             if name == "gradient_accumulation_steps":
                 self._recipe_rows[1] = value
         self._own_args.changes()
+        if self.backend.lazy and _PER_DEVICE in {*own, *changed}:
+            self._shape_guards["eval"] = ShapeGuard(max(1, len(self.lengths)), self.lengths)
         late = {name: value for name, value in {**own, **changed}.items() if name in fixed}
         if late:
             settings = ", ".join(f"{name}={value!r}" for name, value in late.items())
