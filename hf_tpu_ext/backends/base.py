@@ -36,6 +36,10 @@ class Backend(ABC):
     def __init__(self, reason: str):
         self.reason = reason
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
+        # There is one in a process. What a run puts on the modules of a model may hold it.
+        return self
+
     @property
     @abstractmethod
     def device(self) -> torch.device:

@@ -1,5 +1,6 @@
 """What people do with a model that is on a lazy device: call it with CPU tensors, save it."""
 
+from collections.abc import Iterable
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -36,6 +37,10 @@ def accept_cpu_tensors(model: nn.Module) -> None:
             module.register_forward_pre_hook(_inputs_to_device, prepend=True, with_kwargs=True)
 
 
+def _is_on(backend: Backend, tensors: Iterable[Any]) -> bool:
+    return any(isinstance(tensor, torch.Tensor) and tensor.device.type == backend.device.type for tensor in tensors)
+
+
 def save_from_host(backend: Backend) -> None:
     """
     Have `save_pretrained` of models and of adapters write tensors that are on a device without addresses.
@@ -55,13 +60,14 @@ def save_from_host(backend: Backend) -> None:
     @wraps(save_pretrained)
     def save(self, *args, **kwargs) -> None:
         given = signature(save_pretrained).bind(self, *args, **kwargs)
-        if given.arguments.get("state_dict") is None and self.device.type == backend.device.type:
+        if given.arguments.get("state_dict") is None and _is_on(backend, self.parameters()):
             given.arguments["state_dict"] = backend.fetch(dict(self.state_dict(keep_vars=True)))
         return save_pretrained(*given.args, **given.kwargs)
 
     @wraps(adapter_weights)
     def fetch_adapter_weights(*args, **kwargs) -> dict[str, torch.Tensor]:
-        return backend.fetch(adapter_weights(*args, **kwargs))
+        weights = adapter_weights(*args, **kwargs)
+        return backend.fetch(weights) if _is_on(backend, weights.values()) else weights
 
     save.__module__ = __name__
     PreTrainedModel.save_pretrained = save

@@ -73,7 +73,8 @@ class TPUTrainerMixin(
         model ([`~transformers.PreTrainedModel`] or `str`):
             As upstream.
         args ([`~transformers.TrainingArguments`], *optional*):
-            As upstream, or a config of this package. It is not changed.
+            As upstream, or a config of this package. It is not changed. What the caller changes in it later is taken up when
+            training or an evaluation begins.
         *rest:
             Upstream's other positional arguments.
         **kwargs:
