@@ -12,7 +12,7 @@ from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
 from .counters import Counters
 from .insight import Insight
-from .program import Recording
+from .program import RealCopies, Recording
 
 
 class Backend(ABC):
@@ -35,6 +35,10 @@ class Backend(ABC):
 
     def __init__(self, reason: str):
         self.reason = reason
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
+        # There is one in a process. What a run puts on the modules of a model may hold it.
+        return self
 
     @property
     @abstractmethod
@@ -348,6 +352,38 @@ class Backend(ABC):
             `list[int]`: A number for each.
         """
         return [tensor.data_ptr() for tensor in tensors]
+
+    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        """
+        Find tensors that share their memory with others, such as those of a `state_dict()` that somebody keeps.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                Tensors on the device.
+
+        Returns:
+            `set[int]`: Places of those that do.
+        """
+        raise NotImplementedError
+
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        """
+        Give all copies of tensors that were made in this process memory of their own, before a program is given the state's.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                Tensors on the device.
+        """
+        raise NotImplementedError
+
+    def real_copies(self) -> RealCopies:
+        """
+        Make a context in which every copy of a tensor gets memory of its own at once.
+
+        Returns:
+            [`RealCopies`]: The context, which can be left for a while.
+        """
+        raise NotImplementedError
 
     def keeps_program(self, compiles: int) -> bool:
         """

@@ -1,7 +1,8 @@
 """A program that is recorded once and run many times."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -14,7 +15,7 @@ class Program(ABC):
     """A compiled program, and where its inputs come from."""
 
     @abstractmethod
-    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
         """
         Run it, without waiting for it.
 
@@ -23,6 +24,8 @@ class Program(ABC):
                 The tensors that it was recorded with, or others in their place. Afterwards they have their new values.
             data (`Sequence[torch.Tensor]`):
                 New values for the data that it was recorded with, in the same order.
+            aliased (`Collection[int]`, *optional*):
+                Places in the state of tensors that share their memory with others, which are to have the new values, too.
         """
 
     @abstractmethod
@@ -53,7 +56,9 @@ class Recording(ABC):
         """
 
     @abstractmethod
-    def finish(self, state: Sequence[torch.Tensor], like: Program | None = None) -> Program:
+    def finish(
+        self, state: Sequence[torch.Tensor], like: Program | None = None, aliased: Collection[int] = ()
+    ) -> Program:
         """
         Compile what was traced, unless it is compiled already, and run it once.
 
@@ -62,6 +67,8 @@ class Recording(ABC):
                 The state as the trace left it: the same tensors, changed in place, or others in their place.
             like ([`Program`], *optional*):
                 An earlier recording of the same step, which spares reading numbers from the device.
+            aliased (`Collection[int]`, *optional*):
+                As in [`Program.run`].
 
         Returns:
             [`Program`]: The program, for further runs.
@@ -69,3 +76,33 @@ class Recording(ABC):
         Raises:
             `CannotReplay`: It depends on more than the state and the data, or does more than to change the state.
         """
+
+
+class RealCopies(ABC):
+    """Context in which copies of device tensors have memory of their own, as on an eager device."""
+
+    #: Whether device tensors came out of a call since this was last set to `False`: one may be an alias of a weight.
+    seen: bool
+
+    @abstractmethod
+    def __enter__(self): ...
+
+    @abstractmethod
+    def __exit__(self, *error) -> None: ...
+
+    @abstractmethod
+    def suspend(self) -> None:
+        """Leave the context for a while, for code that runs thousands of operators."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Enter it again, if it was left for a while."""
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within this context, the other one is left."""
+        self.suspend()
+        try:
+            yield
+        finally:
+            self.resume()

@@ -25,6 +25,7 @@ from .xla_compile_cache import XLACompileCache, metric
 from .xla_insight import XLAInsight
 from .xla_loops import XLALoops
 from .xla_replay import REPLAYS, XLARecording, has_pending, programs_kept
+from .xla_tensors import XLARealCopies, aliased, pickle_from_host, separate_copies
 
 
 def _is_split(tensor: torch.Tensor) -> bool:
@@ -112,6 +113,7 @@ class XLABackend(XLALoops, XLACompileCache):
                 "shell, under the recipe's `env:` key, or in the notebook's first cell; then restart the process."
             )
         os.environ["PJRT_DEVICE"] = pjrt_device
+        pickle_from_host()
         self.insight = XLAInsight()
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
@@ -241,6 +243,17 @@ class XLABackend(XLALoops, XLACompileCache):
         recording = XLARecording(self.device, state)
         self._recording = weakref.ref(recording)
         return recording
+
+    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        return aliased(state)
+
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        self.flush()
+        separate_copies(state)
+        self.flush()
+
+    def real_copies(self) -> XLARealCopies:
+        return XLARealCopies()
 
     def flush(self) -> None:
         if has_pending(self.device):

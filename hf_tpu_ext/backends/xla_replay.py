@@ -1,7 +1,7 @@
 """Running a compiled program again by its handle: torch_xla's calls for it, all in this file."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -139,7 +139,9 @@ class XLARecording(Recording):
         self._held += _XLAC._get_tensors_xla_device_data_node(list(tensors))[1]
         return _buffers(tensors)
 
-    def finish(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> "XLAProgram":
+    def finish(
+        self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None, aliased: Collection[int] = ()
+    ) -> "XLAProgram":
         traced = self.end_trace(state, like)
         for value, is_updated in zip(traced.values, traced.updated, strict=True):
             if is_updated:
@@ -148,7 +150,7 @@ class XLARecording(Recording):
             handle = _XLAC._get_graph_hash(traced.results)
             program = XLAProgram(self._device, handle, traced.inputs, traced.outputs, traced.draws)
             _XLAC._xla_warm_up_cache(traced.results, [])
-        program.take(state, _XLAC._run_cached_graph(handle, traced.values))
+        program.take(state, _XLAC._run_cached_graph(handle, traced.values), aliased)
         xm.set_rng_state(traced.seed_after)
         return program
 
@@ -282,7 +284,9 @@ class XLAProgram(Program):
         """Places of seeds that are known by their value alone."""
         return {place for place, slot in enumerate(self._inputs) if isinstance(slot, _Seed) and not slot.marked}
 
-    def take(self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    def take(
+        self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor], aliased: Collection[int] = ()
+    ) -> None:
         """
         Give the state its new values.
 
@@ -291,12 +295,18 @@ class XLAProgram(Program):
                 Tensors that the program reads and changes.
             results (`Sequence[torch.Tensor]`):
                 The program's results.
+            aliased (`Collection[int]`, *optional*):
+                Places in the state of tensors that share their memory with others.
         """
         for index, result in zip(self._outputs, results, strict=True):
+            if index in aliased:
+                # Slower, and those that share its memory follow.
+                state[index].detach().copy_(result)
+                continue
             # Not `_replace_xla_tensor`, which leaves the old value to tensors that are views of what `Module.to` made.
             state[index].data = result
 
-    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
         places = [*state, *data]
         seed = xm.get_rng_state()
         inputs = []
@@ -305,7 +315,7 @@ class XLAProgram(Program):
                 xm.set_rng_state(_after_draws(seed, slot.draws))
                 slot = _XLAC._get_base_seed_as_tensor(self._device)
             inputs.append(places[slot] if isinstance(slot, int) else slot)
-        self.take(state, _XLAC._run_cached_graph(self._handle, inputs))
+        self.take(state, _XLAC._run_cached_graph(self._handle, inputs), aliased)
         _XLAC._xla_increment_counter(REPLAYS, 1)
         xm.set_rng_state(_after_draws(seed, self._draws))
 

@@ -5,6 +5,7 @@ from torch import nn
 from ..backends.base import Backend
 from ..step.kernels import use_static_kernels
 from ..step.sliced_attention import use_sliced_attention
+from ..step.users_model import accept_cpu_tensors
 from .plan import ShardingPlan
 
 
@@ -28,6 +29,8 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> Sha
         use_static_kernels(model)
         use_sliced_attention(model, backend)
     backend.place(model)
+    if backend.lazy:
+        accept_cpu_tensors(model)
     plan = ShardingPlan(model, mesh)
     plan.apply(model, backend)
     return plan

@@ -82,6 +82,10 @@ class LossLog:
         self._sums.add(loss=torch.where(finite, loss, torch.zeros_like(loss)), finite_steps=finite)
         self._sums.put(steps=step, first_nonfinite=torch.where(is_first, step, sums["first_nonfinite"]))
 
+    def drop(self) -> None:
+        """Start anew."""
+        self._sums.reset()
+
     def read(self, fetched: dict[str, torch.Tensor]) -> LossWindow:
         """
         Take what was fetched, and start anew.

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..backends.base import Backend
-from ..backends.program import CannotReplay, Program, Recording
+from ..backends.program import CannotReplay, Program, RealCopies, Recording
 from .python_state import PythonState, host_random_state
 
 
@@ -69,6 +69,8 @@ class StepReplay:
             Says, after a change, why steps cannot be replayed any more, as half a sentence.
         run_traced (`Callable[[str, Callable], Program | None]`):
             Called as `run_traced(kind, run)` to run what was traced, with `run`.
+        copies ([`~hf_tpu_ext.backends.program.RealCopies`]):
+            Context that is entered. It is left from the beginning of each step to its end.
         assume_pure (`bool`, *optional*, defaults to `False`):
             Whether random numbers that are drawn on the host within a step do not matter.
     """
@@ -83,6 +85,7 @@ class StepReplay:
         settings: Callable[[], Any],
         why_not: Callable[[], str | None],
         run_traced: Callable[[str, Callable], Program | None],
+        copies: RealCopies,
         assume_pure: bool = False,
     ):
         self._backend = backend
@@ -94,6 +97,8 @@ class StepReplay:
         self._why_not = why_not
         self._run_traced = run_traced
         self._assume_pure = assume_pure
+        self._copies = copies
+        self._aliased: set[int] = set()
         self._changes = 0
         self.refused: str | None = None
         self.replays = False
@@ -147,6 +152,7 @@ class StepReplay:
         Returns:
             `bool`: Whether the step is to be traced. Otherwise nothing is, and `end` runs it.
         """
+        self._copies.suspend()
         self._backend.flush()
         self._kind = kind
         self._data = [value for value in data.values() if isinstance(value, torch.Tensor)]
@@ -226,12 +232,21 @@ class StepReplay:
             self._zero_gradients()
         if self.replays:
             recorded = self._programs[self._key]
-            recorded.program.run(self._state(), self._data)
+            recorded.program.run(self._state(), self._data, self._find_aliased())
             recorded.compiles = self._backend.compiles()
         elif self._recording is None:
             self._run_traced(self._kind, self._backend.end_step)
         else:
             self._run_recorded(updates)
+            # The step has run code that may keep some.
+            self._copies.seen = True
+        self._copies.resume()
+
+    def _find_aliased(self) -> set[int]:
+        """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
+        if self._aliased or self._copies.seen:
+            self._aliased, self._copies.seen = self._backend.aliased(self._state()), False
+        return self._aliased
 
     def _run_recorded(self, updates: Sequence[Any]) -> None:
         before = self._programs.get(self._key)
@@ -243,7 +258,8 @@ class StepReplay:
             self._run_traced(self._kind, self._backend.end_step)
             return
         try:
-            program = self._run_traced(self._kind, partial(recording.finish, self._state(), like))
+            finish = partial(recording.finish, self._state(), like, self._find_aliased())
+            program = self._run_traced(self._kind, finish)
         except CannotReplay as reason:
             self.refuse(str(reason))
             self._run_traced(self._kind, self._backend.end_step)

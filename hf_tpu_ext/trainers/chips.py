@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ class ChipsMixin:
         self.sharding_plan: ShardingPlan | None = None
         self.local_gradients: LocalGradients | None = None
         self._splits_activations = False
+        # Not a method: a copy of the model would come with one of the trainer.
+        self._split_output = partial(_split_output, self.backend)
         self._recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
         args.per_device_train_batch_size *= chips
         args.per_device_eval_batch_size *= chips
@@ -120,11 +123,6 @@ class ChipsMixin:
             for hook in hooks:
                 hook.remove()
             self._splits_activations = False
-
-    def _split_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
-            return self.backend.constrain_rows(output)
-        return (self.backend.constrain_rows(output[0]), *output[1:])
 
     # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
 
@@ -282,3 +280,9 @@ class ChipsMixin:
         if self.sharding_plan is not None and self.compiled.show_sharding:
             lines.extend(str(self.sharding_plan).splitlines())
         return lines
+
+
+def _split_output(backend: Backend, module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return backend.constrain_rows(output)
+    return (backend.constrain_rows(output[0]), *output[1:])

@@ -16,6 +16,7 @@ from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
 from ..step.loss_log import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.users_model import save_from_host
 from .arguments import (
     ADAMW_NAMES,
     CompiledArguments,
@@ -29,7 +30,9 @@ from .batches import BatchesMixin
 from .checkpoints import check_output_dir
 from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
+from .copies import RealCopiesMixin
 from .evaluation import CompiledEvaluation
+from .followed_arguments import FollowedArgumentsMixin
 from .frozen import FrozenWeightsMixin
 from .layers import LayerScanMixin
 from .lengths import row_lengths
@@ -44,6 +47,8 @@ logger = logging.get_logger(__name__)
 
 
 class TPUTrainerMixin(
+    FollowedArgumentsMixin,
+    RealCopiesMixin,
     FrozenWeightsMixin,
     LayerScanMixin,
     BatchesMixin,
@@ -70,7 +75,8 @@ class TPUTrainerMixin(
         model ([`~transformers.PreTrainedModel`] or `str`):
             As upstream.
         args ([`~transformers.TrainingArguments`], *optional*):
-            As upstream, or a config of this package. It is not changed.
+            As upstream, or a config of this package. It is not changed. What the caller changes in it later is taken up when
+            training or an evaluation begins.
         *rest:
             Upstream's other positional arguments.
         **kwargs:
@@ -115,11 +121,13 @@ class TPUTrainerMixin(
         if extension.run_report:
             self.keep_record(args, lines)
         self._add_saving_callbacks()
+        self.follow_arguments(args)
 
     def _prepare_compiled_path(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
+        save_from_host(self.backend)
         if self.optimizer is not None:
             check_optimizer(self.optimizer, self.model)
             self._save_from_host(self.optimizer)
@@ -135,7 +143,9 @@ class TPUTrainerMixin(
         self.step_data: dict[str, torch.Tensor] = {}
         self._flos_per_token: float | None = None
         self.loss_log = LossLog(self.backend)
-        self.add_callback(StepBoundary(self))
+        self._boundary = StepBoundary(self)
+        self.add_callback(self._boundary)
+        self._copies = self.backend.real_copies()
 
     def _checkpoint_activations(self) -> None:
         model = unwrap_peft_model(self.model)
@@ -279,7 +289,8 @@ class TPUTrainerMixin(
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         self.step_data = self.backend.send(self._step_data())
         if self.replay is None:
-            return self._traced_step(model, inputs, num_items_in_batch)
+            with self._copies_as_ever():
+                return self._traced_step(model, inputs, num_items_in_batch)
         return self._replayed_step(model, inputs, num_items_in_batch)
 
     def _traced_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
@@ -346,16 +357,33 @@ class TPUTrainerMixin(
     # ---- Checkpoints ----
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        self.take_up_changes()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if self.backend.lazy:
             self.expect_batches("train")
-        with self.stopping_when_told(), self.frozen_weights_in_bfloat16(), self.split_activations():
+        with (
+            self.stopping_when_told(),
+            self.frozen_weights_in_bfloat16(),
+            self.split_activations(),
+            self.copies_are_real(),
+        ):
             try:
                 return super().train(checkpoint, *args, **kwargs)
             finally:
-                self.end_replay()
-                self.end_watch()
-                self.unscan_layers()
+                self._end_run()
+
+    def _end_run(self) -> None:
+        """Leave the model and the trainer for another run, however this one ended."""
+        self.end_replay()
+        self.end_watch()
+        self.unscan_layers()
+        if self.backend.lazy:
+            self._boundary.end()
+            # Of a run that failed, no log has shown them.
+            self.loss_log.drop()
+            self._drop_metrics("train")
+            self._drop_metrics("eval")
+        self.is_in_train = False
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:

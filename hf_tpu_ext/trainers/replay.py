@@ -69,6 +69,7 @@ class ReplayMixin:
             settings=self._step_settings,
             why_not=why_not,
             run_traced=self._run_traced,
+            copies=self._copies,
             assume_pure=wanted is True,
         )
         optimizer.replay = self.replay

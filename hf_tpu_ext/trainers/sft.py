@@ -249,7 +249,8 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
 
     def _drop_metrics(self, mode: str) -> None:
         if self.backend.lazy:
-            self._sums[mode].reset()
+            # Tokens were trained on, whatever came of the run.
+            self._sums[mode].reset({*self._sums[mode].tensors} - {"num_tokens"})
         self._metrics[mode].clear()
 
     # ---- Checkpoints ----
@@ -262,3 +263,5 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
 
     def _load_run_state(self, state: dict[str, Any]) -> None:
         self._total_train_tokens = state.get("num_tokens", 0)
+        if self.backend.lazy:
+            self._sums["train"].reset(["num_tokens"])

@@ -2,7 +2,9 @@
 
 from functools import partial
 
+from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_utils import unwrap_peft_model
 
 from ..step.activation_checkpointing import rematerialize
 from ..step.optimizer import LazyAdamW, create_gradients
@@ -20,11 +22,14 @@ class StepBoundary(TrainerCallback):
 
     def __init__(self, trainer):
         self._trainer = trainer
+        self._rematerialized: list[nn.Module] = []
+        self._requires_grads = False
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
         with trainer.layers_in_place():
             self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
+        self._requires_grads = trainer.compiled.rematerialization != "none"
         with trainer.layers_as_a_loop():
             self._begin_run(args, model, optimizer)
 
@@ -39,6 +44,7 @@ class StepBoundary(TrainerCallback):
             create_gradients(model)
             model.zero_grad = partial(type(model).zero_grad, model, set_to_none=False)
         trainer.shard_training_state(model, optimizer.optimizer)
+        trainer.separate_copies(model)
         trainer.start_replay(model, optimizer.optimizer)
         trainer.begin_watch()
         trainer.reset_upstream_loss()
@@ -52,8 +58,16 @@ class StepBoundary(TrainerCallback):
         if self._trainer.replay is None:
             self._trainer.end_program(CLOSING, f"step {state.global_step}")
 
-    def on_train_end(self, args, state, control, model, **kwargs):
-        vars(model).pop("zero_grad", None)
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end()
+
+    def end(self) -> None:
+        """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
+        vars(self._trainer.model).pop("zero_grad", None)
         for module in self._rematerialized:
             del module.forward
+        self._rematerialized = []
+        if self._requires_grads:
+            unwrap_peft_model(self._trainer.model).disable_input_require_grads()
+            self._requires_grads = False
         self._trainer.local_gradients = None

@@ -1,0 +1,168 @@
+"""Device tensors that people hold, copy and save: what an eager device does with them, done for lazy ones."""
+
+import copy
+import copyreg
+import gc
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .program import RealCopies
+
+
+_XLAC = torch_xla._XLAC
+_COPIES_IN_PLACE = (torch.Tensor.copy_, torch._foreach_copy_)
+
+
+def _on_device(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla"]
+
+
+def _computed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those whose values are in a buffer, and not still to be computed."""
+    tensors = list(tensors)
+    return list(compress(tensors, [not pending for pending in _XLAC._check_tensor_need_materialization(tensors)]))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Identity of what a tensor shares with those that are detached from it or views of it."""
+    return tensor.untyped_storage()._cdata
+
+
+def aliased(state: Sequence[torch.Tensor]) -> set[int]:
+    """
+    Find tensors that share their memory with others: detached ones of a `state_dict()`, or `parameter.data`.
+
+    Args:
+        state (`Sequence[torch.Tensor]`):
+            Device tensors.
+
+    Returns:
+        `set[int]`: Places of those that do.
+    """
+    return {place for place, tensor in enumerate(state) if torch._C._storage_Use_Count(_memory(tensor)) > 1}
+
+
+def _give_own_buffers(tensors: Sequence[torch.Tensor]) -> None:
+    # What passes a barrier is a result of the next program, and a result has a buffer of its own.
+    if tensors:
+        xm.optimization_barrier_(list(tensors))
+
+
+def separate_copies(state: Sequence[torch.Tensor]) -> None:
+    """
+    Give every tensor of this process that is a copy of one in the state a buffer of its own.
+
+    To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed by a
+    program that knows both.
+
+    Args:
+        state (`Sequence[torch.Tensor]`):
+            Device tensors whose buffers are to be given to a program.
+    """
+    classes, new = {torch.Tensor}, [torch.Tensor]
+    while new:
+        new = [found for cls in new for found in cls.__subclasses__() if found not in classes]
+        classes.update(new)
+    state = _computed(state)
+    known = {_memory(tensor) for tensor in state}
+    others = _computed(_on_device([thing for thing in gc.get_objects() if type(thing) in classes]))
+    others = [tensor for tensor in others if _memory(tensor) not in known]
+    if others:
+        buffers = set(_XLAC._get_tensors_handle(state))
+        _give_own_buffers(list(compress(others, [buffer in buffers for buffer in _XLAC._get_tensors_handle(others)])))
+
+
+class XLARealCopies(TorchFunctionMode, RealCopies):
+    """
+    Context in which copies of device tensors have buffers of their own, as on an eager device. Replayed programs are given
+    the buffers of the weights.
+
+    Each call from Python of an operator takes some microseconds longer in it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen = True
+        self._is_suspended = False
+
+    def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
+        if func in _COPIES_IN_PLACE:
+            args = (args[0], tree_map_only(torch.Tensor, _real_copy, args[1]), *args[2:])
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            results = _on_device([result])
+        else:
+            results = _on_device(result) if type(result) in (list, tuple) else []
+        if results:
+            self.seen = True
+            if func.__name__ != "__get__":
+                results = _computed(results)
+                known = {_memory(tensor) for tensor in _on_device(tree_leaves((args, kwargs)))} if results else ()
+                _give_own_buffers([tensor for tensor in results if _memory(tensor) not in known])
+        return result
+
+    def suspend(self) -> None:
+        # Another may have been entered since.
+        if torch.overrides._get_current_function_mode() is self:
+            torch.overrides._pop_mode()
+            self._is_suspended = True
+
+    def resume(self) -> None:
+        if self._is_suspended:
+            torch.overrides._push_mode(self)
+            self._is_suspended = False
+
+    def __exit__(self, *error) -> None:
+        self.resume()
+        super().__exit__(*error)
+
+
+def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "xla" and _computed([tensor]):
+        tensor = tensor.detach().clone()
+        _give_own_buffers([tensor])
+    return tensor
+
+
+# ---- Pickles: `torch.save` ----
+
+# By what they were made of. A pickle holds on to what it writes until it is finished.
+_on_host: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+
+
+def _reduce(tensor: torch.Tensor) -> tuple:
+    if tensor.device.type != "xla":
+        return tensor.__reduce_ex__(2)
+    on_host = tensor.detach().cpu().contiguous()
+    # Detached tensors have the number of what they are detached from, so that weights that are tied stay so in the file.
+    number = _XLAC._xla_get_tensor_id(tensor)
+    written = torch.empty(0, dtype=tensor.dtype)
+    if number in _on_host:
+        written.set_(_on_host[number])
+    if torch.equal(written, on_host.flatten()):
+        on_host = written.view(on_host.shape)
+    else:
+        _on_host[number] = on_host.untyped_storage()
+    vars(on_host).update(vars(tensor))
+    return on_host.requires_grad_(tensor.requires_grad).__reduce_ex__(2)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "xla":
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    return copy._reconstruct(tensor, None, *tensor.__reduce_ex__(4))
+
+
+def pickle_from_host() -> None:
+    """Have device tensors pickled as CPU tensors, which load anywhere. By default they load onto an XLA device only."""
+    copyreg.pickle(torch.Tensor, _reduce)
+    # `copy.copy` asks the same register.
+    copy._copy_dispatch[torch.Tensor] = _copy

@@ -1,0 +1,126 @@
+"""Arguments that are changed after the trainer was made."""
+
+from copy import copy
+from dataclasses import fields
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from .configs import ExtensionArguments
+
+
+logger = logging.get_logger(__name__)
+
+#: What the model, the data and the device are prepared by when a trainer is made, on top of what only subclasses of
+#: [`~transformers.TrainingArguments`] have.
+_FIXED = {
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "bf16",
+    "bf16_full_eval",
+    "dataloader_pin_memory",
+    "deepspeed",
+    "enable_jit_checkpoint",
+    "fp16",
+    "fp16_full_eval",
+    "fsdp",
+    "fsdp_config",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "label_smoothing_factor",
+    "logging_nan_inf_filter",
+    "neftune_noise_alpha",
+    "optim",
+    "per_device_train_batch_size",
+    "report_to",
+    "torch_compile",
+    "torch_empty_cache_steps",
+    "use_cpu",
+    "use_liger_kernel",
+}
+_PER_DEVICE = "per_device_eval_batch_size"
+
+
+class FollowedArguments:
+    """
+    Notes what arguments are, to find what was changed since.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The arguments.
+    """
+
+    def __init__(self, args: TrainingArguments):
+        self.args = args
+        self._noted: dict[str, Any] = {}
+        self.changes()
+
+    def changes(self) -> dict[str, Any]:
+        """
+        Compare with what was noted, and note what is there now.
+
+        Returns:
+            `dict[str, Any]`: What has changed, with its present value.
+        """
+        values, before = vars(self.args), self._noted
+        self._noted = {field.name: copy(values[field.name]) for field in fields(self.args) if field.name in values}
+        return {name: value for name, value in self._noted.items() if name in before and before[name] != value}
+
+
+class FollowedArgumentsMixin:
+    """
+    The part of [`TPUTrainerMixin`] that takes up what is changed in arguments after the trainer was made.
+
+    Upstream's trainers keep the caller's object. Here a copy is adapted to the device, so a change in the caller's object is
+    brought over when training, an evaluation or a prediction begins.
+    """
+
+    def follow_arguments(self, args: TrainingArguments) -> None:
+        """
+        Take up changes from now on.
+
+        Args:
+            args ([`~transformers.TrainingArguments`]):
+                The caller's arguments.
+        """
+        self._callers_args, self._own_args = FollowedArguments(args), FollowedArguments(self.args)
+
+    def take_up_changes(self) -> None:
+        """Bring over what was changed in the caller's arguments, and name what comes too late."""
+        own, chips = self._own_args.changes(), self.backend.num_chips
+        # A resumed run keeps the rows of its checkpoint.
+        own.pop("per_device_train_batch_size", None)
+        if _PER_DEVICE in own:
+            # `trainer.args` has the rows of all chips.
+            own[_PER_DEVICE] *= chips
+            setattr(self.args, _PER_DEVICE, own[_PER_DEVICE])
+        fixed = set(_FIXED) if self.backend.lazy else set()
+        fixed |= {field.name for field in fields(ExtensionArguments)}
+        if self.backend.lazy:
+            fixed |= {field.name for field in fields(self.args)} - {field.name for field in fields(TrainingArguments)}
+        changed = self._callers_args.changes()
+        for name, value in changed.items():
+            if name not in fixed:
+                setattr(self.args, name, value * chips if name == _PER_DEVICE else value)
+            if name == "gradient_accumulation_steps":
+                self._recipe_rows[1] = value
+        self._own_args.changes()
+        late = {name: value for name, value in {**own, **changed}.items() if name in fixed}
+        if late:
+            settings = ", ".join(f"{name}={value!r}" for name, value in late.items())
+            logger.warning(
+                f"{settings}: changed after the trainer was made, which has no effect. Make another trainer with it."
+            )
+
+    # ---- Upstream's hooks ----
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        if not self.is_in_train:
+            self.take_up_changes()
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        if not self.is_in_train:
+            self.take_up_changes()
+        return super().predict(*args, **kwargs)
