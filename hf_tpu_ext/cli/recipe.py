@@ -175,7 +175,9 @@ def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
     # Imported here: PyTorch comes with it, and reads the environment.
     from ..backends import select_backend
 
-    select_backend(recipe.values.get("backend"))
+    # Eager CPU needs nothing of what else the environment may ask for.
+    uses_cpu = recipe.values.get("use_cpu") is True or "--use_cpu" in recipe.argv
+    select_backend("cpu" if uses_cpu else recipe.values.get("backend"))
     return recipe
 
 

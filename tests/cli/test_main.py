@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import hf_tpu_ext
+from hf_tpu_ext.backends import detect, selection
 from hf_tpu_ext.cli import main as cli
 from hf_tpu_ext.cli.main import main
 
@@ -62,6 +63,22 @@ def test_mistakes_are_told_in_one_message(argv, message, capsys, tmp_path, monke
     told = capsys.readouterr().err
     assert message in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "PJRT_DEVICE=TPU is set but this machine has no TPU"),
+        (["--backend", "xla"], "PJRT_DEVICE=TPU is set but this machine has no TPU"),
+        (["--use_cpu"], "model_name_or_path is missing."),
+    ],
+)
+def test_a_device_that_there_is_not(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.setattr(detect, "_pjrt_device_before_torch_xla", ["TPU"])
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert main(["sft", *argv]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_traceback_on_request(monkeypatch):
