@@ -56,6 +56,23 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     return _chosen[asked]
 
 
+def choose_before_upstream() -> None:
+    """
+    Choose before transformers and trl are imported, which fix then what they do about torch_xla.
+
+    Where there is nothing to choose, because the environment asks for what is absent, it is said to whoever makes a config
+    or a trainer without naming a backend.
+    """
+    try:
+        select_backend()
+    except ValueError:
+        import torch
+
+        _switch_off_upstream_xla()
+        if not torch.cuda.is_available():
+            _accept_bf16()
+
+
 def select_tracing(num_chips: int) -> Backend:
     """
     From now on choose, in this process, XLA by which programs are traced for TPU chips and none is run.

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -29,6 +29,10 @@ from .checkpoint_files import (
 from .checkpoints import EpochOrder, find_checkpoint, read_run_state, write_run_state
 
 
+#: What an evaluation of upstream's trainer gives.
+UPSTREAM_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+
+
 class SavingMixin:
     """
     The part of [`TPUTrainerMixin`] that saves and resumes, on every backend.
@@ -37,6 +41,9 @@ class SavingMixin:
     [`TrainingPreempted`]. An evaluation that was due then is made up for when the run is resumed.
     """
 
+    #: Metrics of an evaluation without `compute_metrics`: those that upstream's trainer gives for each dataset, and those
+    #: of this class. Of a class that does not name them itself they are not known before the first evaluation.
+    evaluation_metrics: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     #: Whether `train` saves and stops when it is told to by a signal.
     stops_when_told = True
 
@@ -66,6 +73,7 @@ class SavingMixin:
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
+        self._check_best_metric()
         if self.args.should_save:
             remove_leftovers(self.args.output_dir)
         self._resumed_from = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
@@ -78,6 +86,34 @@ class SavingMixin:
             self._keep_rows_per_step(state)
             self._load_run_state(state)
         return checkpoint
+
+    def _check_best_metric(self) -> None:
+        """Refuse a `metric_for_best_model` that no evaluation will have, where that is known."""
+        known = vars(type(self)).get("evaluation_metrics")
+        if (
+            known is None
+            or self.compute_metrics is not None
+            or self.args.eval_strategy == IntervalStrategy.NO
+            # One of the caller's may add to the metrics.
+            or not all(_is_known(callback) for callback in self.callback_handler.callbacks)
+        ):
+            return
+        of_dataset, of_class = known
+        datasets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
+        names = [f"{dataset}{metric}" for dataset in datasets for metric in of_dataset]
+        self._find_best_metric([f"eval_{name}" for name in (*names, *of_class)])
+
+    def _find_best_metric(self, names: Iterable[str]) -> None:
+        wanted = self.args.metric_for_best_model
+        if wanted is not None and f"eval_{wanted.removeprefix('eval_')}" not in names:
+            raise ValueError(
+                f"metric_for_best_model={wanted!r} is not among the metrics of an evaluation: {', '.join(names)}. Set it to "
+                "one of these, or return it from compute_metrics."
+            )
+
+    def _determine_best_metric(self, metrics, trial) -> bool:
+        self._find_best_metric(metrics)
+        return super()._determine_best_metric(metrics, trial)
 
     def _run_epoch(self, *args, **kwargs) -> None:
         # Upstream asks after a step only, and takes one more in a run that had ended.
@@ -248,6 +284,10 @@ class SavingMixin:
         if self._evaluation_due:
             state["evaluation_due"] = True
         write_run_state(output_dir, state)
+
+
+def _is_known(callback: TrainerCallback) -> bool:
+    return type(callback).__module__.partition(".")[0] in ("hf_tpu_ext", "transformers", "trl")
 
 
 class _Resumption(TrainerCallback):

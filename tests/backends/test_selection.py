@@ -342,6 +342,25 @@ def test_upstream_leaves_torch_xla_alone_and_child_processes_choose_anew(before,
 # ---- What needs a process of its own ----
 
 
+def test_a_device_that_there_is_not_is_told_to_whoever_would_use_it(tmp_path):
+    run_script(
+        """
+import sys
+from hf_tpu_ext import TPUSFTConfig
+assert TPUSFTConfig(sys.argv[1], use_cpu=True).device.type == "cpu"
+assert TPUSFTConfig(sys.argv[1], backend="cpu").device.type == "cpu"
+try:
+    TPUSFTConfig(sys.argv[1])
+except ValueError as error:
+    assert "PJRT_DEVICE=TPU is set but this machine has no TPU" in str(error)
+else:
+    raise AssertionError
+""",
+        tmp_path,
+        PJRT_DEVICE="TPU",
+    )
+
+
 def test_choosing_on_a_plain_machine_imports_and_starts_nothing(tmp_path):
     run_script(
         """

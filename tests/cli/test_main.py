@@ -43,6 +43,9 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"hf_tpu_ext {hf_tpu_ext.__version__}\n"
 
 
+OF_A_RUN = ["sft", "--use_cpu", "--model_name_or_path", "absent", "--dataset_name", "absent"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -54,6 +57,10 @@ def test_version(capsys):
         (["pretrain", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
         (["pretrain", "--use_cpu", "--model_name_or_path", "m", "--dataset_name", "d"], "max_length is missing"),
         (["pretrain", "--use_cpu"], "--model_name_or_path"),
+        ([*OF_A_RUN, "--per_device_train_batch_size", "0"], "per_device_train_batch_size=0 is not positive."),
+        ([*OF_A_RUN, "--report_to", "wandb"], "pip install wandb"),
+        ([*OF_A_RUN, "--deepspeed", "zero3.json"], "pip install deepspeed"),
+        (["pretrain", *OF_A_RUN[1:], "--max_length", "0"], "max_length=0 is not positive."),
         (["sft", "--smoke", "absent"], "hf-tpu prepare tiny --output_dir absent"),
     ],
 )
