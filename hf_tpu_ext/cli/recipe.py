@@ -146,9 +146,11 @@ def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
         [`Recipe`]: The recipe.
 
     Raises:
-        `ValueError`: The file cannot be read.
+        `ValueError`: The file cannot be read, or a key stands in it twice.
     """
     recipe = read_recipe(argv)
+    if recipe.path is not None:
+        _refuse_duplicates(recipe.path)
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)
@@ -195,6 +197,32 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return values
 
 
+def _refuse_duplicates(path: str) -> None:
+    """Of a key that stands twice, YAML's reader takes the last."""
+    nodes = [yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        # An alias is the node that it names.
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        lines: dict[str, list[int]] = {}
+        for key, value in node.value:
+            nodes.append(value)
+            # `<<` takes over the keys of another mapping.
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
+        for key, places in lines.items():
+            if len(places) > 1:
+                where = " and ".join(map(str, places))
+                raise ValueError(f"--config {path}: the key {key!r} stands in lines {where}. Leave one of them.")
+
+
 _KEYS = f"""
   --config   YAML file of keys; environment variables go under its key `env`
   --smoke    try the recipe first: 4 short steps on the tiny model and data in DIR (default {SMOKE_DIR}), which
@@ -229,6 +257,7 @@ class RecipeParser(TrlParser):
             usage=f"hf-tpu {command} [--config recipe.yaml] [--smoke [DIR]] [--key value ...]",
             description=description + _KEYS,
             formatter_class=_HelpFormatter,
+            allow_abbrev=False,
         )
         self._hints = {key: hint for kind in dataclass_types for key, hint in typing.get_type_hints(kind).items()}
 
