@@ -95,7 +95,10 @@ class Recipe:
         if self.values.get("kd_teacher") not in (None, "base"):
             self.values["kd_teacher"] = str(directory / "teacher")
         if "kd_cache" in self.values:
-            self.values |= {"kd_cache": f"{self.values['output_dir']}/teacher_cache", "kd_top_k": 16}
+            self.values["kd_cache"] = f"{self.values['output_dir']}/teacher_cache"
+        if {"kd_cache", "kd_top_k"} & set(self.values):
+            # More than the tiny vocabulary holds is refused.
+            self.values["kd_top_k"] = 16
 
 
 class _Parser(argparse.ArgumentParser):

@@ -162,6 +162,15 @@ def test_read_recipe(tmp_path):
     assert recipe.smoke == ".cache/tiny"
 
 
+@pytest.mark.parametrize(("key", "top_k"), [("kd_cache", 16), ("kd_top_k", 16), ("kd_alpha", None)])
+def test_smoke_learns_from_no_more_tokens_than_the_tiny_model_has(key, top_k, tmp_path):
+    (tmp_path / "model").mkdir()
+    recipe = read_recipe(["--smoke", str(tmp_path)])
+    recipe.values[key] = 512
+    recipe.use_tiny("data")
+    assert recipe.values.get("kd_top_k") == top_k
+
+
 def test_smoke_needs_a_tiny_model(tmp_path):
     recipe = read_recipe(["--smoke", str(tmp_path)])
     with pytest.raises(ValueError, match=f"hf-tpu prepare tiny --output_dir {tmp_path}"):
