@@ -12,11 +12,12 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 
 from ..backends.detect import tpu_chips
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
+from .base_record import find_frozen, write_base
 from .checkpoint_files import (
     checkpoints_by_step,
     delete_old,
@@ -44,6 +45,8 @@ class SavingMixin:
     #: Metrics of an evaluation without `compute_metrics`: those that upstream's trainer gives for each dataset, and those
     #: of this class. Of a class that does not name them itself they are not known before the first evaluation.
     evaluation_metrics: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    # Weights of the base under an adapter, as they are named where layers do not run as one loop.
+    _names_of_base: list[str] | None = None
     #: Whether `train` saves and stops when it is told to by a signal.
     stops_when_told = True
 
@@ -78,6 +81,7 @@ class SavingMixin:
             remove_leftovers(self.args.output_dir)
         self._resumed_from = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self._saved, self._evaluation_due = None, False
+        self._names_of_base = find_frozen(self.model)
         self._made_up_at = self._random_state = None
         if checkpoint is not None:
             state = read_run_state(checkpoint)
@@ -275,6 +279,17 @@ class SavingMixin:
             "output_dir to a directory that can be written to, and start again with resume_from_checkpoint=True or the "
             "path of a checkpoint."
         )
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        super()._save(output_dir, state_dict)
+        names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base
+        if names and self.args.should_save:
+            weights = self.model.state_dict() if state_dict is None else state_dict
+            write_base(
+                self.args.output_dir if output_dir is None else output_dir,
+                unwrap_peft_model(self.model).name_or_path,
+                {name: weights[name] for name in names if name in weights},
+            )
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
