@@ -52,7 +52,8 @@ class SavingMixin:
 
     def _arrange_saving(self) -> None:
         """Before upstream's `__init__`, where its own handler of signals is set."""
-        if self.compiled.args.enable_jit_checkpoint:
+        # Several processes are left to it: ours is for one.
+        if self.compiled.args.enable_jit_checkpoint and self.compiled.args.world_size == 1:
             self.compiled.args.enable_jit_checkpoint = False
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.lazy and tpu_chips() > 0
