@@ -19,6 +19,9 @@ _TPU_PCI_DEVICES = {
 # Shape of that many neighbouring chips of one host.
 _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 
+#: What `PJRT_DEVICE` may say.
+PJRT_DEVICES = ("TPU", "CPU")
+
 _pjrt_device_before_torch_xla: list[str | None] = []
 
 
@@ -71,11 +74,20 @@ def local_chips(pjrt_device: str) -> int:
 
     Returns:
         `int`: Number of devices, at least 1.
+
+    Raises:
+        `ValueError`: `CPU_NUM_DEVICES` is not a number of devices.
     """
     if pjrt_device == "TPU":
         visible = os.environ.get("TPU_VISIBLE_CHIPS")
         return max(1, tpu_chips() if visible is None else len(visible.split(",")))
-    return int(os.environ.get("CPU_NUM_DEVICES", "1"))
+    value = os.environ.get("CPU_NUM_DEVICES", "1")
+    if not value.isdecimal() or not int(value):
+        raise ValueError(
+            f"CPU_NUM_DEVICES={value!r} is not a number of devices. Set it to 1 or more, for example CPU_NUM_DEVICES=8, or "
+            "unset it."
+        )
+    return int(value)
 
 
 def show_chips(pjrt_device: str, num_chips: int, all_chips: int) -> None:
@@ -140,3 +152,29 @@ def pjrt_device_asked_for() -> str | None:
     if "torch_xla" in sys.modules and _pjrt_device_before_torch_xla:
         return _pjrt_device_before_torch_xla[0]
     return os.environ.get("PJRT_DEVICE")
+
+
+def find_pjrt_mistake(pjrt_device: str | None, chips: int) -> tuple[str, str] | None:
+    """
+    Look whether the device that `PJRT_DEVICE` asks for can be had. The runtime itself would wait for a TPU for minutes.
+
+    Args:
+        pjrt_device (`str`, *optional*):
+            What [`pjrt_device_asked_for`] says.
+        chips (`int`):
+            TPU chips of this machine.
+
+    Returns:
+        `tuple[str, str]` or `None`: What is wrong, and what to do; `None` where nothing is.
+    """
+    if pjrt_device and pjrt_device not in PJRT_DEVICES:
+        return (
+            f"PJRT_DEVICE={pjrt_device!r} is no device that this package compiles for. Allowed, in capitals: TPU, CPU",
+            "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to take what is here",
+        )
+    if pjrt_device == "TPU" and not chips:
+        return (
+            "PJRT_DEVICE=TPU is set but this machine has no TPU (none among its PCI devices)",
+            "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to take what is here",
+        )
+    return None

@@ -3,7 +3,7 @@
 import os
 
 from .base import Backend
-from .detect import has_torch_xla, pjrt_device_asked_for, tpu_chips
+from .detect import find_pjrt_mistake, has_torch_xla, pjrt_device_asked_for, tpu_chips
 
 
 BACKENDS = ("auto", "xla", "cuda", "cpu")
@@ -32,7 +32,8 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
         [`Backend`]: The backend; the same object for the same choice.
 
     Raises:
-        `ValueError`: The name is unknown, the accelerator that was asked for is absent, or it has fewer chips.
+        `ValueError`: The name is unknown, the accelerator that was asked for is absent, it has fewer chips, or the
+            environment asks for a device that there is not.
     """
     asked, source = name or "auto", "backend"
     if asked == "auto":
@@ -53,6 +54,23 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     if _chosen[asked].name != "cuda":
         _accept_bf16()
     return _chosen[asked]
+
+
+def choose_before_upstream() -> None:
+    """
+    Choose before transformers and trl are imported, which fix then what they do about torch_xla.
+
+    Where there is nothing to choose, because the environment asks for what is absent, it is said to whoever makes a config
+    or a trainer without naming a backend.
+    """
+    try:
+        select_backend()
+    except ValueError:
+        import torch
+
+        _switch_off_upstream_xla()
+        if not torch.cuda.is_available():
+            _accept_bf16()
 
 
 def select_tracing(num_chips: int) -> Backend:
@@ -107,6 +125,7 @@ def _choose() -> Backend:
     if xla_allowed and chips and pjrt_device in (None, "TPU"):
         return _xla("TPU", f"{chips} TPU chip{'s' if chips > 1 else ''} found")
     if xla_allowed and pjrt_device:
+        _check_pjrt_device(pjrt_device, chips)
         return _xla(pjrt_device, f"PJRT_DEVICE={pjrt_device} is set")
     if torch.cuda.is_available():
         return _cuda("CUDA is available")
@@ -117,18 +136,20 @@ def _choose() -> Backend:
     return _cpu("no TPU or GPU found")
 
 
+def _check_pjrt_device(pjrt_device: str, chips: int) -> None:
+    if (mistake := find_pjrt_mistake(pjrt_device, chips)) is not None:
+        raise ValueError("{}. {}.".format(*mistake))
+
+
 def _explicit(name: str, setting: str) -> Backend:
     import torch
 
     if name == "xla":
         if not has_torch_xla():
             raise ValueError(f"{setting} needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
-        pjrt_device = pjrt_device_asked_for() or ("TPU" if tpu_chips() else "CPU")
-        if pjrt_device == "TPU" and not tpu_chips():
-            raise ValueError(
-                "PJRT_DEVICE=TPU is set but this machine has no TPU. Set PJRT_DEVICE=CPU to compile with XLA for the "
-                "host, or backend='auto' to take what is here."
-            )
+        chips = tpu_chips()
+        pjrt_device = pjrt_device_asked_for() or ("TPU" if chips else "CPU")
+        _check_pjrt_device(pjrt_device, chips)
         return _xla(pjrt_device, f"{setting} was asked for")
     if name == "cuda":
         if not torch.cuda.is_available():

@@ -189,8 +189,15 @@ def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
             "This happens once; optim=adamw_torch makes it before.",
         )
     for name in _changed(before.numbers, after.numbers):
+        what = f"`{name}` of {after.optimizer} was {before.numbers.get(name)}, is {after.numbers.get(name)}"
+        if "not 0" in (before.numbers.get(name), after.numbers.get(name)):
+            return Cause(
+                what,
+                "A step without it is another program: set it before training. From one number above 0 to another it may "
+                "change at any time.",
+            )
         return Cause(
-            f"`{name}` of {after.optimizer} was {before.numbers.get(name)}, is {after.numbers.get(name)}",
+            what,
             "The optimizer takes it as a Python number, of which 0, 1 and -1 become part of the program: keep it off "
             "these, or use optim=adamw_torch, which gets it as data.",
         )

@@ -27,12 +27,14 @@ def autoload() -> None:
       [`~hf_tpu_ext.TPUSFTTrainer`].
 
     `trl sft` is replaced if `HF_TPU_EXT` is `1` in the environment or under the recipe's `env:` key, which counts more,
-    or if it is set nowhere and the machine has a TPU. `HF_TPU_EXT=0` in the environment switches all of this off.
+    or if it is set nowhere and the machine has a TPU. `HF_TPU_EXT=0` in the environment switches all of this off. Of a
+    value that means neither, a line says so.
     """
     from ..backends.detect import remember_pjrt_device
 
     remember_pjrt_device()
     switch = os.environ.get(_SWITCH, "").lower()
+    _check(switch, "the environment")
     if switch in _OFF:
         return
     if not _is_trl_sft(sys.argv):
@@ -47,6 +49,15 @@ def autoload() -> None:
     sys.stderr.flush()
     # Without -P, `-m` would put the working directory on the module path, which the `trl` command does not.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", "sft", *sys.argv[2:]])
+
+
+def _check(switch: str, where: str) -> None:
+    if switch and switch not in _ON | _OFF:
+        print(
+            f"hf_tpu_ext: {_SWITCH}={switch!r} in {where} has no effect. Allowed: {', '.join(sorted(_ON))}; "
+            f"{', '.join(sorted(_OFF))}.",
+            file=sys.stderr,
+        )
 
 
 def _is_trl_sft(argv: list[str]) -> bool:
@@ -64,6 +75,7 @@ def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
     except ValueError:
         # The command that reads the recipe next, stock or not, says what is wrong with it.
         in_recipe = ""
+    _check(in_recipe, "the recipe's env")
     if in_recipe in _OFF:
         return None
     if in_recipe in _ON:

@@ -14,8 +14,8 @@ examples:
   hf-tpu export runs/sft_lora_qwen3/checkpoint-500 --merge --dtype float32 --output_dir models/mine
   hf-tpu export runs/sft_full_qwen3 --dtype bfloat16
 
-The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much,
-and 2 if nothing was written.
+The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much
+or its base is not the one of the training, and 2 if nothing was written.
 """
 
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             With the options above.
 
     Returns:
-        `int`: `0` if the export may be used in place of the trained model, `1` if it differs much.
+        `int`: `0` if the export may be used in place of the trained model, `1` if it differs much or its base is another.
 
     Raises:
         `ValueError`: Something is missing or does not fit.
@@ -99,4 +99,6 @@ def _page(export) -> str:
     for name, row in rows.items():
         if row is not None:
             lines.append(f"{name:<{width}}{row.max_abs:>15.3g}{row.mean_kl:>12.2g}{row.same_top1:>12.1%}")
+    if export.base_check and export.base_check != export.verdict:
+        lines += ["", export.base_check]
     return "\n".join([*lines, "", export.verdict, f"Written: {export.output_dir}"])

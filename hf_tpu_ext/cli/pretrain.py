@@ -1,6 +1,7 @@
 """`hf-tpu pretrain`: next-token training on plain text with `TPUTrainer`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from .recipe import Recipe, RecipeParser, open_recipe
@@ -112,6 +113,8 @@ def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callabl
     from trl import ScriptArguments
 
     from ..trainers import TPUTrainer, TPUTrainingArguments
+    from ..trainers.checkpoints import leaving_no_empty_dir
+    from ..trainers.setting_checks import check_recipe
 
     parser = RecipeParser((ScriptArguments, TPUTrainingArguments, PretrainArguments), command, description)
     script_args, training_args, args = parser.parse(recipe)
@@ -119,6 +122,8 @@ def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callabl
         raise ValueError("dataset_name is missing. For example: --dataset_name roneneldan/TinyStories")
     if training_args.max_length is None:
         raise ValueError("max_length is missing: the number of tokens in a row. For example: --max_length 512")
+    if adapt_trainer is None:
+        check_recipe(training_args)
 
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.model_revision)
 
@@ -143,15 +148,16 @@ def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callabl
             args.model_name_or_path, revision=args.model_revision, dtype=torch.float32
         )
     trainer_cls = TPUTrainer if adapt_trainer is None else adapt_trainer(TPUTrainer)
-    trainer = trainer_cls(
-        model,
-        training_args,
-        data_collator=default_data_collator,
-        train_dataset=rows(script_args.dataset_train_split),
-        eval_dataset=rows(script_args.dataset_test_split) if training_args.eval_strategy != "no" else None,
-        processing_class=tokenizer,
-    )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    with leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext():
+        trainer = trainer_cls(
+            model,
+            training_args,
+            data_collator=default_data_collator,
+            train_dataset=rows(script_args.dataset_train_split),
+            eval_dataset=rows(script_args.dataset_test_split) if training_args.eval_strategy != "no" else None,
+            processing_class=tokenizer,
+        )
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     print(f"Model saved to {training_args.output_dir}.")
     if training_args.push_to_hub:

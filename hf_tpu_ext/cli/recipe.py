@@ -95,7 +95,10 @@ class Recipe:
         if self.values.get("kd_teacher") not in (None, "base"):
             self.values["kd_teacher"] = str(directory / "teacher")
         if "kd_cache" in self.values:
-            self.values |= {"kd_cache": f"{self.values['output_dir']}/teacher_cache", "kd_top_k": 16}
+            self.values["kd_cache"] = f"{self.values['output_dir']}/teacher_cache"
+        if {"kd_cache", "kd_top_k"} & set(self.values):
+            # More than the tiny vocabulary holds is refused.
+            self.values["kd_top_k"] = 16
 
 
 class _Parser(argparse.ArgumentParser):
@@ -146,9 +149,11 @@ def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
         [`Recipe`]: The recipe.
 
     Raises:
-        `ValueError`: The file cannot be read.
+        `ValueError`: The file cannot be read, or a key stands in it twice.
     """
     recipe = read_recipe(argv)
+    if recipe.path is not None:
+        _refuse_duplicates(recipe.path)
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)
@@ -175,7 +180,9 @@ def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
     # Imported here: PyTorch comes with it, and reads the environment.
     from ..backends import select_backend
 
-    select_backend(recipe.values.get("backend"))
+    # Eager CPU needs nothing of what else the environment may ask for.
+    uses_cpu = recipe.values.get("use_cpu") is True or "--use_cpu" in recipe.argv
+    select_backend("cpu" if uses_cpu else recipe.values.get("backend"))
     return recipe
 
 
@@ -191,6 +198,32 @@ def _read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(values).__name__}.")
     return values
+
+
+def _refuse_duplicates(path: str) -> None:
+    """Of a key that stands twice, YAML's reader takes the last."""
+    nodes = [yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        # An alias is the node that it names.
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        lines: dict[str, list[int]] = {}
+        for key, value in node.value:
+            nodes.append(value)
+            # `<<` takes over the keys of another mapping.
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
+        for key, places in lines.items():
+            if len(places) > 1:
+                where = " and ".join(map(str, places))
+                raise ValueError(f"--config {path}: the key {key!r} stands in lines {where}. Leave one of them.")
 
 
 _KEYS = f"""
@@ -227,6 +260,7 @@ class RecipeParser(TrlParser):
             usage=f"hf-tpu {command} [--config recipe.yaml] [--smoke [DIR]] [--key value ...]",
             description=description + _KEYS,
             formatter_class=_HelpFormatter,
+            allow_abbrev=False,
         )
         self._hints = {key: hint for kind in dataclass_types for key, hint in typing.get_type_hints(kind).items()}
 

@@ -20,7 +20,7 @@ def add_parser(commands) -> None:
         "their curves, and what differs in their recipes and results.",
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="output_dir of a run")
-    parser.add_argument("--output_dir", type=Path, help="where to write the report")
+    parser.add_argument("--output_dir", type=Path, help="where to write the report; made if need be")
     parser.add_argument(
         "--prices", type=Path, help="prices of a chip's hour, in place of list prices (see `hf-tpu plan`)"
     )

@@ -1,6 +1,7 @@
 """`hf-tpu sft`: TRL's supervised fine-tuning script in one process, with `TPUSFTTrainer`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from .recipe import Recipe, RecipeParser, open_recipe
@@ -62,19 +63,24 @@ def train(
     from trl.scripts.sft import main
 
     from ..trainers import TPUSFTConfig, TPUSFTTrainer
+    from ..trainers.checkpoints import leaving_no_empty_dir
+    from ..trainers.setting_checks import check_recipe
 
     dataclass_types = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
     arguments = RecipeParser(dataclass_types, command, description).parse(recipe)
-    script_args, _, model_args, dataset_args = arguments
+    script_args, training_args, model_args, dataset_args = arguments
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
     if script_args.dataset_name is None and not dataset_args.datasets:
         raise ValueError("dataset_name is missing. For example: --dataset_name trl-lib/Capybara")
+    if adapt_trainer is None:
+        check_recipe(training_args)
 
     upstream = trl.SFTTrainer
     trl.SFTTrainer = TPUSFTTrainer if adapt_trainer is None else adapt_trainer(TPUSFTTrainer)
     try:
-        main(*arguments)
+        with leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext():
+            main(*arguments)
     except KeyError as error:
         splits = (script_args.dataset_train_split, script_args.dataset_test_split)
         if error.args[0] not in splits:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from signal import Signals
 
-from ..backends.detect import tpu_chips, tpu_kind
+from ..backends.detect import find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
 from ..backends.host import LOCK_FILE, find_chip_holders
 from .check import Check
 
@@ -82,6 +82,9 @@ def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c",
             "backend", "failed", text, "Look whether the disk of the environment is slow or full, and try again"
         )
     if result.returncode:
+        mistake = find_pjrt_mistake(pjrt_device_asked_for(), int(has_tpu))
+        if mistake is not None and mistake[0] in result.stderr:
+            return Check("backend", "failed", *mistake)
         return Check("backend", "failed", *explain_end(result.returncode, result.stderr))
     name, reason = json.loads(result.stdout.splitlines()[-1])
     text = f"{name}: {reason}"

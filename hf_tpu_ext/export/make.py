@@ -36,6 +36,10 @@ class Export:
             What it was made from.
         base (`str`, *optional*):
             Model under the adapter, where one was merged.
+        same_base (`bool`, *optional*):
+            Whether it is the one that the adapter was trained on; `None` where that is not known.
+        base_check (`str`):
+            Why.
         dtype (`str`):
             Dtype of the weights.
         num_parameters (`int`):
@@ -63,6 +67,8 @@ class Export:
     output_dir: str
     run_dir: str
     base: str | None
+    same_base: bool | None
+    base_check: str
     dtype: str
     num_parameters: int
     tied: bool
@@ -130,7 +136,7 @@ def export_run(
     check_room(output_dir, size)
 
     tokenizer = source.load_tokenizer()
-    model = source.load_trained(tokenizer)
+    model, base_check = source.load_trained(tokenizer)
     rows = answer(model, tokenize_prompts(tokenizer, prompts))
     trained = logits(model, rows)
     training = None
@@ -152,11 +158,13 @@ def export_run(
         written = AutoModelForCausalLM.from_pretrained(partial, dtype=dtype).eval()
         exported = compare(trained, logits(written, rows))
         weights = exported if dtype == "float32" else compare(trained, logits(written.float(), rows))
-        good, verdict = judge(dtype, exported, training)
+        good, verdict = judge(dtype, exported, training) if base_check.same is not False else (False, base_check.text)
         export = Export(
             output_dir=str(output_dir),
             run_dir=str(run_dir),
             base=source.base if merge else None,
+            same_base=base_check.same,
+            base_check=base_check.text,
             dtype=dtype,
             num_parameters=num_parameters,
             tied=tied,

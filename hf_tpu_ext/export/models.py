@@ -23,7 +23,24 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
 from transformers.utils import CONFIG_NAME
 
+from ..trainers.base_record import BASE_FILE, find_differences
 from ..trainers.checkpoint_files import MANIFEST_NAME, find_damage
+
+
+@dataclass(frozen=True)
+class BaseCheck:
+    """
+    Whether an adapter is on the base that it was trained on.
+
+    Args:
+        same (`bool`, *optional*):
+            Whether it is; `None` where that is not known.
+        text (`str`):
+            Why. Empty where there is no adapter.
+    """
+
+    same: bool | None
+    text: str
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,7 @@ class Source:
                 "began with: tokenizer.json and tokenizer_config.json."
             ) from error
 
-    def load_trained(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | PeftModel:
+    def load_trained(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel | PeftModel, BaseCheck]:
         """
         Load what was trained, in float32: an adapter on its base.
 
@@ -94,7 +111,7 @@ class Source:
                 The run's tokenizer. Where it has tokens that the base has not, the run has added them.
 
         Returns:
-            [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]: The model.
+            `tuple`: The model, a [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`], and the [`BaseCheck`].
 
         Raises:
             `ValueError`: A file is missing or cannot be read, or the adapter is that of another model.
@@ -107,7 +124,9 @@ class Source:
             raise ValueError(
                 f"The weights in {self.base} cannot be read ({error}). Take another checkpoint."
             ) from error
+        check = BaseCheck(None, "")
         if self.adapter is not None:
+            check = self._check_base(model)
             if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
                 model.resize_token_embeddings(len(tokenizer))
             try:
@@ -126,7 +145,25 @@ class Source:
                 ) from error
         # As the trainer does at the start of a run; an adapter's directory does not keep it.
         align_special_tokens(model.get_base_model() if self.adapter is not None else model, tokenizer)
-        return model.eval()
+        return model.eval(), check
+
+    def _check_base(self, model: PreTrainedModel) -> BaseCheck:
+        found = find_differences(self.directory, model)
+        if found is None:
+            return BaseCheck(
+                None,
+                f"Whether {self.base} is the base that the adapter was trained on could not be told: {self.directory} has no "
+                f"{BASE_FILE} that fits it.",
+            )
+        compared, differing = found
+        if not differing:
+            return BaseCheck(True, f"The base is the one of the training: {compared} weights compared.")
+        return BaseCheck(
+            False,
+            f"{self.base} is not the base that the adapter was trained on: {len(differing)} of {compared} weights differ, "
+            f"{differing[0]} first. The exported model is not what was trained. Give the base of the training, "
+            f"{self.adapter.base_model_name_or_path} as it was then: --base_model DIRECTORY",
+        )
 
     def _no_base(self) -> ValueError:
         if self.adapter is None:

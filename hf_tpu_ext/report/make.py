@@ -26,7 +26,7 @@ def make_report(
         directories (`Sequence[str | Path]`):
             Output directories of the runs.
         output_dir (`str` or `Path`, *optional*):
-            Where to write it, by default the directory of the run; for several the current directory.
+            Where to write it, by default the directory of the run; for several the current directory. It is made if need be.
         prices (`str` or `Path`, *optional*):
             File of prices, see [`read_prices`].
         plan (`str` or `Path`, *optional*):
@@ -64,6 +64,7 @@ def make_report(
 
 def _write(path: Path, text: str) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
         raise ValueError(

@@ -1,10 +1,10 @@
 """The trainers and their configs."""
 
 # The backend is chosen before transformers and trl are imported: they fix what they do about torch_xla on import.
-from ..backends import select_backend
+from ..backends.selection import choose_before_upstream
 
 
-select_backend()
+choose_before_upstream()
 
 from ..callbacks.preemption import TrainingPreempted  # noqa: E402
 from .configs import ExtensionArguments, TPUSFTConfig, TPUTrainingArguments  # noqa: E402

@@ -12,7 +12,7 @@ from trl import SFTConfig
 
 from ..backends.base import Backend
 from ..sharding import parse_mesh
-from .configs import ExtensionArguments
+from .configs import NO_DEEPSPEED, ExtensionArguments
 
 
 #: AdamW in its several implementations: all become [`LazyAdamW`].
@@ -271,6 +271,11 @@ def _kernels(adapted: CompiledArguments) -> None:
         if vars(args)[name]:
             setattr(args, name, value)
             adapted.changes.append(f"{name} has no effect: {why}")
+    # Upstream compiles by these two, whatever `torch_compile` says.
+    args.torch_compile_backend = args.torch_compile_mode = None
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
+        adapted.changes.append("ACCELERATE_DYNAMO_BACKEND has no effect: the step is compiled by XLA")
     if args.torch_empty_cache_steps is not None:
         args.torch_empty_cache_steps = None
         adapted.changes.append("torch_empty_cache_steps has no effect on XLA")
@@ -279,7 +284,7 @@ def _kernels(adapted: CompiledArguments) -> None:
 def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
     args = adapted.args
     if args.deepspeed:
-        raise ValueError("deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' splits the weights.")
+        raise ValueError(NO_DEEPSPEED)
     if isinstance(args, ExtensionArguments):
         adapted.mesh, adapted.show_sharding = args.mesh, args.show_sharding
         adapted.step_replay = args.step_replay

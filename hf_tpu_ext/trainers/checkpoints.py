@@ -3,6 +3,8 @@
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +123,13 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
     )
 
 
-def check_output_dir(output_dir: str) -> None:
+@contextmanager
+def leaving_no_empty_dir(output_dir: str) -> Iterator[None]:
     """
-    Make sure that the output directory can be written to, before hours are spent on what goes there.
+    Context that makes sure that the output directory can be written to, before hours are spent on what goes there.
+
+    Where the context ends with an error, as of a setting that does not work, the directories that were made for it are
+    removed again, if nothing is in them.
 
     Args:
         output_dir (`str`):
@@ -132,6 +138,20 @@ def check_output_dir(output_dir: str) -> None:
     Raises:
         `ValueError`: It cannot be created or written to.
     """
+    path = Path(output_dir)
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    try:
+        _check_output_dir(output_dir)
+        yield
+    except BaseException:
+        # The deepest is the first.
+        with suppress(OSError):
+            for directory in made:
+                directory.rmdir()
+        raise
+
+
+def _check_output_dir(output_dir: str) -> None:
     try:
         os.makedirs(output_dir, exist_ok=True)
         with tempfile.TemporaryFile(dir=output_dir):

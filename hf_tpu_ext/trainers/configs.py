@@ -1,6 +1,7 @@
 """Settings that only this package knows. All optional: a plain `SFTConfig` or `TrainingArguments` works as well."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from transformers import TrainingArguments
 from trl import SFTConfig
@@ -11,6 +12,8 @@ from ..sharding import parse_mesh
 
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
+#: What is said of `deepspeed`.
+NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' splits the weights."
 
 
 @dataclass
@@ -142,7 +145,16 @@ class ExtensionArguments:
 
     def __post_init__(self):
         # Upstream takes a device while it sets up its own fields, so the choice comes first.
-        select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
+        backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
+        if self.deepspeed:
+            # Upstream asks for the package as soon as it reads this.
+            if backend.lazy:
+                raise ValueError(NO_DEEPSPEED)
+            if find_spec("deepspeed") is None:
+                raise ValueError(
+                    "deepspeed needs a package that is not installed: pip install deepspeed. Or leave deepspeed out of the "
+                    "recipe."
+                )
         if self.mesh is not None:
             parse_mesh(self.mesh)
         if isinstance(self.length_buckets, int):

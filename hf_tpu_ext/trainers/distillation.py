@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..distillation.cache import TeacherCache
@@ -71,6 +71,7 @@ class DistillationMixin:
                     "with LoRA (use_peft: true, or peft_config=...), or make a cache of the base first: hf-tpu "
                     "cache-teacher --kd_teacher MODEL, then kd_cache=DIRECTORY."
                 )
+            self._check_top_k(unwrap_peft_model(self.model))
             self.teacher = AnchorTeacher(self.model)
         else:
             self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher), self.backend, self.mesh)
@@ -83,10 +84,21 @@ class DistillationMixin:
                 "kd_teacher='base' holds the student to its base."
             )
         check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
+        self._check_top_k(student)
         # In bfloat16 compute as it is stored, usually half the size of the student's weights.
         in_full = self.compiled.compute_dtype is None and not self.args.bf16
         dtype = student.get_output_embeddings().weight.dtype if in_full else "auto"
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        self._check_top_k(teacher)
+        return teacher
+
+    def _check_top_k(self, model: PreTrainedModel) -> None:
+        top_k, vocab_size = self.args.kd_top_k, model.get_output_embeddings().weight.shape[0]
+        if top_k is not None and top_k > vocab_size:
+            raise ValueError(
+                f"kd_top_k={top_k}, but the vocabulary of {model.name_or_path!r} has {vocab_size} tokens. Set kd_top_k to "
+                f"1...{vocab_size}, or leave it out for all tokens."
+            )
 
     def _open_cache(self) -> CachedTeacher:
         args = self.args

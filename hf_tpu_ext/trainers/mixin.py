@@ -1,5 +1,6 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .arguments import (
     set_gradient_checkpointing,
 )
 from .batches import BatchesMixin
-from .checkpoints import check_output_dir
+from .checkpoints import leaving_no_empty_dir
 from .chips import ChipsMixin, unused_settings
 from .configs import ExtensionArguments
 from .copies import RealCopiesMixin
@@ -38,6 +39,7 @@ from .layers import LayerScanMixin
 from .lengths import row_lengths
 from .replay import ReplayMixin
 from .saving import SavingMixin
+from .setting_checks import check_settings
 from .status import StatusMixin
 from .step_boundary import StepBoundary
 from .watching import WatchMixin
@@ -88,11 +90,16 @@ class TPUTrainerMixin(
 
     def __init__(self, model=None, args: TrainingArguments | None = None, *rest, **kwargs):
         args = self._default_args(model) if args is None else args
+        with leaving_no_empty_dir(args.output_dir):
+            self._set_up(model, args, *rest, **kwargs)
+
+    def _set_up(self, model, args: TrainingArguments, *rest, **kwargs) -> None:
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         self._max_recompiles = extension.max_recompiles
-        check_output_dir(args.output_dir)
+        given = inspect.signature(super().__init__).bind(model, args, *rest, **kwargs).arguments
+        check_settings(args, self.backend.lazy, given)
         if self.backend.lazy:
             check_weights(model, kwargs.get("quantization_config"))
             if isinstance(model, PreTrainedModel):

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 
 from ..backends.detect import tpu_chips
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
+from .base_record import find_frozen, write_base
 from .checkpoint_files import (
     checkpoints_by_step,
     delete_old,
@@ -29,6 +30,10 @@ from .checkpoint_files import (
 from .checkpoints import EpochOrder, find_checkpoint, read_run_state, write_run_state
 
 
+#: What an evaluation of upstream's trainer gives.
+UPSTREAM_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+
+
 class SavingMixin:
     """
     The part of [`TPUTrainerMixin`] that saves and resumes, on every backend.
@@ -37,12 +42,18 @@ class SavingMixin:
     [`TrainingPreempted`]. An evaluation that was due then is made up for when the run is resumed.
     """
 
+    #: Metrics of an evaluation without `compute_metrics`: those that upstream's trainer gives for each dataset, and those
+    #: of this class. Of a class that does not name them itself they are not known before the first evaluation.
+    evaluation_metrics: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    # Weights of the base under an adapter, as they are named where layers do not run as one loop.
+    _names_of_base: list[str] | None = None
     #: Whether `train` saves and stops when it is told to by a signal.
     stops_when_told = True
 
     def _arrange_saving(self) -> None:
         """Before upstream's `__init__`, where its own handler of signals is set."""
-        if self.compiled.args.enable_jit_checkpoint:
+        # Several processes are left to it: ours is for one.
+        if self.compiled.args.enable_jit_checkpoint and self.compiled.args.world_size == 1:
             self.compiled.args.enable_jit_checkpoint = False
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.lazy and tpu_chips() > 0
@@ -66,10 +77,12 @@ class SavingMixin:
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
+        self._check_best_metric()
         if self.args.should_save:
             remove_leftovers(self.args.output_dir)
         self._resumed_from = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         self._saved, self._evaluation_due = None, False
+        self._names_of_base = find_frozen(self.model)
         self._made_up_at = self._random_state = None
         if checkpoint is not None:
             state = read_run_state(checkpoint)
@@ -78,6 +91,34 @@ class SavingMixin:
             self._keep_rows_per_step(state)
             self._load_run_state(state)
         return checkpoint
+
+    def _check_best_metric(self) -> None:
+        """Refuse a `metric_for_best_model` that no evaluation will have, where that is known."""
+        known = vars(type(self)).get("evaluation_metrics")
+        if (
+            known is None
+            or self.compute_metrics is not None
+            or self.args.eval_strategy == IntervalStrategy.NO
+            # One of the caller's may add to the metrics.
+            or not all(_is_known(callback) for callback in self.callback_handler.callbacks)
+        ):
+            return
+        of_dataset, of_class = known
+        datasets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
+        names = [f"{dataset}{metric}" for dataset in datasets for metric in of_dataset]
+        self._find_best_metric([f"eval_{name}" for name in (*names, *of_class)])
+
+    def _find_best_metric(self, names: Iterable[str]) -> None:
+        wanted = self.args.metric_for_best_model
+        if wanted is not None and f"eval_{wanted.removeprefix('eval_')}" not in names:
+            raise ValueError(
+                f"metric_for_best_model={wanted!r} is not among the metrics of an evaluation: {', '.join(names)}. Set it to "
+                "one of these, or return it from compute_metrics."
+            )
+
+    def _determine_best_metric(self, metrics, trial) -> bool:
+        self._find_best_metric(metrics)
+        return super()._determine_best_metric(metrics, trial)
 
     def _run_epoch(self, *args, **kwargs) -> None:
         # Upstream asks after a step only, and takes one more in a run that had ended.
@@ -240,6 +281,17 @@ class SavingMixin:
             "path of a checkpoint."
         )
 
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        super()._save(output_dir, state_dict)
+        names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base
+        if names and self.args.should_save:
+            weights = self.model.state_dict() if state_dict is None else state_dict
+            write_base(
+                self.args.output_dir if output_dir is None else output_dir,
+                unwrap_peft_model(self.model).name_or_path,
+                {name: weights[name] for name in names if name in weights},
+            )
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         state = {"epoch_rng_state": self._epoch_order.rng_state, **self._batch_state(), **self._run_state()}
@@ -248,6 +300,10 @@ class SavingMixin:
         if self._evaluation_due:
             state["evaluation_due"] = True
         write_run_state(output_dir, state)
+
+
+def _is_known(callback: TrainerCallback) -> bool:
+    return type(callback).__module__.partition(".")[0] in ("hf_tpu_ext", "transformers", "trl")
 
 
 class _Resumption(TrainerCallback):

@@ -15,11 +15,13 @@ from ..data import PackedCollator, StaticShapeCollator
 from ..step.looped_head import score_tokens
 from ..step.metrics import DeviceSums
 from ..step.replaced_head import head_computed_by
+from .checkpoints import leaving_no_empty_dir
 from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
 from .distillation import KD_METRICS, DistillationMixin, distills
 from .lengths import declare_lengths, pad_token_of
 from .mixin import TPUTrainerMixin
+from .saving import UPSTREAM_METRICS
 
 
 class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
@@ -60,6 +62,11 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
         `ValueError`: A setting or a dataset does not work; the message says what to do instead.
     """
 
+    evaluation_metrics = (
+        UPSTREAM_METRICS,
+        ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss", *KD_METRICS),
+    )
+
     def __init__(
         self,
         model=None,
@@ -76,11 +83,13 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
             # Upstream would do so after the arguments were pointed to the device, and find another one.
             config_cls = TPUSFTConfig if isinstance(args, ExtensionArguments) else SFTConfig
             args = config_cls(**{**args.to_dict(), "hub_token": args.hub_token})
-        super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
-        if distills(self.args):
-            self._prepare_teacher()
-        if isinstance(args, TPUSFTConfig) and args.show_samples:
-            self._show_samples(args.show_samples)
+        args = self._default_args(model) if args is None else args
+        with leaving_no_empty_dir(args.output_dir):
+            super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
+            if distills(self.args):
+                self._prepare_teacher()
+            if isinstance(args, TPUSFTConfig) and args.show_samples:
+                self._show_samples(args.show_samples)
 
     def _show_samples(self, count: int) -> None:
         if not isinstance(self.eval_dataset, Dataset):

@@ -13,6 +13,7 @@ from .configs import ExtensionArguments, TPUTrainingArguments
 from .dataset_checks import check_has_rows, named_datasets
 from .lengths import declare_lengths, pad_token_of, row_lengths
 from .mixin import TPUTrainerMixin
+from .saving import UPSTREAM_METRICS
 
 
 class TPUTrainer(TPUTrainerMixin, Trainer):
@@ -34,6 +35,8 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
     Raises:
         `ValueError`: A setting or a dataset does not work; the message says what to do instead.
     """
+
+    evaluation_metrics = (UPSTREAM_METRICS, ())
 
     def __init__(
         self,

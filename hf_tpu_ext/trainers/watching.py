@@ -60,6 +60,9 @@ class WatchMixin:
     def _note_batch(self, inputs: Mapping[str, Any]) -> None:
         tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
         self._batch = inputs
+        if self.model.training and self.watch.step is not None:
+            # Now: a callback may have set them since the last step.
+            self._note_optimizer()
         # Other columns may come first.
         self._batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
 
@@ -84,8 +87,6 @@ class WatchMixin:
             for event in self.watch.events[known:]:
                 if (event.kind, event.shape) == (kind, self._batch_shape):
                     self.status.clock.credit("compile", event.seconds)
-        if self.watch.step is not None:
-            self._note_optimizer()
         return program
 
     def _note_optimizer(self) -> None:
@@ -163,7 +164,7 @@ def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
             label = name if len(optimizer.param_groups) == 1 else f"{name} of group {index}"
             if isinstance(optimizer, LazyAdamW) and name in ("lr", "weight_decay", "initial_lr"):
                 # Sent as data; without weight decay, the step has no such operation.
-                value = bool(value) if name == "weight_decay" else None
+                value = ("not 0" if value else "0") if name == "weight_decay" else None
             elif isinstance(value, float):
                 # Others are sent as data by torch_xla.
                 value = f"{value:g}" if value in (0, 1, -1) else "neither 0, 1 nor -1"

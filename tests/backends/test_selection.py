@@ -79,6 +79,14 @@ def test_local_chips(pjrt_device, env, chips, expected, monkeypatch):
     assert detect.local_chips(pjrt_device) == expected
 
 
+@pytest.mark.parametrize("value", ["eight", "0", "-1", ""])
+def test_devices_of_the_host_that_are_no_number(value, monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", value)
+    with pytest.raises(ValueError) as error:
+        detect.local_chips("CPU")
+    assert f"CPU_NUM_DEVICES={value!r}" in str(error.value) and "CPU_NUM_DEVICES=8" in str(error.value)
+
+
 @pytest.fixture
 def chip_variables(monkeypatch):
     """None of the variables that say which chips a process sees is set; afterwards all are as before."""
@@ -272,16 +280,37 @@ def test_a_choice_stands_and_an_explicit_one_does_not_replace_it(fresh, xla):
         (
             lambda patch: patch.setattr(detect, "_pjrt_device_before_torch_xla", ["TPU"]),
             "xla",
-            ["PJRT_DEVICE=TPU", "no TPU", "PJRT_DEVICE=CPU", "backend='auto'"],
+            ["PJRT_DEVICE=TPU", "no TPU", "PJRT_DEVICE=CPU", "unset PJRT_DEVICE"],
+        ),
+        (
+            lambda patch: patch.setattr(detect, "_pjrt_device_before_torch_xla", ["TPU"]),
+            "auto",
+            ["PJRT_DEVICE=TPU", "no TPU", "PJRT_DEVICE=CPU", "unset PJRT_DEVICE"],
+        ),
+        *(
+            (
+                lambda patch, name=name: patch.setattr(detect, "_pjrt_device_before_torch_xla", [name]),
+                asked,
+                [f"PJRT_DEVICE={name!r}", "TPU, CPU", "PJRT_DEVICE=CPU", "unset PJRT_DEVICE"],
+            )
+            for name in ("TPUU", "cpu", "CUDA")
+            for asked in ("auto", "xla")
         ),
     ],
-    ids=["unknown name", "unknown variable", "no CUDA", "no torch_xla", "no TPU"],
 )
 def test_what_is_absent_is_an_error_that_says_what_to_type(prepare, asked, words, fresh, xla):
     prepare(fresh)
     with pytest.raises(ValueError) as error:
         select_backend(asked)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("pjrt_device", ["TPUU", "TPU"])
+def test_a_device_that_is_not_used_is_not_looked_for(pjrt_device, fresh, xla):
+    fresh.setattr(detect, "_pjrt_device_before_torch_xla", [pjrt_device])
+    assert select_backend("cpu").name == "cpu"
+    fresh.setenv("USE_TORCH_XLA", "0")
+    assert select_backend().name == "cpu"
 
 
 @pytest.mark.parametrize("variable", ["CPU", "TPU"])
@@ -311,6 +340,25 @@ def test_upstream_leaves_torch_xla_alone_and_child_processes_choose_anew(before,
 
 
 # ---- What needs a process of its own ----
+
+
+def test_a_device_that_there_is_not_is_told_to_whoever_would_use_it(tmp_path):
+    run_script(
+        """
+import sys
+from hf_tpu_ext import TPUSFTConfig
+assert TPUSFTConfig(sys.argv[1], use_cpu=True).device.type == "cpu"
+assert TPUSFTConfig(sys.argv[1], backend="cpu").device.type == "cpu"
+try:
+    TPUSFTConfig(sys.argv[1])
+except ValueError as error:
+    assert "PJRT_DEVICE=TPU is set but this machine has no TPU" in str(error)
+else:
+    raise AssertionError
+""",
+        tmp_path,
+        PJRT_DEVICE="TPU",
+    )
 
 
 def test_choosing_on_a_plain_machine_imports_and_starts_nothing(tmp_path):

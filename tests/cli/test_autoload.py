@@ -88,6 +88,22 @@ def test_unreadable_recipe_is_left_to_the_command_that_runs(tmp_path):
     assert autoload._reason_to_replace("", ["--config", str(tmp_path / "absent.yaml")]) is None
 
 
+@pytest.mark.parametrize("value", ["on please", "2", "None"])
+def test_a_value_that_means_nothing_is_told(value, tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"env:\n  HF_TPU_EXT: {value}\n")
+    monkeypatch.setattr(detect, "tpu_chips", lambda: 0)
+    assert autoload._reason_to_replace("", ["--config", str(recipe)]) is None
+    allowed = "has no effect. Allowed: 1, on, true, yes; 0, false, no, off."
+    assert capsys.readouterr().err == f"hf_tpu_ext: HF_TPU_EXT={value.lower()!r} in the recipe's env {allowed}\n"
+    monkeypatch.setenv("HF_TPU_EXT", value)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    finders = list(sys.meta_path)
+    autoload.autoload()
+    assert sys.meta_path == finders
+    assert capsys.readouterr().err == f"hf_tpu_ext: HF_TPU_EXT={value.lower()!r} in the environment {allowed}\n"
+
+
 def test_variable_of_the_process_switches_off(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env:\n  HF_TPU_EXT: 1\n")

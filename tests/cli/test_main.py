@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import hf_tpu_ext
+from hf_tpu_ext.backends import detect, selection
 from hf_tpu_ext.cli import main as cli
 from hf_tpu_ext.cli.main import main
 
@@ -42,6 +43,9 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"hf_tpu_ext {hf_tpu_ext.__version__}\n"
 
 
+OF_A_RUN = ["sft", "--use_cpu", "--model_name_or_path", "absent", "--dataset_name", "absent"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -53,6 +57,10 @@ def test_version(capsys):
         (["pretrain", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
         (["pretrain", "--use_cpu", "--model_name_or_path", "m", "--dataset_name", "d"], "max_length is missing"),
         (["pretrain", "--use_cpu"], "--model_name_or_path"),
+        ([*OF_A_RUN, "--per_device_train_batch_size", "0"], "per_device_train_batch_size=0 is not positive."),
+        ([*OF_A_RUN, "--report_to", "wandb"], "pip install wandb"),
+        ([*OF_A_RUN, "--deepspeed", "zero3.json"], "pip install deepspeed"),
+        (["pretrain", *OF_A_RUN[1:], "--max_length", "0"], "max_length=0 is not positive."),
         (["sft", "--smoke", "absent"], "hf-tpu prepare tiny --output_dir absent"),
     ],
 )
@@ -62,6 +70,22 @@ def test_mistakes_are_told_in_one_message(argv, message, capsys, tmp_path, monke
     told = capsys.readouterr().err
     assert message in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "PJRT_DEVICE=TPU is set but this machine has no TPU"),
+        (["--backend", "xla"], "PJRT_DEVICE=TPU is set but this machine has no TPU"),
+        (["--use_cpu"], "model_name_or_path is missing."),
+    ],
+)
+def test_a_device_that_there_is_not(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.setattr(detect, "_pjrt_device_before_torch_xla", ["TPU"])
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert main(["sft", *argv]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_traceback_on_request(monkeypatch):

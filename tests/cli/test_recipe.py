@@ -4,7 +4,7 @@ import pytest
 import trl
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.cli.recipe import RecipeParser, read_recipe
+from hf_tpu_ext.cli.recipe import RecipeParser, load_recipe, read_recipe
 
 
 DATACLASSES = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
@@ -63,6 +63,8 @@ def test_values(parse, text, argv, key, value):
         ("zzzz: 8", [], "unknown key 'zzzz' in {path}. `hf-tpu sft --help` lists the keys."),
         ("", ["--max-lenght=8"], "unknown key 'max_lenght' on the command line. Did you mean 'max_length'?"),
         ("", ["--confg", "x"], "unknown key 'confg' on the command line. Did you mean 'config'?"),
+        ("", ["--learning_rat", "1"], "unknown key 'learning_rat' on the command line. Did you mean 'learning_rate'?"),
+        ("", ["--max_len=8"], "unknown key 'max_len' on the command line. Did you mean 'max_length'?"),
         ("", ["recipe.yaml"], "command line: unexpected 'recipe.yaml'. A recipe is given as: --config recipe.yaml"),
         ("learning_rate: fast", [], "{path}: learning_rate is 'fast', expected float."),
         ("learning_rate: [1, 2]", [], "{path}: learning_rate is [1, 2], expected float."),
@@ -127,6 +129,29 @@ def test_files_that_are_no_recipe(content, message, tmp_path):
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_steps: 3\nlearning_rate: 1\nmax_steps: 4\n", "the key 'max_steps' stands in lines 1 and 3. Leave one"),
+        ("a: 1\n\n'a': 2\na: 3\n", "the key 'a' stands in lines 1 and 3 and 4."),
+        ("env:\n  HF_TPU_EXT: 1\n  HF_TPU_EXT: 0\n", "the key 'HF_TPU_EXT' stands in lines 2 and 3."),
+        ("datasets:\n- path: a\n  path: b\n", "the key 'path' stands in lines 2 and 3."),
+    ],
+)
+def test_keys_that_stand_twice(text, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_recipe(["--config", str(path)], "data")
+    assert f"--config {path}: {message}" in str(error.value)
+
+
+def test_a_key_may_stand_in_several_mappings(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("a: &a {path: x, b: 1}\ndatasets: [{path: x}, {path: y}]\nc: {<<: *a, path: z}\npath: w\n")
+    assert load_recipe(["--config", str(path)], "data").values["c"] == {"path": "z", "b": 1}
+
+
 def test_read_recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env:\n  PJRT_DEVICE: CPU\n  HF_TPU_EXT: 1\nmax_steps: 3\nbackend: xla\n")
@@ -135,6 +160,15 @@ def test_read_recipe(tmp_path):
     assert recipe.values == {"max_steps": 3, "backend": "cpu"}
     assert recipe.argv == ["--max_length", "8"]
     assert recipe.smoke == ".cache/tiny"
+
+
+@pytest.mark.parametrize(("key", "top_k"), [("kd_cache", 16), ("kd_top_k", 16), ("kd_alpha", None)])
+def test_smoke_learns_from_no_more_tokens_than_the_tiny_model_has(key, top_k, tmp_path):
+    (tmp_path / "model").mkdir()
+    recipe = read_recipe(["--smoke", str(tmp_path)])
+    recipe.values[key] = 512
+    recipe.use_tiny("data")
+    assert recipe.values.get("kd_top_k") == top_k
 
 
 def test_smoke_needs_a_tiny_model(tmp_path):

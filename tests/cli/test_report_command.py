@@ -66,6 +66,14 @@ def test_what_is_no_run(runs, capsys, where):
     assert (str(runs / "a") in error) == (where == "")
 
 
+def test_a_directory_that_is_not_there_is_made(runs, capsys, tmp_path):
+    assert main(["report", str(runs / "a"), "--output_dir", str(tmp_path / "new" / "reports")]) == 0
+    assert (tmp_path / "new" / "reports" / "report.md").is_file()
+    # Not for what is no run.
+    assert main(["report", str(runs / "none"), "--output_dir", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_place_that_cannot_be_written(runs, capsys):
     assert main(["report", str(runs / "a"), "--output_dir", str(runs / "a" / "run.jsonl")]) == 2
     assert "cannot be written" in capsys.readouterr().err

@@ -84,13 +84,13 @@ HOOKS = {
     "_save": ["output_dir", "state_dict"],
     "_save_rng_state": ["output_dir"],
     "_load_rng_state": ["checkpoint"],
+    "_determine_best_metric": ["metrics", "trial"],
 }
 # What is called besides.
 CALLED = {
     "store_flos": [],
     "_get_learning_rate": [],
     "_evaluate": ["trial", "ignore_keys_for_eval", "skip_scheduler"],
-    "_determine_best_metric": ["metrics", "trial"],
     "is_world_process_zero": [],
     "_wrap_model": ["model", "training", "dataloader"],
     "add_callback": ["callback"],

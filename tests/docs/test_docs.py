@@ -77,9 +77,19 @@ def test_every_setting_is_described():
 
 
 def test_every_page_is_in_the_navigation():
-    # The file has tags that only MkDocs knows, so it is read as text.
-    navigation = re.search(r"^nav:\n((?:  .*\n)+)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     assert sorted(re.findall(r"\w+\.md", navigation)) == [page.name for page in DOCS]
+
+
+def test_pages_need_no_network_to_be_looked_at():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert {"search", "offline"} <= {plugin for plugin in site["plugins"] if isinstance(plugin, str)}
+    assert site["theme"]["font"] is False and "extra_javascript" not in site
+    for script in site["extra"]["polyfills"]:
+        assert (ROOT / "docs" / script).is_file()
+    for page in [*DOCS, *(ROOT / "docs" / "notebooks").glob("*.ipynb")]:
+        # Their script comes from elsewhere.
+        assert "```mermaid" not in page.read_text(encoding="utf-8"), page.name
 
 
 def test_described_make_targets_exist():

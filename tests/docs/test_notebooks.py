@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,9 @@ def test_runs_from_top_to_bottom(path, kernel, tmp_path):
 def test_is_stored_as_it_is_pasted(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    titles = [line for text in texts for line in text.splitlines() if line.startswith("#")]
+    assert re.match(r"# \w", titles[0]) and all(re.match(r"## \w", title) for title in titles[1:]), titles
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code)
     # A person sets what is to be set in one cell, the first.

@@ -136,6 +136,19 @@ def test_the_backend_of_a_run():
     assert check_backend(has_tpu=False).text == "xla: PJRT_DEVICE=CPU is set"
 
 
+@pytest.mark.parametrize(
+    ("pjrt_device", "text"),
+    [("TPUU", "PJRT_DEVICE='TPUU' is no device"), ("TPU", "PJRT_DEVICE=TPU is set but this machine has no TPU")],
+)
+def test_a_device_that_there_is_not(pjrt_device, text, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", pjrt_device)
+    # As in the command's own process, which imports neither.
+    monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
+    check = check_backend(has_tpu=False)
+    assert (check.status, check.text[: len(text)]) == ("failed", text)
+    assert check.fix.startswith("Set PJRT_DEVICE=CPU")
+
+
 def test_a_tpu_that_would_not_be_used():
     check = check_backend(True, python("""print('["cpu", "a TPU is here but torch_xla is not in use"]')"""))
     assert check.status == "failed"

@@ -1,6 +1,7 @@
 """An exported model is the trained one, or says that it is not."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.export.make import export_run
 
 
@@ -142,6 +145,29 @@ def test_adapter_that_changes_nothing_is_told(lora_run, tmp_path):
         export = export_run(run_dir, merge=True)
     assert not export.good
     assert export.verdict.startswith("The adapter changes nothing")
+
+
+def test_another_base_is_told(lora_run, base, tmp_path, capsys):
+    other = make_model(tmp_path / "other", seed=1)
+    command = ["export", str(lora_run), "--merge", "--prompts", "1+1?", "--output_dir"]
+    assert main([*command, str(tmp_path / "a"), "--base_model", str(other)]) == 1
+    told = capsys.readouterr().out
+    assert f"{other} is not the base that the adapter was trained on: " in told and "weights differ" in told
+    assert f"Give the base of the training, {base} as it was then: --base_model DIRECTORY" in told
+    assert "is the trained one" not in told
+    assert json.loads((tmp_path / "a" / "export.json").read_text())["same_base"] is False
+    # The same base elsewhere.
+    moved = shutil.copytree(base, tmp_path / "moved")
+    assert main([*command, str(tmp_path / "b"), "--base_model", str(moved)]) == 0
+    told = capsys.readouterr().out
+    assert "The base is the one of the training: " in told and "is the trained one" in told
+
+
+def test_a_base_that_was_not_noted_is_told(make_adapter, capsys):
+    run_dir, _ = make_adapter(target_modules=["q_proj"])
+    assert main(["export", str(run_dir), "--merge", "--prompts", "1+1?"]) == 0
+    told = capsys.readouterr().out
+    assert "is the base that the adapter was trained on could not be told" in told and "base_model.json" in told
 
 
 def test_prompts_of_the_caller_are_compared(lora_run, tmp_path):

@@ -97,6 +97,27 @@ def test_output_directory_that_cannot_be_written_to(runs, tmp_path):
     refused([f"output_dir={output_dir!r}", "Set output_dir"], lambda: runs.ours(output_dir=output_dir, train=False))
 
 
+@pytest.mark.parametrize(
+    ("config", "kwargs"),
+    [
+        (dict(optim="adamw_bnb_8bit"), {}),
+        (dict(show_samples=2), {"eval_dataset": None}),
+        (dict(per_device_train_batch_size=0), {}),
+    ],
+    ids=["arguments", "after upstream's part", "before it"],
+)
+def test_what_is_refused_leaves_no_directory(runs, tmp_path, config, kwargs):
+    config = {**config, "output_dir": str(tmp_path / "a" / "b"), "train": False, "config_cls": TPUSFTConfig}
+    for kept in (False, True):
+        if kept:
+            (tmp_path / "a" / "b").mkdir(parents=True)
+        with pytest.raises(ValueError):
+            runs.ours(**config, kwargs=kwargs)
+        assert (tmp_path / "a").exists() == kept
+    runs.ours(output_dir=str(tmp_path / "c"), train=False)
+    assert (tmp_path / "c").is_dir()
+
+
 def test_what_xla_refuses_an_eager_device_takes(runs):
     trainer = runs.ours(
         config_cls=TPUSFTConfig,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from test_counts import train_and_count
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.examples.tiny import make_model
@@ -159,6 +159,27 @@ BAD = [
 def test_bad_settings(config, message, tmp_path):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         TPUSFTConfig(str(tmp_path), bf16=False, **config)
+
+
+def test_more_tokens_than_the_vocabulary_has(distil, runs, teacher):
+    vocab_size = AutoConfig.from_pretrained(runs.model_dir).vocab_size
+    message = (
+        rf"kd_top_k={vocab_size + 1}, but the vocabulary of '.+' has {vocab_size} tokens. Set kd_top_k to 1\.\.\."
+    )
+    for config in (dict(kd_teacher=teacher), dict(kd_teacher="base", lora={})):
+        for backend in ("cpu", "xla"):
+            with pytest.raises(ValueError, match=message):
+                distil(backend, kd_top_k=vocab_size + 1, **config)
+            assert distil(backend, kd_top_k=vocab_size, train=False, **config).teacher is not None
+
+
+def test_more_tokens_than_the_teacher_has(distil, runs, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "small", num_hidden_layers=1))
+    vocab_size = model.config.vocab_size - 1
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model.save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=f"small' has {vocab_size} tokens"):
+        distil("cpu", kd_top_k=vocab_size + 1, kd_teacher=str(tmp_path / "small"))
 
 
 def test_bad_teachers(distil, runs, tmp_path):

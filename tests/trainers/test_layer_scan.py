@@ -225,8 +225,8 @@ class LooksAtLayers(TrainerCallback):
         prompt = torch.arange(3, 9, device=model.device)[None]
         self.seen.append(
             {
-                "parameters": {name: value.detach().cpu() for name, value in model.named_parameters()},
-                "state dict": {name: value.cpu() for name, value in model.state_dict().items()},
+                "parameters": {name: value.detach().cpu().clone() for name, value in model.named_parameters()},
+                "state dict": {name: value.cpu().clone() for name, value in model.state_dict().items()},
                 "layer": type(model.get_submodule("model.layers.5.mlp")).__name__,
                 "layers": len(list(model.model.layers)),
                 "hidden states": len(model(prompt, output_hidden_states=True).hidden_states),

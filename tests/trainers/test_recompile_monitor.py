@@ -239,6 +239,31 @@ def test_a_learning_rate_of_zero(train, lines, optim):
         assert "use optim=adamw_torch, which gets it as data" in lines()[0]
 
 
+class SetsWeightDecay(TrainerCallback):
+    """Sets it for step 5, as a schedule of one's own does."""
+
+    def __init__(self, event):
+        setattr(self, event, self.change)
+
+    def change(self, args, state, control, optimizer, **kwargs):
+        if state.global_step == 4:
+            # The other one has those that do not decay.
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+@pytest.mark.parametrize("step_replay", [None, False])
+def test_a_weight_decay_that_begins_on_the_way(train, lines, event, step_replay):
+    trainer = train(callbacks=[SetsWeightDecay(event)], weight_decay=0.0, step_replay=step_replay)
+    assert causes(trainer) == [(5, "`weight_decay of group 0` of LazyAdamW was 0, is not 0")]
+    assert "A step without it is another program: set it before training." in lines()[0]
+
+
+def test_a_weight_decay_that_changes_is_data(train, lines):
+    trainer = train(callbacks=[SetsWeightDecay("on_step_begin")], weight_decay=0.1)
+    assert trainer.watch.recompiles == 0 and lines() == []
+
+
 def test_an_optimizer_that_makes_its_state_in_the_first_step(train):
     ((step, cause),) = causes(train(optimizer=(torch.optim.AdamW, {"lr": 1e-3})))
     assert step == 2 and cause.startswith("AdamW makes its state in the first step")

@@ -1,15 +1,21 @@
 """A run that is told to stop at a known point of it, and goes on in another trainer, is the run that never was."""
 
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import two_processes
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TrainingPreempted
+from hf_tpu_ext.trainers.checkpoint_files import checkpoints_by_step, find_damage
 
 
 BATCHES_PER_EPOCH = 6  # 22 rows in batches of 4
@@ -267,6 +273,36 @@ def test_lines_of_a_run_that_is_stopped(make, capfd):
     assert err.count("SIGTERM: saving after this step; a second one quits at once.") == 1
     assert out.splitlines()[-1] == str(stopped.value)
     assert "after step 4" in out and "--resume_from_checkpoint true" in out
+
+
+@pytest.mark.slow
+def test_several_processes_are_saved_by_upstreams_handler(tiny_model, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, two_processes.__file__, str(tiny_model), str(tmp_path / "run")],
+            env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        for process in processes:
+            assert any(line == "training\n" for line in process.stdout)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(100) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    (checkpoint,) = checkpoints_by_step(tmp_path / "run").values()
+    assert find_damage(checkpoint) is None
+    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= {path.name for path in checkpoint.iterdir()}
 
 
 def test_upstreams_own_handler_is_replaced(make, capfd):

@@ -1,0 +1,107 @@
+"""Which weights an adapter was trained on: a hash of each, beside the adapter."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from ..atomic_write import write_atomically
+
+
+#: Beside the adapter's own files.
+BASE_FILE = "base_model.json"
+_PREFIX = "base_model.model."
+# Elements of a weight that are looked at: a model that was trained otherwise differs in nearly all.
+_SAMPLE = 4096
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def find_frozen(model: nn.Module) -> list[str]:
+    """
+    List the weights under an adapter that are those of its base, and stay so.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model that is trained.
+
+    Returns:
+        `list[str]`: Their names in it; none where it has no adapter, or one that is not merged.
+    """
+    if not isinstance(model, PeftModel) or model.active_peft_config.is_prompt_learning:
+        return []
+    # Some ways to begin an adapter (PiSSA, OLoRA, LoftQ) take it off the base that it is on.
+    changes_base = any(isinstance(vars(config).get("init_lora_weights"), str) for config in model.peft_config.values())
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if name.startswith(_PREFIX) and not parameter.requires_grad and not (changes_base and ".base_layer." in name)
+    ]
+
+
+def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Tensor]) -> None:
+    """
+    Note the base of an adapter beside it. The file is whole or not there.
+
+    Args:
+        directory (`str` or `Path`):
+            The adapter's directory.
+        model_name (`str`):
+            Name or path of the base.
+        weights (`Mapping[str, torch.Tensor]`):
+            Weights of the base, on any device, by their name in the model with the adapter.
+    """
+    found = {}
+    for name, weight in weights.items():
+        dtype = str(weight.dtype).removeprefix("torch.")
+        if dtype in _DTYPES and weight.numel():
+            # PEFT wraps modules that it adds to, or trains a copy of.
+            name = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
+            found[name] = {"shape": list(weight.shape), "dtype": dtype, "hash": _hash(weight, dtype)}
+    write_atomically(Path(directory) / BASE_FILE, json.dumps({"base_model": model_name, "weights": found}, indent=1))
+
+
+def find_differences(directory: str | Path, model: nn.Module) -> tuple[int, list[str]] | None:
+    """
+    Compare a model with the base that an adapter was trained on.
+
+    Args:
+        directory (`str` or `Path`):
+            The adapter's directory.
+        model ([`~torch.nn.Module`]):
+            The model, in float32.
+
+    Returns:
+        `tuple[int, list[str]]` or `None`: How many weights were compared, and the names of those that differ; `None` where
+        there is nothing to compare with.
+
+    Raises:
+        `ValueError`: What was noted cannot be read.
+    """
+    path = Path(directory) / BASE_FILE
+    if not path.is_file():
+        return None
+    weights = dict(model.named_parameters())
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))["weights"]
+        # A run may have added tokens to the vocabulary.
+        noted = {
+            name: entry
+            for name, entry in noted.items()
+            if name in weights and entry["shape"] == [*weights[name].shape]
+        }
+        differing = [name for name, entry in noted.items() if _hash(weights[name], entry["dtype"]) != entry["hash"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.") from error
+    return (len(noted), differing) if noted else None
+
+
+def _hash(weight: Tensor, dtype: str) -> str:
+    """Hash of a sample of a weight, as it is in a dtype."""
+    values = weight.detach().flatten()
+    # Odd, so that it goes through all columns.
+    sample = values[:: values.numel() // _SAMPLE | 1].to("cpu", _DTYPES[dtype]).contiguous()
+    return hashlib.blake2b(sample.view(torch.uint8).numpy(), digest_size=16).hexdigest()

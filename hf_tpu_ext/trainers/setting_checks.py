@@ -1,0 +1,111 @@
+"""Settings of upstream that cannot work on any device, refused before a model is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.trainer_utils import IntervalStrategy
+from transformers.training_args import OptimizerNames
+from trl import SFTConfig
+
+from ..backends import select_backend
+from .configs import ExtensionArguments
+
+
+# Those whose class is of `torch.optim`, which takes no negative rate. Adafactor does.
+_REFUSE_NEGATIVE_RATES = {
+    OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.ADAMW_TORCH_FUSED,
+    OptimizerNames.ADAMW_TORCH_XLA,
+    OptimizerNames.SGD,
+    OptimizerNames.ADAGRAD,
+    OptimizerNames.RMSPROP,
+}
+
+
+def check_recipe(args: ExtensionArguments) -> None:
+    """
+    Refuse what upstream runs into later, before any data is loaded.
+
+    Args:
+        args ([`ExtensionArguments`]):
+            Arguments of a run that trains with an optimizer of upstream's.
+
+    Raises:
+        `ValueError`: A setting cannot work; the message says what to set instead.
+    """
+    backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
+    check_settings(args, backend.lazy, {"train_dataset": True})
+
+
+def check_settings(args: TrainingArguments, lazy: bool, given: Mapping[str, Any]) -> None:
+    """
+    Refuse what upstream runs into later, with a traceback. What upstream takes is taken.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Arguments of the run.
+        lazy (`bool`):
+            Whether the device's steps are compiled programs.
+        given (`Mapping[str, Any]`):
+            What the trainer was given, by the names of [`~transformers.Trainer`].
+
+    Raises:
+        `ValueError`: A setting cannot work; the message says what to set instead.
+    """
+    if given.get("train_dataset") is not None:
+        _check_step(args, lazy)
+        own_optimizer = given.get("optimizers", (None,))[0] or given.get("optimizer_cls_and_kwargs")
+        if not own_optimizer and args.learning_rate < 0 and args.optim in _REFUSE_NEGATIVE_RATES:
+            raise ValueError(
+                f"learning_rate={args.learning_rate} is negative, which optim={OptimizerNames(args.optim).value} does not "
+                "take. Set a rate above 0, for example learning_rate=2e-5."
+            )
+    if args.eval_strategy != IntervalStrategy.NO and args.per_device_eval_batch_size < 1:
+        raise ValueError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} is not positive, and eval_strategy asks for "
+            "evaluations. Set it to 1 or more, for example per_device_eval_batch_size=8."
+        )
+    _check_max_length(args, lazy)
+    _check_integrations(args.report_to)
+
+
+def _check_step(args: TrainingArguments, lazy: bool) -> None:
+    if args.per_device_train_batch_size < 1:
+        raise ValueError(
+            f"per_device_train_batch_size={args.per_device_train_batch_size} is not positive. Set it to 1 or more, for "
+            "example per_device_train_batch_size=8."
+        )
+    # Upstream takes a negative number for no steps at all.
+    if args.gradient_accumulation_steps == 0 or (lazy and args.gradient_accumulation_steps < 0):
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} is not positive. Set it to 1 to update the "
+            "weights after every batch, or to more, for example gradient_accumulation_steps=4."
+        )
+
+
+def _check_max_length(args: TrainingArguments, lazy: bool) -> None:
+    max_length = vars(args).get("max_length")
+    if max_length is None or max_length > 0:
+        return
+    # An eager device takes a negative one of TRL for so many tokens to leave out at the end of each row.
+    if max_length == 0 or lazy or not isinstance(args, SFTConfig) or args.packing:
+        raise ValueError(
+            f"max_length={max_length} is not positive. Set it to the longest sequence that you want to keep, in tokens, for "
+            "example max_length=1024."
+        )
+
+
+def _check_integrations(report_to: list[str] | None) -> None:
+    # What is not known at all is named well by upstream.
+    asked = [name for name in report_to or () if name in INTEGRATION_TO_CALLBACK]
+    absent = set(asked) - set(get_available_reporting_integrations()) if asked else ()
+    for name in sorted(absent):
+        try:
+            # It knows its package.
+            INTEGRATION_TO_CALLBACK[name]()
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(
+                f"report_to={name}: {error} Or leave it out of report_to; report_to=none trains without any."
+            ) from error

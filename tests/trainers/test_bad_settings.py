@@ -1,0 +1,161 @@
+"""Settings of upstream that cannot work: refused with the fix at the start of a run, and only if upstream does not take them."""
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from trl import SFTTrainer
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.trainers.arguments import compile_arguments
+from hf_tpu_ext.trainers.setting_checks import check_settings
+
+
+def refused(words, call):
+    """The message holds what a user has to know, and what to type."""
+    with pytest.raises(ValueError) as error:
+        call()
+    missing = [word for word in words if word not in str(error.value)]
+    assert not missing, f"{missing} not in: {error.value}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"), [("xla", ["Leave it out", "mesh='fsdp'"]), ("cpu", ["pip install deepspeed", "leave"])]
+)
+def test_deepspeed_in_a_config_of_ours(runs, backend, words):
+    refused(["deepspeed", *words], lambda: runs.config(TPUSFTConfig, backend=backend, deepspeed="zero3.json"))
+
+
+POSITIVE = ["is not positive", "for example"]
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["xla", "eager"])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(per_device_train_batch_size=0), [*POSITIVE, "per_device_train_batch_size=0"]),
+        (dict(per_device_train_batch_size=-1), [*POSITIVE, "per_device_train_batch_size=-1"]),
+        (dict(per_device_eval_batch_size=0, eval_strategy="epoch"), [*POSITIVE, "per_device_eval_batch_size=0"]),
+        (dict(gradient_accumulation_steps=0), [*POSITIVE, "gradient_accumulation_steps=0"]),
+        (dict(max_length=0), [*POSITIVE, "max_length=0", "max_length=1024"]),
+        (dict(max_length=-5, packing=True), [*POSITIVE, "max_length=-5", "max_length=1024"]),
+        (dict(learning_rate=-1e-3), ["learning_rate=-0.001", "optim=adamw_torch_fused", "above 0"]),
+        (dict(learning_rate=-1.0, optim="sgd"), ["learning_rate=-1.0", "optim=sgd"]),
+        (dict(report_to="wandb"), ["report_to=wandb", "pip install wandb", "report_to=none"]),
+        (dict(report_to=["flyte", "tensorboard"]), ["report_to=flyte", "pip install flytekit"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_setting_that_no_device_takes(runs, config, words, lazy):
+    config = runs.config(**config)
+    refused(words, lambda: check_settings(config, lazy, {"train_dataset": runs.train_dataset}))
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        (dict(per_device_eval_batch_size=0), {}),
+        (dict(learning_rate=-1e-3, optim="adafactor"), {}),
+        (dict(learning_rate=-1e-3), {"optimizers": ("an optimizer", None)}),
+        (dict(learning_rate=-1e-3), {"optimizer_cls_and_kwargs": ("a class", {})}),
+        (dict(per_device_train_batch_size=0), {"train_dataset": None}),
+        (dict(gradient_accumulation_steps=-1), {}),
+        (dict(max_length=-5), {}),
+        (dict(report_to="tensorboard"), {}),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_setting_that_upstream_takes(runs, config, given):
+    """It may do little: -1 micro-steps are no step."""
+    check_settings(runs.config(**config), False, {"train_dataset": runs.train_dataset, **given})
+
+
+@pytest.mark.parametrize("config", [dict(max_length=-5), dict(gradient_accumulation_steps=-1)], ids="-".join)
+def test_setting_that_xla_does_not_take(runs, config):
+    refused(POSITIVE, lambda: runs.ours(train=False, **config))
+
+
+def test_length_of_the_general_trainer(runs, tmp_path):
+    args = TPUTrainingArguments(str(tmp_path), max_length=-5, use_cpu=True, report_to="none")
+    refused([*POSITIVE, "max_length=-5"], lambda: check_settings(args, False, {}))
+
+
+# ---- The best model ----
+
+
+@pytest.mark.parametrize("form", ["one", "several"])
+def test_best_metric_that_no_evaluation_has(runs, form):
+    """Known before the first step, where no code of the caller's adds metrics."""
+    wanted, missing = ("eval_short_loss", "loss") if form == "several" else ("entropy", "accuracy")
+    eval_dataset = {"short": runs.eval_dataset} if form == "several" else runs.eval_dataset
+    for metric in (missing, wanted):
+        trainer = runs.ours(
+            config_cls=TPUSFTConfig,
+            backend="cpu",
+            train=False,
+            kwargs={"eval_dataset": eval_dataset},
+            eval_strategy="steps",
+            metric_for_best_model=metric,
+        )
+        if metric == missing:
+            refused([f"metric_for_best_model={metric!r}", wanted, "compute_metrics"], trainer.train)
+            assert trainer.state.global_step == 0
+        else:
+            trainer._check_best_metric()
+
+
+class Silent(TrainerCallback):
+    """Could add a metric to those of an evaluation."""
+
+
+def test_best_metric_that_is_missing_after_all(runs):
+    def train(metric):
+        trainer = runs.ours(
+            config_cls=TPUSFTConfig,
+            backend="cpu",
+            train=False,
+            kwargs={"callbacks": [Silent()]},
+            eval_strategy="steps",
+            eval_steps=1,
+            max_steps=1,
+            metric_for_best_model=metric,
+        )
+        if metric == "accuracy":
+            refused(["metric_for_best_model='accuracy'", "eval_loss", "eval_entropy"], trainer.train)
+        else:
+            trainer.train()
+        assert trainer.state.global_step == 1
+
+    train("accuracy")
+    train("entropy")
+
+
+def test_all_metrics_of_an_evaluation_are_known(runs, tmp_path):
+    """One that is not would be refused."""
+    of_dataset, of_class = TPUSFTTrainer.evaluation_metrics
+    metrics = runs.trainer(SFTTrainer, runs.config(use_cpu=True)).evaluate()
+    assert set(metrics) - {"epoch"} <= {f"eval_{name}" for name in (*of_dataset, *of_class)}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4)
+    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
+    metrics = Trainer(model, args, default_data_collator, eval_dataset=rows).evaluate()
+    of_dataset, of_class = TPUTrainer.evaluation_metrics
+    assert set(metrics) - {"epoch"} <= {f"eval_{name}" for name in (*of_dataset, *of_class)}
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.parametrize("config", [dict(torch_compile=True), dict(torch_compile_mode="default")], ids="-".join)
+def test_what_compiles_on_other_devices_has_no_effect(runs, same_logs, config):
+    trainer = runs.ours(max_steps=3, **config)
+    assert trainer.compiled.changes.count("torch_compile has no effect: the step is compiled by XLA") == 1
+    same_logs(trainer, runs.stock(max_steps=3))
+
+
+def test_variable_that_compiles_on_other_devices(runs, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    (change,) = [
+        line for line in compile_arguments(runs.config(), False, 1).changes if "ACCELERATE_DYNAMO_BACKEND" in line
+    ]
+    assert "has no effect" in change
+    assert not any("DYNAMO" in line for line in compile_arguments(runs.config(), False, 1).changes), "it is off by now"

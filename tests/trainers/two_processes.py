@@ -1,0 +1,47 @@
+"""One of two processes that train on the eager CPU until they are told to stop, with upstream's way to save then."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+
+
+class SayWhenItTrains(TrainerCallback):
+    """Tells the test that a step is over, and makes steps long enough for both processes to be told within the same one."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            print("training", flush=True)
+        time.sleep(0.3)
+
+
+if __name__ == "__main__":
+    model_dir, output_dir = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    config = TPUSFTConfig(
+        output_dir,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_steps=100_000,
+        max_length=16,
+        save_strategy="no",
+        logging_steps=1000,
+        report_to="none",
+        disable_tqdm=True,
+        run_report=False,
+        enable_jit_checkpoint=True,
+    )
+    trainer = TPUSFTTrainer(
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
+        config,
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        train_dataset=Dataset.from_list([{"text": "a b c"}] * 16),
+        callbacks=[SayWhenItTrains()],
+    )
+    trainer.train()
