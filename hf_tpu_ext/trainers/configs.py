@@ -40,16 +40,16 @@ class ExtensionArguments:
             Whether to print at start which parameter is split over which axis of the mesh.
         scan_layers (`str`, *optional*, defaults to `"auto"`):
             Whether layers that are alike run as one loop (XLA), so that compiling takes as long for 28 layers as for 4: `"on"`,
-            `"off"`, or `"auto"`, which is on for model families that were found to train alike, from 8 layers on. Needs
-            activation checkpointing.
+            `"off"`, or `"auto"`, which is on for model families that were found to train alike, from 8 layers on, unless code of
+            the user's may look at layers at every step. Needs activation checkpointing.
         rematerialization (`str`, *optional*):
             What the backward pass computes again instead of keeping it (XLA): `"none"`; `"full"`, whole layers; `"dots"`,
             all of a layer but its matrix products with weights; or names of modules, e.g. `"self_attn"` or `"mlp,self_attn"`,
             which are computed again as a whole. By default what `gradient_checkpointing` says: `"full"` or `"none"`.
         step_replay (`bool`, *optional*):
             Whether a step is run by its compiled program's handle once it was traced twice, instead of being traced each
-            time (XLA). By default unless a subclass, a callback or a hook has code of its own inside a step; `True` says
-            that such code does the same at every step.
+            time (XLA). By default unless code that is not of a known package runs inside a step (a subclass, a module, a
+            callback, a hook); `True` says that such code does the same at every step.
         compile_cache_dir (`str`, *optional*, defaults to `"auto"`):
             Where compiled programs are kept for later runs: `"auto"`, `"off"` or a directory. `"auto"` is what the
             environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or on a TPU `~/.cache/hf_tpu_ext/compile`.
@@ -98,7 +98,8 @@ class ExtensionArguments:
         default="auto",
         metadata={
             "help": "Whether layers that are alike run as one loop on XLA, so that compiling takes as long for 28 layers as "
-            "for 4. Needs gradient_checkpointing. 'auto' is on for families that were found to train alike.",
+            "for 4. Needs gradient_checkpointing. 'auto' is on for families that were found to train alike, unless code of "
+            "yours may look at layers at every step.",
             "choices": ["auto", "on", "off"],
         },
     )
@@ -114,7 +115,7 @@ class ExtensionArguments:
         default=None,
         metadata={
             "help": "Whether an XLA step is run by its compiled program's handle once it was traced twice, instead of being "
-            "traced each time. Default: unless a subclass, a callback or a hook has code of its own inside a step. "
+            "traced each time. Default: unless a subclass, a module, a callback or a hook of yours has code inside a step. "
             "True: such code does the same at every step. False: never."
         },
     )
