@@ -48,7 +48,7 @@ class StepReplay:
     Runs micro-steps and optimizer steps by the handle of their compiled program, with the current tensors.
 
     The first step of a kind and shape is traced and recorded. The second is traced too, and compared: the same program,
-    over the same tensors, with the same constants. From the third on nothing is traced: the host sends the batch and the
+    over the same tensors, with the same constants; if it is not, so is the third. After that nothing is traced: the host sends the batch and the
     learning rate, and hands over one handle. Where anything that Python could have read in the step has changed, it is recorded
     anew. Where that cannot be known, or where a step cannot be recorded, it is traced as without replay.
 
@@ -113,6 +113,8 @@ class StepReplay:
         self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, nn.Parameter)]
         self._python_state = self._note(self._tensors)
         self._programs: dict[Hashable, _Recorded] = {}
+        # Those whose second recording was not like the first.
+        self._unlike: set[Hashable] = set()
         self._noted = self._settings()
 
     def _state(self) -> list[torch.Tensor]:
@@ -186,7 +188,7 @@ class StepReplay:
             self.refuse(str(reason))
         else:
             self._recording.add_data(self._data)
-            self._before = host_random_state(), self._backend.counters().reads
+            self._before = host_random_state(), self._backend.counters()
         return True
 
     def _note_change(self, change: str) -> bool:
@@ -269,15 +271,22 @@ class StepReplay:
             difference = program.difference(before.program)
             if before.updates != updates:
                 difference = "the step updates other parameters than before"
-        if difference is not None:
+        if difference is not None and self._key in self._unlike:
             self.refuse(difference)
             return
-        self._programs[self._key] = _Recorded(program, updates, self._backend.compiles(), checked=before is not None)
+        if difference is not None:
+            # The first step of a run may be another program, which does the same with one operator less.
+            self._unlike.add(self._key)
+        checked = before is not None and difference is None
+        self._programs[self._key] = _Recorded(program, updates, self._backend.compiles(), checked)
 
     def _why_unlike(self) -> str | None:
         """What the trace did that a replayed step would not do."""
-        random_state, reads = self._before
-        if self._backend.counters().reads != reads:
+        random_state, before = self._before
+        spent = self._backend.counters() - before
+        if spent.fallbacks:
+            return "an operator of the step runs on the host, since XLA has none such"
+        if spent.reads:
             return "a step reads the device, and what it read may decide what it does next"
         if not self._assume_pure and host_random_state() != random_state:
             return "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel, TrainerControl
 from transformers.trainer_utils import unwrap_peft_model
@@ -53,6 +54,10 @@ class LayerScanMixin:
         wanted = self.compiled.scan_layers
         if wanted == "off":
             return
+        plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if self.layer_stack is not None and plain is not self._stacked_groups.optimizer:
+            # Another one was made since the last run.
+            self.layer_stack = None
         if self.layer_stack is None:
             reason = self._why_not_scan(optimizer)
             if reason is not None:
@@ -65,7 +70,8 @@ class LayerScanMixin:
             keeps_dots = self.compiled.rematerialization == "dots"
             self.layer_stack = LayerStack(getattr(parent, name), self.backend, keeps_dots)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
-            self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
+            if "call_event" not in vars(self.callback_handler):
+                self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
             places = {
                 id(layer.get_parameter(parameter)): (parameter, index)
                 for index, layer in enumerate(self.layer_stack.layers)
@@ -154,7 +160,7 @@ class LayerScanMixin:
             self._put_stack()
             return
         logger.warning(f"Layers are compiled one by one from now on, not as a loop: {reason}.")
-        self._stacked_groups.split(self.layer_stack)
+        self._stacked_groups.split()
         self.layer_stack, self.compiled.scan_layers = None, "off"
         if not self.keep_gradients_local(self.model) and self.args.gradient_accumulation_steps > 1:
             create_gradients(self.model)
@@ -224,7 +230,7 @@ class _StackedGroups:
     def __init__(
         self, optimizer: torch.optim.Optimizer, places: dict[int, tuple[str, int]], stacked: dict[str, nn.Parameter]
     ):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._singles = [list(group["params"]) for group in optimizer.param_groups]
         #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
         self._parts: list[tuple[int, int | None]] = []
@@ -252,26 +258,20 @@ class _StackedGroups:
             optimizer.register_load_state_dict_pre_hook(self._stack),
         ]
 
-    def split(self, stack: LayerStack) -> None:
-        """
-        Make the optimizer train the single parameters, with their parts of its state.
-
-        Args:
-            stack ([`LayerStack`]):
-                The layers, which have their parameters back.
-        """
+    def split(self) -> None:
+        """Make the optimizer train the single parameters, with their parts of its state."""
         for hook in self._hooks:
             hook.remove()
-        state = self._optimizer.state
+        state = self.optimizer.state
         of_stacked = [
-            state.pop(parameter, {}) for group in self._optimizer.param_groups for parameter in group["params"]
+            state.pop(parameter, {}) for group in self.optimizer.param_groups for parameter in group["params"]
         ]
         for parameter, (position, index) in zip(chain.from_iterable(self._singles), self._parts, strict=True):
             state[parameter] = {
                 name: value.clone() if index is None or not value.ndim else value[index].clone()
                 for name, value in of_stacked[position].items()
             }
-        for group, singles in zip(self._optimizer.param_groups, self._singles, strict=True):
+        for group, singles in zip(self.optimizer.param_groups, self._singles, strict=True):
             group["params"] = singles
 
     def _split(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -304,6 +304,27 @@ def test_a_step_that_reads_the_device_is_not_replayed_whatever_was_said(xla, tmp
     assert "a step reads the device" in caplog.text
 
 
+class BagOfWords(nn.Module):
+    def __init__(self, words):
+        super().__init__()
+        self.words, self.out = words, nn.Linear(8, 4)
+
+    def forward(self, x, labels):
+        words = self.words((x * 10).long() % 20)
+        logits = self.out(words if words.ndim == 2 else words.mean(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize(
+    "words, says", [(nn.Embedding, None), (nn.EmbeddingBag, "an operator of the step runs on the host")]
+)
+def test_a_first_step_unlike_the_others_and_an_operator_that_xla_lacks(xla, tmp_path, caplog, words, says):
+    _, spent = train_scaled(tmp_path, model=BagOfWords(words(20, 8)), step_replay=True)
+    assert (spent.replays > 0) == (says is None)
+    assert ("traced, not replayed" in caplog.text) == (says is not None)
+    assert says is None or says in caplog.text
+
+
 def test_a_loss_set_in_the_middle_of_a_run_is_used(runs, same_logs, caplog):
     """And the optimizer's state, cleared in the middle of a run, is made anew."""
 
