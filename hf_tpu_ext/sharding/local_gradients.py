@@ -48,6 +48,19 @@ class LocalGradients:
                 gradients = torch.zeros((backend.num_chips, *parameter.shape), dtype=parameter.dtype)
                 self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
 
+    def are_of(self, model: nn.Module) -> bool:
+        """
+        Whether these are the gradients of the parameters that a model trains now. Some may have been frozen since.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                The model.
+
+        Returns:
+            `bool`: Whether they are.
+        """
+        return self._sums.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What is kept from micro-step to micro-step, of shapes `(chips, ...)`."""

@@ -17,7 +17,7 @@ from ..sharding import ShardingPlan
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.layer_scan import LayerStack, find_layers, why_not_alike
 from ..step.optimizer import LazyAdamW, create_gradients
-from .own_code import EVENTS_OF_A_STEP, find_own_code, find_own_code_between_steps, has_own_code
+from .own_code import EVENTS_AT_EVERY_STEP, EVENTS_OF_A_STEP, find_own_code, find_own_code_between_steps, has_own_code
 
 
 logger = logging.get_logger(__name__)
@@ -116,8 +116,8 @@ class LayerScanMixin:
             return True
         if self.compiled.scan_layers == "on":
             logger.warning(
-                f"scan_layers='on': {found}, and within a step it sees one layer with the stacked parameters of all. Leave "
-                "scan_layers out if it looks at layers."
+                f"scan_layers='on': {found}, and sees one layer with the stacked parameters of all. Leave scan_layers out if it "
+                "looks at layers."
             )
             return True
         logger.warning(
@@ -129,7 +129,9 @@ class LayerScanMixin:
         looks = self._layers_are_stacked and any(
             has_own_code(callback, event) for callback in self.callback_handler.callbacks
         )
-        if not looks or event in EVENTS_OF_A_STEP:
+        # With "on", it was said that what runs at every step looks at no layers.
+        stays = EVENTS_AT_EVERY_STEP if self.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
+        if not looks or event in stays:
             return call_event(event, *args, **kwargs)
         self.unscan_layers()
         try:

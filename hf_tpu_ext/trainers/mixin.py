@@ -301,6 +301,9 @@ class TPUTrainerMixin(
         return self._replayed_step(model, inputs, num_items_in_batch)
 
     def _traced_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
+        if self.local_gradients is not None and not self.local_gradients.are_of(model):
+            self.local_gradients = None
+            self.keep_gradients_local(model)
         if self.local_gradients is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:

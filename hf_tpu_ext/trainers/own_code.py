@@ -25,8 +25,8 @@ METHODS_OF_A_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
 #: And for each batch of an evaluation.
 METHODS_OF_A_PREDICTION = ("prediction_step",)
 EVENTS_OF_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
-# Where a callback is called at every step, micro-step or batch, and layers cannot be handed out each time.
-_EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_prediction_step", *EVENTS_OF_A_STEP)
+#: Where a callback is called at every step, micro-step or batch, and layers cannot be handed out each time.
+EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_prediction_step", *EVENTS_OF_A_STEP)
 # Of whose callbacks it is known that they look at no layers.
 _PACKAGES_OF_CALLBACKS = ("hf_tpu_ext", "transformers")
 # They change at every step, or are no part of what is computed.
@@ -269,7 +269,7 @@ def find_own_code_between_steps(trainer: Trainer) -> str | None:
             for name in sorted(upstream & vars(owner).keys()):
                 return f"{owner.__name__} overrides {name}"
     for callback in trainer.callback_handler.callbacks:
-        for event in _EVENTS_AT_EVERY_STEP:
+        for event in EVENTS_AT_EVERY_STEP:
             if has_own_code(callback, event):
                 return f"{type(callback).__name__} has code in {event}"
     return None

@@ -50,28 +50,29 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
     runs = Runs(model_dir, output_dir)
     runs.train_dataset = make_rows(rows)
 
-    class Watched(TPUSFTTrainer):
-        batch_shard: list = []
-        was_local = False
-
-        # Not a method of a step: code of one's own there has results looked at with more care.
-        def _send_batch(self, inputs):
-            sent = super()._send_batch(inputs)
-            if not self.batch_shard:
-                self.was_local = self.local_gradients is not None
-                self.batch_shard = shards_of(sent["input_ids"])[0]
-            return sent
-
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if stop_after is not None and state.global_step >= stop_after:
                 control.should_training_stop = True
 
-    trainer = runs.trainer(Watched, runs.config(TPUSFTConfig, **config), lora=lora)
+    trainer = runs.trainer(TPUSFTTrainer, runs.config(TPUSFTConfig, **config), lora=lora)
+    trainer.batch_shard, trainer.was_local = [], False
+    send_rows = trainer.backend.send_rows
+
+    # Of the backend: a method of the trainer's would be code of one's own in a step, whose results are looked at with more care.
+    def watch_rows(data, num_rows):
+        sent = send_rows(data, num_rows)
+        if not trainer.batch_shard and isinstance(sent, dict):
+            trainer.was_local = trainer.local_gradients is not None
+            trainer.batch_shard = shards_of(sent["input_ids"])[0]
+        return sent
+
+    trainer.backend.send_rows = watch_rows
     counter = CountPerStep(trainer.backend)
     trainer.add_callback(counter)
     trainer.add_callback(Stop())
     trainer.train(resume_from_checkpoint=resume)
+    trainer.backend.send_rows = send_rows
     return describe(trainer, counter.steps)
 
 
