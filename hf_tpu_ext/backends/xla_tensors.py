@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -51,9 +50,12 @@ def aliased(state: Sequence[torch.Tensor]) -> set[int]:
 
 
 def _give_own_buffers(tensors: Sequence[torch.Tensor]) -> None:
-    # What passes a barrier is a result of the next program, and a result has a buffer of its own.
-    if tensors:
-        xm.optimization_barrier_(list(tensors))
+    # What is computed is a result of the next program, and a result has a buffer of its own. Not an optimization barrier: in
+    # one program with a part that each chip runs by itself, it makes the compiler abort.
+    for tensor in tensors:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor = tensor.detach()
+            tensor.bitwise_or_(False) if tensor.dtype == torch.bool else tensor.mul_(1)
 
 
 def separate_copies(state: Sequence[torch.Tensor]) -> None:
@@ -103,10 +105,11 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             results = _on_device(result) if type(result) in (list, tuple) else []
         if results:
             self.seen = True
-            if func.__name__ != "__get__":
-                results = _computed(results)
-                known = {_memory(tensor) for tensor in _on_device(tree_leaves((args, kwargs)))} if results else ()
-                _give_own_buffers([tensor for tensor in results if _memory(tensor) not in known])
+            # What is made of no device tensor, or read from an attribute, is no copy.
+            sources = [] if func.__name__ == "__get__" else _on_device(tree_leaves((args, kwargs)))
+            if sources:
+                known = set(map(_memory, sources))
+                _give_own_buffers([tensor for tensor in _computed(results) if _memory(tensor) not in known])
         return result
 
     def suspend(self) -> None:
