@@ -93,9 +93,11 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
     def __init__(self):
         super().__init__()
         self.seen = True
-        self._is_suspended = False
+        self._is_suspended = self._is_left = False
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
+        if self._is_suspended:
+            return func(*args, **(kwargs or {}))
         if func in _COPIES_IN_PLACE:
             args = (args[0], tree_map_only(torch.Tensor, _real_copy, args[1]), *args[2:])
         result = func(*args, **(kwargs or {}))
@@ -113,15 +115,17 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
         return result
 
     def suspend(self) -> None:
-        # Another may have been entered since.
+        self._is_suspended = True
+        # Where another was entered since, this one is passed through.
         if torch.overrides._get_current_function_mode() is self:
             torch.overrides._pop_mode()
-            self._is_suspended = True
+            self._is_left = True
 
     def resume(self) -> None:
-        if self._is_suspended:
+        self._is_suspended = False
+        if self._is_left:
             torch.overrides._push_mode(self)
-            self._is_suspended = False
+            self._is_left = False
 
     def __exit__(self, *error) -> None:
         self.resume()
