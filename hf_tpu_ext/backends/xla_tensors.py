@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -51,9 +50,12 @@ def aliased(state: Sequence[torch.Tensor]) -> set[int]:
 
 
 def _give_own_buffers(tensors: Sequence[torch.Tensor]) -> None:
-    # What passes a barrier is a result of the next program, and a result has a buffer of its own.
-    if tensors:
-        xm.optimization_barrier_(list(tensors))
+    # What is computed is a result of the next program, and a result has a buffer of its own. Not an optimization barrier: in
+    # one program with a part that each chip runs by itself, it makes the compiler abort.
+    for tensor in tensors:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor = tensor.detach()
+            tensor.bitwise_or_(False) if tensor.dtype == torch.bool else tensor.mul_(1)
 
 
 def separate_copies(state: Sequence[torch.Tensor]) -> None:
@@ -91,9 +93,11 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
     def __init__(self):
         super().__init__()
         self.seen = True
-        self._is_suspended = False
+        self._is_suspended = self._is_left = False
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
+        if self._is_suspended:
+            return func(*args, **(kwargs or {}))
         if func in _COPIES_IN_PLACE:
             args = (args[0], tree_map_only(torch.Tensor, _real_copy, args[1]), *args[2:])
         result = func(*args, **(kwargs or {}))
@@ -103,22 +107,25 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             results = _on_device(result) if type(result) in (list, tuple) else []
         if results:
             self.seen = True
-            if func.__name__ != "__get__":
-                results = _computed(results)
-                known = {_memory(tensor) for tensor in _on_device(tree_leaves((args, kwargs)))} if results else ()
-                _give_own_buffers([tensor for tensor in results if _memory(tensor) not in known])
+            # What is made of no device tensor, or read from an attribute, is no copy.
+            sources = [] if func.__name__ == "__get__" else _on_device(tree_leaves((args, kwargs)))
+            if sources:
+                known = set(map(_memory, sources))
+                _give_own_buffers([tensor for tensor in _computed(results) if _memory(tensor) not in known])
         return result
 
     def suspend(self) -> None:
-        # Another may have been entered since.
+        self._is_suspended = True
+        # Where another was entered since, this one is passed through.
         if torch.overrides._get_current_function_mode() is self:
             torch.overrides._pop_mode()
-            self._is_suspended = True
+            self._is_left = True
 
     def resume(self) -> None:
-        if self._is_suspended:
+        self._is_suspended = False
+        if self._is_left:
             torch.overrides._push_mode(self)
-            self._is_suspended = False
+            self._is_left = False
 
     def __exit__(self, *error) -> None:
         self.resume()

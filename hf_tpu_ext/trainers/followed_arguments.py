@@ -116,11 +116,9 @@ class FollowedArgumentsMixin:
     # ---- Upstream's hooks ----
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        if not self.is_in_train:
-            self.take_up_changes()
+        self.take_up_changes()
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
-        if not self.is_in_train:
-            self.take_up_changes()
+        self.take_up_changes()
         return super().predict(*args, **kwargs)

@@ -393,7 +393,6 @@ class TPUTrainerMixin(
             self.loss_log.drop()
             self._drop_metrics("train")
             self._drop_metrics("eval")
-        self.is_in_train = False
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:

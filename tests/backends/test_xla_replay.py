@@ -1,7 +1,10 @@
 """A program that is recorded once and run by its handle."""
 
+import copy
+
 import pytest
 import torch
+import torch_xla
 
 from hf_tpu_ext.backends.program import CannotReplay
 
@@ -160,3 +163,36 @@ def test_what_cannot_be_run_again_is_refused_before_it_runs(xla, total):
 
     with pytest.raises(CannotReplay, match="share a buffer"):
         xla.record([total, total])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([-0.0, float("inf"), -3.5]),
+        torch.tensor([1.0, 3.0], dtype=torch.bfloat16),
+        torch.tensor([2**62 + 1, -5]),
+        torch.tensor([True, False]),
+        torch.tensor(0.0),
+    ],
+    ids=lambda values: str(values.dtype),
+)
+def test_copies_have_buffers_of_their_own(xla, values):
+    """So they outlive the buffer that a program is given, and have the same bits."""
+    tensor = xla.send(values.clone())
+    lazy = tensor.clone()
+    with torch.inference_mode():
+        inferred = tensor.clone()
+    xla.separate_copies([tensor])
+    with xla.real_copies() as copies:
+        cloned, deep, filled = tensor.clone(), copy.deepcopy(tensor), torch.empty_like(tensor).copy_(tensor)
+        with copies.suspended():
+            shared = tensor.clone()
+    assert torch_xla._XLAC._get_tensors_handle([shared]) == torch_xla._XLAC._get_tensors_handle([tensor])
+    xla.flush()
+    buffers = torch_xla._XLAC._get_tensors_handle([tensor, lazy, inferred, cloned, deep, filled])
+    assert len(set(buffers)) == 6
+    for made in (lazy, inferred, cloned, deep, filled):
+        assert made.dtype == values.dtype and torch.equal(made.cpu(), values)
+    assert not xla.aliased([tensor])
+    held = tensor.detach()
+    assert xla.aliased([tensor, cloned]) == {0} and held is not None

@@ -61,6 +61,7 @@ HOOKS = {
     "_finalize_training": ["trial", "num_train_samples", "start_time"],
     "log": ["logs", "start_time"],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
+    "predict": ["test_dataset", "ignore_keys", "metric_key_prefix"],
     "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
