@@ -18,7 +18,8 @@ from transformers.trainer_utils import unwrap_peft_model
 from trl import RichProgressCallback
 
 
-_KNOWN_PACKAGES = ("hf_tpu_ext", "transformers", "trl", "peft", "accelerate", "torch", "torch_xla")
+_OURS = "hf_tpu_ext"
+_KNOWN_PACKAGES = (_OURS, "transformers", "trl", "peft", "accelerate", "torch", "torch_xla")
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 #: What upstream calls within a step; these call the rest.
 METHODS_OF_A_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
@@ -28,28 +29,19 @@ EVENTS_OF_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 #: Where a callback is called at every step, micro-step or batch, and layers cannot be handed out each time.
 EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_prediction_step", *EVENTS_OF_A_STEP)
 # Of whose callbacks it is known that they look at no layers.
-_PACKAGES_OF_CALLBACKS = ("hf_tpu_ext", "transformers")
-# They change at every step, or are no part of what is computed.
+_PACKAGES_OF_CALLBACKS = (_OURS, "transformers")
+# Of upstream's attributes: they change at every step, or are no part of what is computed.
 _BOOKKEEPING = {
-    "_batch",
-    "_batch_shape",
     "_metrics",
     "_mixed_mesh_grads",
-    "_shape_guards",
-    "_sums",
     "_tokenizer",
     "_total_train_tokens",
-    "_tr_loss",
     "accelerator",
     "current_gradient_accumulation_steps",
-    "loss_log",
     "lr_scheduler",
     "optimizer",
     "processing_class",
-    "replay",
     "state",
-    "status",
-    "step_data",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Hooks that PyTorch calls for every module and every optimizer.
@@ -129,7 +121,9 @@ def _names_of_self(function: FunctionType) -> Iterator[str]:
 
 
 @cache
-def names_of_a_step(cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> frozenset[str]:
+def names_of_a_step(
+    cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP, packages: tuple[str, ...] = _KNOWN_PACKAGES
+) -> frozenset[str]:
     """
     Find what the code of known packages reads of a trainer within a step, in the methods called there and in those that they
     call.
@@ -139,6 +133,8 @@ def names_of_a_step(cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> 
             Class of the trainer.
         methods (`tuple[str, ...]`, *optional*):
             The methods that are called; those of a training step by default.
+        packages (`tuple[str, ...]`, *optional*):
+            Whose code is looked at.
 
     Returns:
         `frozenset[str]`: Names of methods and attributes.
@@ -151,7 +147,7 @@ def names_of_a_step(cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> 
             continue
         found.add(name)
         for owner in cls.__mro__:
-            if is_known(owner.__module__) and name in vars(owner):
+            if owner.__module__.partition(".")[0] in packages and name in vars(owner):
                 for function in _functions_in(vars(owner)[name]):
                     if is_known(function.__globals__["__name__"]):
                         names.extend(_names_of_self(function))
@@ -160,7 +156,8 @@ def names_of_a_step(cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> 
 
 def attributes_of_a_step(trainer: Trainer) -> list[str]:
     """
-    List the attributes of a trainer that upstream's code reads within a step, and that stay as they are.
+    List the attributes of a trainer that upstream's code reads within a step, and that stay as they are. This package's own are
+    not among them: it knows what it computes with.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -169,7 +166,8 @@ def attributes_of_a_step(trainer: Trainer) -> list[str]:
     Returns:
         `list[str]`: Their names.
     """
-    return sorted(names_of_a_step(type(trainer)) - _BOOKKEEPING)
+    upstream = tuple(package for package in _KNOWN_PACKAGES if package != _OURS)
+    return sorted(names_of_a_step(type(trainer), packages=upstream) - _BOOKKEEPING)
 
 
 def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:

@@ -234,6 +234,29 @@ def test_code_of_the_users_is_found(made, changed, says):
     assert find_own_code(made, [made.model]) is None
 
 
+class AtEveryStep(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize("config", [{}, {"label_smoothing_factor": 0.1}, {"packing": True}, {"lora": {}}])
+def test_what_is_compared_does_not_change_by_itself(runs, monkeypatch, config):
+    """With logs and evaluations in between: nothing is looked at again after the first step."""
+    looked = []
+    monkeypatch.setattr(PythonState, "_changed_entry", lambda self: looked.append(self))
+    trainer = runs.ours(
+        max_steps=6,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        gradient_checkpointing=False,
+        kwargs={"callbacks": [AtEveryStep()]},
+        **config,
+    )
+    # The model was in evaluation mode when the run began, twice.
+    assert trainer.replay is None and len(looked) <= 2
+
+
 def test_what_upstream_reads_within_a_step_is_found_in_its_code():
     names = names_of_a_step(TPUSFTTrainer)
     assert {"compute_loss", "label_smoother", "router_aux_loss_coef", "compute_loss_func", "args"} <= names
