@@ -1,0 +1,57 @@
+"""Drawn user code trains as with upstream's trainer: every logged number, with default settings and step by step."""
+
+import pytest
+from differential import Run, as_before, difference, draw_case
+from transformers import AutoTokenizer, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.examples.tiny import make_tokenizer
+from hf_tpu_ext.trainers import layers
+
+
+SEEDS, BY_DEFAULT = 300, 30
+STEP_BY_STEP = dict(step_replay=False, scan_layers="off")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def train(xla, tokenizer, tmp_path, monkeypatch):
+    # Two layers are a loop by default: eight take minutes to compile one by one, as often as drawn code wants it.
+    monkeypatch.setattr(layers, "_LEAST_LAYERS", 2)
+
+    def train(case, ours, **settings):
+        run = Run(case)
+        given = {"output_dir": str(tmp_path), **run.arguments(), **settings}
+        if ours:
+            given["run_report"] = False
+        if case.family == "sft":
+            trainer_cls, config_cls = (TPUSFTTrainer, TPUSFTConfig) if ours else (SFTTrainer, SFTConfig)
+            kwargs = {"processing_class": tokenizer}
+        else:
+            trainer_cls, config_cls = (TPUTrainer, TPUTrainingArguments) if ours else (Trainer, TrainingArguments)
+            kwargs = {}
+        with as_before():
+            run.train(trainer_cls, config_cls(**given), **kwargs)
+        return run
+
+    return train
+
+
+def check(train, seed):
+    case = draw_case(seed)
+    reference = train(case, ours=False, use_cpu=True)
+    for settings in ({}, STEP_BY_STEP):
+        found = difference(train(case, ours=True, **settings), reference)
+        assert found is None, f"{found}, with {settings or 'default settings'}\n{case}"
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < BY_DEFAULT else pytest.param(seed, marks=pytest.mark.slow) for seed in range(SEEDS)]
+)
+def test_users_code_trains_as_upstreams(train, seed):
+    check(train, seed)
