@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 
 ROWS, LENGTH, WORDS = 13, 10, 30
+# Of the tokenizer, whose last token is the one that rows are padded with.
+TOKENS = 259
 FAMILIES = ("module", "causal", "sft")
 #: Where callbacks change something. At the first four, layers are compiled as a loop all the same.
 EVENTS = ("on_log", "on_epoch_end", "on_epoch_begin", "on_evaluate", "on_step_begin", "on_step_end")
@@ -82,9 +84,10 @@ def draw_case(seed: int) -> Case:
         batch_size=rng.choice((3, 4, 5)),
         accumulation=rng.choice((1, 1, 2)),
         weight_decay=0.1 if "decay_names" in edits else rng.choice((0.0, 0.1)),
-        steps=6 if family == "sft" else rng.choice((6, 7, 8)),
+        # Steps of a shape are replayed from the third on.
+        steps=rng.choice((8, 9)),
         evaluates=evaluates,
-        ragged=family != "module" and not COUNT_TOKENS & {*edits} and rng.random() < 0.3,
+        ragged=family == "sft" and not COUNT_TOKENS & {*edits} and rng.random() < 0.3,
     )
 
 
@@ -138,8 +141,7 @@ class Net(nn.Module):
         self.settings = Settings()
         self.nested = {"a": [{"b": 1.0}]}
         self.factor = torch.ones(()).numpy()[()]
-        self.shift = torch.zeros(4)
-        self.drops = self.branch = None
+        self.shift = self.drops = self.branch = None
 
     def forward(self, x, labels=None, y=None, target=None):
         x = self.first(x)
@@ -151,7 +153,8 @@ class Net(nn.Module):
         if self.branch is not None and self.branch(x):
             x = x * 1.5
         x = self.head(x) * (self.gain * GAIN * float(self.factor) * self.nested["a"][0]["b"])
-        x = x + self.shift.to(x.device)
+        if self.shift is not None:
+            x = x + self.shift
         if self.settings.scale is not None:
             x = x * self.settings.scale
         targets = next((value for value in (labels, y, target) if value is not None), None)
@@ -162,7 +165,7 @@ class Net(nn.Module):
 def _causal() -> nn.Module:
     sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     config = AutoConfig.for_model(
-        "qwen3", vocab_size=WORDS, num_hidden_layers=2, max_position_embeddings=32, pad_token_id=0, **sizes
+        "qwen3", vocab_size=TOKENS, num_hidden_layers=2, max_position_embeddings=32, pad_token_id=0, **sizes
     )
     # The usual 0.02 suits widths of a thousand and more.
     config.initializer_range = 0.1
@@ -195,8 +198,7 @@ def make_rows(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
     rows = [ids(LENGTH - index % 3 if case.ragged else LENGTH) for index in range(count)]
     if case.family == "sft":
         return [{"input_ids": row.tolist()} for row in rows]
-    # A collator pads no labels: rows are of one length.
-    return [{"input_ids": row[:7], "labels": row[:7].clone()} for row in rows]
+    return [{"input_ids": row, "labels": row.clone()} for row in rows]
 
 
 # ---- A run ----
@@ -252,7 +254,7 @@ class Run:
     def later(self, action: Callable[[Any], None]) -> None:
         """Do something with the trainer at a drawn event in the middle of the run."""
         event = self.draw(*(event for event in EVENTS if event != "on_evaluate" or self.case.evaluates))
-        self.at(event, action, step=self.draw(2, 3, 4))
+        self.at(event, action, step=self.draw(4, 5, 6))
 
     def train(self, cls: type, args: Any, **kwargs) -> None:
         """Train with a trainer class and its arguments."""
@@ -340,13 +342,21 @@ def attribute(run):
         "of numpy": lambda: setattr(module, "factor", module.factor * 2),
         "of the class": lambda: undo.enter_context(mock.patch.object(Net, "gain", 2.0)),
         "global": lambda: undo.enter_context(mock.patch.object(here, "GAIN", 0.5)),
-        "tensor replaced": lambda: setattr(module, "shift", torch.arange(4) * 0.3),
+        "tensor replaced": lambda: place_shift(torch.arange(4) * 0.3),
         "tensor filled": lambda: module.shift[1:].fill_(0.7),
         "loss swapped": lambda: setattr(module, "loss", lambda x, y: 0.5 * x.square().mean()),
         "submodule replaced": lambda: module.blocks.__setitem__(1, nn.Identity()),
         "list shortened": lambda: setattr(module, "blocks", module.blocks[:2]),
     }
-    change = changes[run.draw(*changes)]
+
+    def place_shift(shift):
+        # A tensor that a step sends to the device keeps it from being replayed.
+        module.shift = shift.to(module.head.weight.device)
+
+    what = run.draw(*changes)
+    if what.startswith("tensor"):
+        run.once_made(lambda trainer: place_shift(torch.zeros(4)))
+    change = changes[what]
     run.later(lambda trainer: change())
 
 
@@ -446,7 +456,7 @@ def penalty_over_parameters(run):
 class ScalesLoss:
     def compute_loss(self, *args, **kwargs):
         result = super().compute_loss(*args, **kwargs)
-        factor = 1 + self.state.global_step // 4
+        factor = 1 + self.state.global_step // 5
         return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
 
 
@@ -476,7 +486,7 @@ def hook_of_a_parameter(run):
 
     def halve(gradient):
         calls.append(True)
-        return gradient * (0.5 if len(calls) > 3 else 2)
+        return gradient * (0.5 if len(calls) > 5 else 2)
 
     def register(trainer):
         head_of(run.model).weight.register_hook(halve)
@@ -509,7 +519,7 @@ def hook_of_a_module(run):
 
     def scale(module, args, output):
         calls.append(True)
-        return output * (1.2 if len(calls) > 3 else 0.9)
+        return output * (1.2 if len(calls) > 5 else 0.9)
 
     def register(trainer):
         module = head_of(run.model) if place == "head" else layers_of(run.model)[0]

@@ -7,7 +7,10 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.examples.tiny import make_tokenizer
-from hf_tpu_ext.trainers import layers
+from hf_tpu_ext.step.python_state import PythonState
+from hf_tpu_ext.trainers import layers, replay
+from hf_tpu_ext.trainers.batches import BatchesMixin
+from hf_tpu_ext.trainers.layers import LayerScanMixin
 
 
 SEEDS, BY_DEFAULT = 300, 30
@@ -55,3 +58,33 @@ def check(train, seed):
 )
 def test_users_code_trains_as_upstreams(train, seed):
     check(train, seed)
+
+
+# ---- What it finds ----
+
+
+def freeze_python(monkeypatch):
+    """Steps are replayed whatever code of the user's is in them."""
+    monkeypatch.setattr(replay, "find_own_code", lambda *args, **kwargs: None)
+    monkeypatch.setattr(PythonState, "change", lambda self: None)
+
+
+def complete_every_batch(monkeypatch):
+    monkeypatch.setattr(BatchesMixin, "why_not_complete", lambda self, *args, **kwargs: None)
+
+
+def keep_the_loop(monkeypatch):
+    """Code of the user's sees the layers as one."""
+    monkeypatch.setattr(LayerScanMixin, "_own_code_allows_scan", lambda self: True)
+    monkeypatch.setattr(
+        LayerScanMixin,
+        "_call_event",
+        lambda self, call_event, event, *args, **kwargs: call_event(event, *args, **kwargs),
+    )
+
+
+@pytest.mark.parametrize("break_it, seed", [(freeze_python, 22), (complete_every_batch, 7), (keep_the_loop, 8)])
+def test_a_mend_that_is_missing_is_found(train, monkeypatch, break_it, seed):
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError, match="with default settings"):
+        check(train, seed)
