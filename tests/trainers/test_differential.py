@@ -1,0 +1,99 @@
+"""Drawn user code trains as with upstream's trainer: every logged number, with default settings and step by step."""
+
+import pytest
+from differential import Run, as_before, difference, draw_case
+from transformers import AutoTokenizer, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.examples.tiny import make_tokenizer
+from hf_tpu_ext.step.python_state import PythonState
+from hf_tpu_ext.trainers import layers, replay
+from hf_tpu_ext.trainers.batches import BatchesMixin
+from hf_tpu_ext.trainers.layers import LayerScanMixin
+
+
+SEEDS, BY_DEFAULT = 300, 30
+# A training_step of the user's that returns another loss: upstream logs what it returns, and we log what it was given.
+LOGGED_AS_GIVEN = {11, 28, 54, 92, 131, 168, 205, 219, 233, 291}
+STEP_BY_STEP = dict(step_replay=False, scan_layers="off")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def train(xla, tokenizer, tmp_path, monkeypatch):
+    # Two layers are a loop by default: eight take minutes to compile one by one, as often as drawn code wants it.
+    monkeypatch.setattr(layers, "_LEAST_LAYERS", 2)
+
+    def train(case, ours, **settings):
+        run = Run(case)
+        given = {"output_dir": str(tmp_path), **run.arguments(), **settings}
+        if ours:
+            given["run_report"] = False
+        if case.family == "sft":
+            trainer_cls, config_cls = (TPUSFTTrainer, TPUSFTConfig) if ours else (SFTTrainer, SFTConfig)
+            kwargs = {"processing_class": tokenizer}
+        else:
+            trainer_cls, config_cls = (TPUTrainer, TPUTrainingArguments) if ours else (Trainer, TrainingArguments)
+            kwargs = {}
+        with as_before():
+            run.train(trainer_cls, config_cls(**given), **kwargs)
+        return run
+
+    return train
+
+
+def check(train, seed):
+    case = draw_case(seed)
+    reference = train(case, ours=False, use_cpu=True)
+    for settings in ({}, STEP_BY_STEP):
+        found = difference(train(case, ours=True, **settings), reference)
+        assert found is None, f"{found}, with {settings or 'default settings'}\n{case}"
+
+
+def marks(seed):
+    found = [] if seed < BY_DEFAULT else [pytest.mark.slow]
+    if seed in LOGGED_AS_GIVEN:
+        found.append(
+            pytest.mark.xfail(strict=True, raises=AssertionError, reason="the loss that is returned is not logged")
+        )
+    return found
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=marks(seed)) for seed in range(SEEDS)])
+def test_users_code_trains_as_upstreams(train, seed):
+    check(train, seed)
+
+
+# ---- What it finds ----
+
+
+def freeze_python(monkeypatch):
+    """Steps are replayed whatever code of the user's is in them."""
+    monkeypatch.setattr(replay, "find_own_code", lambda *args, **kwargs: None)
+    monkeypatch.setattr(PythonState, "change", lambda self: None)
+
+
+def complete_every_batch(monkeypatch):
+    monkeypatch.setattr(BatchesMixin, "why_not_complete", lambda self, *args, **kwargs: None)
+
+
+def keep_the_loop(monkeypatch):
+    """Code of the user's sees the layers as one."""
+    monkeypatch.setattr(LayerScanMixin, "_own_code_allows_scan", lambda self: True)
+    monkeypatch.setattr(
+        LayerScanMixin,
+        "_call_event",
+        lambda self, call_event, event, *args, **kwargs: call_event(event, *args, **kwargs),
+    )
+
+
+@pytest.mark.parametrize("break_it, seed", [(freeze_python, 22), (complete_every_batch, 7), (keep_the_loop, 8)])
+def test_a_mend_that_is_missing_is_found(train, monkeypatch, break_it, seed):
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError, match="with default settings"):
+        check(train, seed)
