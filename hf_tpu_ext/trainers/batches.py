@@ -41,12 +41,11 @@ class BatchesMixin:
     keeps its own shape, which is one more program, and a line says so.
     """
 
-    def __init__(self, *args, **kwargs):
+    def _arrange_batches(self) -> None:
         self._shape_guards: dict[str, ShapeGuard] = {}
         self._last_batch_guards: dict[str, ShapeGuard] = {}
         # What a line was said about already.
         self._said: set[str] = set()
-        super().__init__(*args, **kwargs)
 
     def expect_batches(self, mode: str) -> None:
         """
@@ -94,16 +93,21 @@ class BatchesMixin:
                         f"compile: {reason}. dataloader_drop_last=True leaves such batches out."
                     )
         guards[mode].check(inputs)
-        if mode == "train" and "columns" not in self._said:
+        if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
             self._say_padded(inputs)
         return inputs, wanted
+
+    def _has_padded_columns(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the last column of a batch, on the host, holds no token."""
+        if not self.lengths or self._packs_rows:
+            return False
+        mask = batch.get("attention_mask")
+        is_token = batch["input_ids"] != self._pad_token_id if mask is None else mask
+        return not is_token[:, -1].any()
 
     def _say_padded(self, batch: Mapping[str, Any]) -> None:
         """Say what the columns of a batch are padded with, where that may change a result."""
         self._said.add("columns")
-        lengths = self._train_lengths
-        if not self.lengths or self._packs_rows or (lengths and {*lengths} <= {*self.lengths}):
-            return
         own_code = self.own_code_in_step("train")
         reason = self._why_loss_counts_tokens() if own_code is None else f"{own_code}, which may count masked tokens"
         if reason is None:

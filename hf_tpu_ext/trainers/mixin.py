@@ -113,6 +113,7 @@ class TPUTrainerMixin(
         )
         self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
+        self._arrange_batches()
         self._arrange_chips()
         self._arrange_saving()
         super().__init__(model, self.compiled.args, *rest, **kwargs)

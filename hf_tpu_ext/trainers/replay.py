@@ -156,8 +156,9 @@ class ReplayMixin:
         self._follow_optimizer()
         if self.replay is None:
             return self._traced_step(model, inputs, num_items_in_batch)
-        self.replay.enter_training_mode()
-        batch = self._send_batch(inputs)
+        with self._copies_as_ever():
+            self.replay.enter_training_mode()
+            batch = self._send_batch(inputs)
         data = {
             **batch,
             **self.step_data,

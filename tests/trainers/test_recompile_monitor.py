@@ -26,7 +26,7 @@ def lines(caplog):
 
 
 def test_nothing_is_said_and_nothing_is_added_when_all_is_well(train, lines, capsys):
-    trainer = train(logging_steps=4, start=False)
+    trainer = train(logging_steps=4, start=False, step_replay=True)
     before = trainer.backend.counters()
     trainer.train()
     spent = trainer.backend.counters() - before
