@@ -14,8 +14,6 @@ from hf_tpu_ext.trainers.layers import LayerScanMixin
 
 
 SEEDS, BY_DEFAULT = 300, 30
-# A training_step of the user's that returns another loss: upstream logs what it returns, and we log what it was given.
-LOGGED_AS_GIVEN = {11, 28, 54, 92, 131, 168, 205, 219, 233, 291}
 STEP_BY_STEP = dict(step_replay=False, scan_layers="off")
 
 
@@ -55,16 +53,9 @@ def check(train, seed):
         assert found is None, f"{found}, with {settings or 'default settings'}\n{case}"
 
 
-def marks(seed):
-    found = [] if seed < BY_DEFAULT else [pytest.mark.slow]
-    if seed in LOGGED_AS_GIVEN:
-        found.append(
-            pytest.mark.xfail(strict=True, raises=AssertionError, reason="the loss that is returned is not logged")
-        )
-    return found
-
-
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=marks(seed)) for seed in range(SEEDS)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= BY_DEFAULT else []) for seed in range(SEEDS)]
+)
 def test_users_code_trains_as_upstreams(train, seed):
     check(train, seed)
 
