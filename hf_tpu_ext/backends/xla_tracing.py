@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class TracedModule(Program):
     donated: list[bool]
     shardings: list[str | None]
 
-    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> None:
+    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
         pass
 
     def difference(self, other: "TracedModule") -> str | None:
@@ -57,7 +57,9 @@ class _Recording(XLARecording):
         super().__init__(backend.device, state)
         self._backend = backend
 
-    def finish(self, state: Sequence[torch.Tensor], like: XLAProgram | None = None) -> TracedModule:
+    def finish(
+        self, state: Sequence[torch.Tensor], like: XLAProgram | None = None, aliased: Collection[int] = ()
+    ) -> TracedModule:
         traced = self.end_trace(state)
         return self._backend.take_module(traced.results, traced.values, traced.updated)
 
@@ -126,6 +128,13 @@ class TracingBackend(XLABackend):
 
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         return tree_map_only(torch.Tensor, lambda value: torch.zeros(value.shape, dtype=value.dtype), data)
+
+    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        return set()
+
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        # Without values, nothing can be shared.
+        pass
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
         if self._mesh is not None:
