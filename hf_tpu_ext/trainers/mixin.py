@@ -154,8 +154,8 @@ class TPUTrainerMixin(
         self.loss_log = LossLog(self.backend)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         if self._override_returns_loss:
-            # What is logged is what it returns.
-            self.training_step = self._overridden_step
+            # What is logged is what it returns to upstream's loop.
+            vars(self)["training_step"] = self._overridden_step
         self._boundary = StepBoundary(self)
         self.add_callback(self._boundary)
         self._copies = self.backend.real_copies()
