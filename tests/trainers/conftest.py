@@ -100,6 +100,11 @@ class Runs:
         return trainer
 
 
+@pytest.fixture(scope="session")
+def runs_class():
+    return Runs
+
+
 @pytest.fixture
 def runs(xla, tiny_model, tmp_path, monkeypatch):
     from hf_tpu_ext.trainers import ExtensionArguments

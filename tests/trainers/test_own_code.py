@@ -20,11 +20,9 @@ from hf_tpu_ext.trainers.own_code import find_own_code, names_of_a_step
 
 
 @pytest.fixture(scope="module")
-def made(xla, tiny_model, tmp_path_factory):
+def made(xla, tiny_model, tmp_path_factory, runs_class):
     """A trainer with its optimizer, whose model has a label smoother and adapters, before training."""
-    from conftest import Runs
-
-    runs = Runs(tiny_model, tmp_path_factory.mktemp("run"))
+    runs = runs_class(tiny_model, tmp_path_factory.mktemp("run"))
     trainer = runs.ours(
         train=False, lora={}, config_cls=TPUSFTConfig, label_smoothing_factor=0.1, gradient_checkpointing=False
     )
