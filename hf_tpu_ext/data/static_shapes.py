@@ -23,7 +23,7 @@ def _extend(key: str, tensor: Tensor, dim: int, size: int, pad_token_id: int) ->
     """Pads `tensor` at the end of dimension `dim` to `size` with the pad value of `key`."""
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]
-    value = pad_token_id if key == "input_ids" else PAD_VALUES.get(key, 0)
+    value = pad_token_id if key.endswith("input_ids") else PAD_VALUES.get(key, 0)
     return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
 
 
@@ -40,8 +40,9 @@ class StaticShapeCollator:
     Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
 
     Padded are the tensors whose first two dimensions are those of `input_ids`; everything else (class labels, scalars,
-    non-tensors) passes unchanged, and so do the rows: see [`complete_rows`] for the last batch. Keys that are not in
-    `PAD_VALUES` are padded with 0. No `attention_mask` is added where `collator` yields none.
+    non-tensors) passes unchanged, and so do the rows: see [`complete_rows`] for the last batch. A second sequence of each
+    row, as `KL_input_ids` with `KL_attention_mask`, is padded by itself. Keys that are not in `PAD_VALUES` are padded
+    with 0. No `attention_mask` is added where `collator` yields none.
 
     Args:
         collator (`Callable`):
@@ -95,10 +96,17 @@ class StaticShapeCollator:
             `ValueError`: If the batch is longer than the greatest declared length.
         """
         batch = dict(self.collator(examples))
-        rows_and_length = batch["input_ids"].shape[:2]
-        length = rows_and_length[1]
         if self.count_tokens:
             batch[NUM_TOKENS] = batch["input_ids"].numel()
+        for prefix in [key.removesuffix("input_ids") for key in batch if key.endswith("input_ids")]:
+            shape = batch[f"{prefix}input_ids"].shape[:2]
+            target = self._declared(shape[1])
+            for key, value in batch.items():
+                if key.startswith(prefix) and target > shape[1] and self._is_padded(key, value, shape):
+                    batch[key] = _extend(key, value, 1, target, self.pad_token_id)
+        return batch
+
+    def _declared(self, length: int) -> int:
         target = next((declared for declared in self.lengths if declared >= length), None)
         if target is None:
             raise ValueError(
@@ -107,14 +115,7 @@ class StaticShapeCollator:
                 f"{_setting(f'max_length={length}', self.config_name)}, or several lengths: "
                 f"{_setting(f'length_buckets={[*self.lengths, length]}', self.config_name)}."
             )
-        if target == length:
-            return batch
-        return {
-            key: _extend(key, value, 1, target, self.pad_token_id)
-            if self._is_padded(key, value, rows_and_length)
-            else value
-            for key, value in batch.items()
-        }
+        return target
 
     @staticmethod
     def _is_padded(key: str, value: Any, rows_and_length: torch.Size) -> bool:

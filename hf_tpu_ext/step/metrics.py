@@ -41,6 +41,18 @@ class DeviceSums:
         names = self._zeros if names is None else names
         self.tensors.update(self._backend.send({name: self._zeros[name].clone() for name in names}))
 
+    def extend(self, names: Iterable[str]) -> None:
+        """
+        Keep further float32 sums.
+
+        Args:
+            names (`Iterable[str]`):
+                Their names.
+        """
+        names = list(names)
+        self._zeros |= {name: torch.zeros((), dtype=torch.float32) for name in names}
+        self.reset(names)
+
     def add(self, **values: torch.Tensor) -> None:
         """
         Add device scalars to sums.

@@ -10,13 +10,16 @@ import trl.trainer.utils
 @contextmanager
 def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
     """
-    Within this context, TRL's fused language model head is computed by another function.
+    Within this context, TRL's fused language model head is computed by another function. The outermost context decides.
 
     Args:
         apply (`Callable`):
             Called as `trl.kernels.ChunkedLogProbFunction.apply`.
     """
     function = trl.trainer.utils._ChunkedLogProbFunction
+    if isinstance(function, SimpleNamespace):
+        yield
+        return
     trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=apply)
     try:
         yield

@@ -88,3 +88,25 @@ def check_dataset(dataset, name: str, args: TrainingArguments | None, has_format
             f"({settings.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
             "column, or pass a formatting_func."
         )
+
+
+def check_columns_are_text(dataset, name: str) -> None:
+    """
+    Check that a dataset has no images.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Dataset to check. Other types are left to upstream.
+        name (`str`):
+            What to call it, see [`named_datasets`].
+
+    Raises:
+        `ValueError`: It has.
+    """
+    columns = dataset.column_names if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) else None
+    images = sorted({"image", "images"} & set(columns or ()))
+    if images:
+        raise ValueError(
+            f"{name} has a column {images[0]!r}. Datasets with images do not train on XLA: the number of image tokens "
+            "changes the program with every batch. Train on CUDA (backend='cuda'), or drop the column."
+        )

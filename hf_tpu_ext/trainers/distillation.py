@@ -161,10 +161,10 @@ class DistillationMixin:
             terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, seen)
             return terms.log_probs, terms.entropy, None, None, terms.is_top1
 
-        with head_computed_by(score):
+        with head_computed_by(score), self.metrics.deferred():
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = result if return_outputs else (result, None)
-        loss = self._mix(loss, seen[0], scored, num_items_in_batch, mode)
+            loss, outputs = result if return_outputs else (result, None)
+            loss = self._mix(loss, seen[0], scored, num_items_in_batch, mode)
         return (loss, outputs) if return_outputs else loss
 
     def _compare(
@@ -206,8 +206,5 @@ class DistillationMixin:
         return mixed
 
     def _add_kd_metrics(self, mode: str, values: dict[str, Tensor]) -> None:
-        if self.backend.lazy:
-            self._sums[mode].add(**values)
-            return
         for name, value in values.items():
-            self._metrics[mode][name].append(value.item())
+            self._metrics[mode][name].append(value if self.backend.lazy else value.item())

@@ -100,8 +100,8 @@ class CompiledEvaluation:
             self.end_program("evaluation step", f"evaluation after step {self.state.global_step}")
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.gather_function = self.accelerator.gather_for_metrics
-        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self._metric_sums("eval")})
-        self._take_metrics("eval", fetched["metrics"])
+        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self.metrics.tensors("eval")})
+        self.metrics.take("eval", fetched["metrics"])
         metrics = {}
         if has_loss:
             rows = fetched["loss"]["rows"].item()
@@ -131,7 +131,7 @@ class CompiledEvaluation:
             self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
             self._made_ahead = None
             self.gather_function = self.accelerator.gather_for_metrics
-        self._take_metrics("eval", self.backend.fetch(self._metric_sums("eval")))
+        self.metrics.take("eval", self.backend.fetch(self.metrics.tensors("eval")))
         return output
 
     @property

@@ -2,13 +2,17 @@
 
 import datasets
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
+from .configs import ExtensionArguments, TPUTrainingArguments
+from .dataset_checks import named_datasets
 
 
 #: A single number in `length_buckets` up to this one is a count of buckets, not a length.
 MOST_BUCKETS = 32
+# Columns that have a value for each token, but are no sequence of their own.
+_NOT_TOKENS = ("position_ids", "segment_ids", "token_type_ids")
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -33,21 +37,89 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.pad_token_id
 
 
-def row_lengths(dataset) -> list[int] | None:
+def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     """
     Lengths of a prepared dataset's rows.
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            Dataset with an `input_ids` column.
+            Dataset with an `input_ids` column; or with columns of completions that end in `_ids`, as `chosen_ids` and
+            `rejected_ids`, of which the longest counts, behind the prompt if there are `prompt_ids`.
+        longest (`int`, *optional*):
+            The trainer truncates longer rows to this length.
 
     Returns:
         `list[int]` or `None`: One length per row; `None` where they are not known without going through the data.
     """
-    if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names or not len(dataset):
+    if not isinstance(dataset, datasets.Dataset) or not len(dataset):
         return None
-    column = dataset.with_format("arrow", columns=["input_ids"])[:]["input_ids"]
-    return pc.list_value_length(column).to_pylist()
+    columns = [name for name in dataset.column_names if name.endswith("_ids") and name not in _NOT_TOKENS]
+    if "input_ids" in columns:
+        columns = ["input_ids"]
+    if not columns:
+        return None
+    table = dataset.with_format("arrow", columns=columns)[:]
+    lengths = {name: pc.list_value_length(table[name]) for name in columns}
+    prompts = lengths.pop("prompt_ids", None)
+    rows = pc.max_element_wise(*lengths.values()) if lengths else prompts
+    if lengths and prompts is not None:
+        rows = pc.add(rows, prompts)
+    return (rows if longest is None else pc.min_element_wise(rows, longest)).to_pylist()
+
+
+def longest_kept(args: TrainingArguments) -> int | None:
+    """
+    The length that a trainer truncates rows to.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Arguments of the run.
+
+    Returns:
+        `int` or `None`: The length, in tokens; `None` where rows are taken as they are.
+    """
+    return None if isinstance(args, TPUTrainingArguments) else vars(args).get("max_length")
+
+
+def lengths_for(
+    args: TrainingArguments, train_lengths: list[int] | None, train, evaluated, batch_size: int
+) -> list[int]:
+    """
+    Decide the lengths that the batches of a trainer are padded to.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Arguments of the run.
+        train_lengths (`list[int]`, *optional*):
+            Row lengths of the training data, if known.
+        train ([`~datasets.Dataset`], *optional*):
+            Training data.
+        evaluated ([`~datasets.Dataset`] or `dict`, *optional*):
+            Data to evaluate on.
+        batch_size (`int`):
+            Rows of a batch.
+
+    Returns:
+        `list[int]`: Distinct lengths, ascending; none where nothing is known, and batches keep what the collator gives them.
+    """
+    kept = longest_kept(args)
+    eval_lengths = [
+        length for rows in named_datasets(None, evaluated).values() for length in row_lengths(rows, kept) or ()
+    ]
+    lengths = eval_lengths or None if train is None else train_lengths
+    max_length = vars(args).get("max_length")
+    if max_length is None and lengths is not None:
+        # Rows of one length need no pads at all.
+        longest = max(lengths)
+        max_length = longest if min(lengths) == longest else round_up_length(longest, longest + 128)
+    if max_length is None:
+        # Whatever the collator yields; the first other shape is an error.
+        return []
+    buckets = args.length_buckets if isinstance(args, ExtensionArguments) else None
+    declared = declare_lengths(buckets, max_length, lengths, batch_size, args.train_sampling_strategy)
+    # Rows to evaluate on may be longer.
+    longest = max(eval_lengths, default=0)
+    return declared if longest <= declared[-1] else [*declared, round_up_length(longest, longest + 128)]
 
 
 def declare_lengths(

@@ -1,22 +1,27 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunFacts, RunLines
-from ..data import TokenWaste
+from ..data import StaticShapeCollator, TokenWaste
 from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
+from ..step.looped_head import score_tokens
 from ..step.loss_log import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.replaced_head import head_computed_by
 from ..step.users_model import save_from_host
 from .arguments import (
     ADAMW_NAMES,
@@ -36,13 +41,15 @@ from .evaluation import CompiledEvaluation
 from .followed_arguments import FollowedArgumentsMixin
 from .frozen import FrozenWeightsMixin
 from .layers import LayerScanMixin
-from .lengths import row_lengths
+from .lengths import lengths_for, longest_kept, pad_token_of, row_lengths
+from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
 from .replay import ReplayMixin
 from .saving import SavingMixin
 from .setting_checks import check_settings
 from .status import StatusMixin
 from .step_boundary import StepBoundary
+from .upstream import check_trainer, checkpointing_left_on, default_arguments
 from .watching import WatchMixin
 
 
@@ -75,34 +82,33 @@ class TPUTrainerMixin(
     - all chips of the machine share the work, in this one process.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or `str`):
-            As upstream.
-        args ([`~transformers.TrainingArguments`], *optional*):
-            As upstream, or a config of this package. It is not changed. What the caller changes in it later is taken up when
-            training or an evaluation begins.
-        *rest:
-            Upstream's other positional arguments.
+        *args:
+            Upstream's positional arguments.
         **kwargs:
-            Upstream's other keyword arguments.
+            Upstream's keyword arguments. `args` may also be a config of this package. It is not changed. What the caller
+            changes in it later is taken up when training or an evaluation begins.
 
     Raises:
         `ValueError`: A setting does not work on the chosen device; the message says what to set instead.
     """
 
-    def __init__(self, model=None, args: TrainingArguments | None = None, *rest, **kwargs):
-        args = self._default_args(model) if args is None else args
-        with leaving_no_empty_dir(args.output_dir):
-            self._set_up(model, args, *rest, **kwargs)
+    def __init__(self, *args, **kwargs):
+        given = inspect.signature(super().__init__).bind(*args, **kwargs)
+        if given.arguments.get("args") is None:
+            given.arguments["args"] = default_arguments(type(self), given.arguments.get("model"))
+        with leaving_no_empty_dir(given.arguments["args"].output_dir):
+            self._set_up(given)
 
-    def _set_up(self, model, args: TrainingArguments, *rest, **kwargs) -> None:
+    def _set_up(self, given: inspect.BoundArguments) -> None:
+        args, model = given.arguments["args"], given.arguments.get("model")
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         self._max_recompiles = extension.max_recompiles
-        given = inspect.signature(super().__init__).bind(model, args, *rest, **kwargs).arguments
-        check_settings(args, self.backend.lazy, given)
+        check_settings(args, self.backend.lazy, given.arguments)
         if self.backend.lazy:
-            check_weights(model, kwargs.get("quantization_config"))
+            check_trainer(type(self), given.arguments)
+            check_weights(model, given.arguments.get("quantization_config"))
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
                 model.tie_weights()
@@ -117,7 +123,10 @@ class TPUTrainerMixin(
         self._arrange_batches()
         self._arrange_chips()
         self._arrange_saving()
-        super().__init__(model, self.compiled.args, *rest, **kwargs)
+        given.arguments["args"] = self.compiled.args
+        super().__init__(*given.args, **given.kwargs)
+        #: Metrics of upstream's loss, on the device until a log.
+        self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
         if self.backend.lazy:
             # The trainer has tokenized the data by now, with all threads. The second is not there in transformers 5.18.
             self.compiled.changes += let_forks_tokenize(
@@ -142,7 +151,12 @@ class TPUTrainerMixin(
             self._save_from_host(self.optimizer)
         self._checkpoint_activations()
         self.backend.set_rng_state(self.args.seed)
-        self._train_lengths = row_lengths(self.train_dataset)
+        for model in self._further_models():
+            if isinstance(model, PreTrainedModel):
+                # Upstream has moved it to the device.
+                model.tie_weights()
+            place_model(model, self.backend, self.mesh)
+        self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
         self.lengths = self._declare_lengths()
         self.start_watch()
         self._make_batches_static()
@@ -201,50 +215,44 @@ class TPUTrainerMixin(
             facts.programs = len(facts.lengths) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         return facts
 
-    # ---- What a subclass says ----
-
-    def _default_args(self, model) -> TrainingArguments:
-        """The arguments to use where none are given, as upstream makes them."""
-        raise NotImplementedError
+    # ---- What a subclass may say otherwise ----
 
     def _declare_lengths(self) -> list[int]:
-        """The lengths that batches are padded to, ascending."""
-        raise NotImplementedError
+        """The lengths that batches are padded to, ascending; none if they are not known."""
+        if self._packs_rows:
+            return [self.args.max_length]
+        return lengths_for(
+            self.args, self._train_lengths, self.train_dataset, self.eval_dataset, self._train_batch_size
+        )
 
     def _make_batches_static(self) -> None:
         """Replace `self.data_collator` by one that pads to `self.lengths`."""
-        raise NotImplementedError
+        if self.lengths:
+            self.data_collator = StaticShapeCollator(
+                self.data_collator, self.lengths, self._pad_token_id, self._config_name, self._counts_input_tokens
+            )
 
     @property
     def _pad_token_id(self) -> int:
-        raise NotImplementedError
+        """What `input_ids` are padded with."""
+        tokenizer = self.processing_class
+        if isinstance(tokenizer, ProcessorMixin):
+            tokenizer = tokenizer.tokenizer
+        return 0 if tokenizer is None else pad_token_of(tokenizer)
 
     @property
     def _config_name(self) -> str | None:
         """Class of the arguments that have `max_length`, for messages."""
-        return None
+        return type(self.args).__name__ if "max_length" in vars(self.args) else None
 
     @property
     def _packs_rows(self) -> bool:
         """Whether rows of the training data hold several documents."""
-        return False
+        return bool(vars(self.args).get("packing"))
 
-    def _metric_sums(self, mode: str) -> dict[str, torch.Tensor]:
-        """Device tensors of further metrics that a log of `mode` (`"train"` or `"eval"`) reads."""
-        return {}
-
-    def _take_metrics(self, mode: str, fetched: dict[str, torch.Tensor]) -> None:
-        """Record what `_metric_sums` gave, read to the host, so that the next `log` shows it; and start anew."""
-
-    def _drop_metrics(self, mode: str) -> None:
-        """Forget what the next log of `mode` would show."""
-
-    def _run_state(self) -> dict[str, Any]:
-        """What else a checkpoint keeps, as JSON."""
-        return {}
-
-    def _load_run_state(self, state: dict[str, Any]) -> None:
-        """Take up what `_run_state` gave when the checkpoint was written; empty for one of another trainer."""
+    def _more_metrics(self) -> tuple[str, ...]:
+        """Names of metrics that are appended to `self._metrics` by other code than upstream's."""
+        return ()
 
     # ---- Placement, precision, optimizer ----
 
@@ -284,11 +292,53 @@ class TPUTrainerMixin(
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.backend.lazy:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with static_masks(inputs.pop("segment_ids", None)):
-            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with (
+            static_masks(inputs.pop("segment_ids", None)),
+            head_computed_by(partial(score_tokens, self.backend)),
+            self.tokens_stay_on_chips(),
+            self._sums_over_chips(),
+            self._micro_steps_as_data(),
+            checkpointing_left_on(type(self)),
+            self.metrics.deferred(),
+        ):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _compute_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    @contextmanager
+    def _sums_over_chips(self) -> Iterator[None]:
+        """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
+        if self.local_gradients is None:
+            yield
+            return
+        self.accelerator.gather_for_metrics = self.over_chips
+        try:
+            yield
+        finally:
+            del self.accelerator.gather_for_metrics
+
+    @contextmanager
+    def _micro_steps_as_data(self) -> Iterator[None]:
+        """Within this context, the number of micro-steps is on the device: there are fewer at the end of an epoch."""
+        if not self._loss_counts_micro_steps:
+            yield
+            return
+        number = self.current_gradient_accumulation_steps
+        data = self.step_data if self.model.training else self.backend.send(self._step_data())
+        self.current_gradient_accumulation_steps = data["micro_steps"]
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = number
+
+    @property
+    def _loss_counts_micro_steps(self) -> bool:
+        """Whether upstream's loss divides a part of it, the load-balancing loss of experts, by the number of micro-steps."""
+        return bool(vars(self).get("aux_loss_enabled"))
+
+    def _step_data(self) -> dict[str, torch.Tensor]:
+        """Numbers on the host, besides the batch, that a step needs on the device."""
+        if not self._loss_counts_micro_steps:
+            return {}
+        return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.lazy or "input_ids" not in inputs:
@@ -353,11 +403,11 @@ class TPUTrainerMixin(
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
         with self.phase("device"):
             fetched = self.backend.fetch(
-                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self._metric_sums("train")},
+                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.metrics.tensors("train")},
                 self.begin_read,
             )
         window = self.loss_log.read(fetched["loss"])
-        self._take_metrics("train", fetched["metrics"])
+        self.metrics.take("train", fetched["metrics"])
         # One NaN would stay in upstream's own sum for good.
         self.reset_upstream_loss()
         self._total_loss_scalar += window.total
@@ -406,8 +456,8 @@ class TPUTrainerMixin(
             self._boundary.end()
             # Of a run that failed, no log has shown them.
             self.loss_log.drop()
-            self._drop_metrics("train")
-            self._drop_metrics("eval")
+            self.metrics.drop("train")
+            self.metrics.drop("eval")
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:

@@ -118,16 +118,14 @@ class ReplayMixin:
     # ---- What a step depends on ----
 
     def _further_models(self) -> list[nn.Module]:
-        """Models besides the trained one that a step runs."""
-        return []
-
-    def _step_data(self) -> dict[str, torch.Tensor]:
-        """Numbers on the host, besides the batch, that a step needs on the device."""
-        return {}
+        """Models besides the trained one that a step runs, as the reference of a preference trainer."""
+        trained = {id(module) for module in self.model.modules()}
+        models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]
+        return list(dict.fromkeys(models))
 
     def _step_tensors(self) -> list[torch.Tensor]:
         """Tensors that a step reads and changes, besides the model's and its gradients; always in the same order."""
-        tensors = [*self.loss_log.tensors.values()]
+        tensors = [*self.loss_log.tensors.values(), *self.metrics.training_tensors]
         for state in self._plain_optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
         if self.local_gradients is not None:

@@ -89,7 +89,7 @@ class SavingMixin:
             evaluates = self.args.eval_strategy != IntervalStrategy.NO
             self._evaluation_due = evaluates and state.get("evaluation_due", False)
             self._keep_rows_per_step(state)
-            self._load_run_state(state)
+            self.metrics.load_state(state)
         return checkpoint
 
     def _check_best_metric(self) -> None:
@@ -144,7 +144,7 @@ class SavingMixin:
             with self.preemption.cutting_evaluation():
                 metrics = self._evaluate(None, None)
         except EvaluationCut:
-            self._drop_metrics("eval")
+            self.metrics.drop("eval")
             raise self._preempted(self._resumed_from) from None
         self._evaluation_due, self._made_up_at = False, self.state.global_step
         if self._determine_best_metric(metrics, None):
@@ -178,7 +178,7 @@ class SavingMixin:
             except EvaluationCut:
                 # As if it had not begun: the resumed run draws the same numbers for it, and after it.
                 super()._load_rng_state(before)
-                self._drop_metrics("eval")
+                self.metrics.drop("eval")
                 self.model.train()
                 self._evaluation_due, self.control.should_evaluate = True, False
 
@@ -294,7 +294,7 @@ class SavingMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._batch_state(), **self._run_state()}
+        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._batch_state(), **self.metrics.state()}
         if (rng_state := self.backend.rng_state()) is not None:
             state["rng_state"] = {self.backend.name: rng_state}
         if self._evaluation_due:

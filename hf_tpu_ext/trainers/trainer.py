@@ -8,10 +8,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..data import StaticShapeCollator, round_up_length
-from .configs import ExtensionArguments, TPUTrainingArguments
+from .configs import TPUTrainingArguments
 from .dataset_checks import check_has_rows, named_datasets
-from .lengths import declare_lengths, pad_token_of, row_lengths
 from .mixin import TPUTrainerMixin
 from .saving import UPSTREAM_METRICS
 
@@ -52,44 +50,14 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
             check_has_rows(dataset, name)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
 
-    def _default_args(self, model) -> TrainingArguments:
-        return TrainingArguments(output_dir="tmp_trainer")
-
-    @property
-    def _pad_token_id(self) -> int:
-        return 0 if self.processing_class is None else pad_token_of(self.processing_class)
-
     @property
     def _config_name(self) -> str:
         return TPUTrainingArguments.__name__
 
-    def _declare_lengths(self) -> list[int]:
-        evaluated = named_datasets(None, self.eval_dataset).values()
-        eval_lengths = [length for dataset in evaluated for length in row_lengths(dataset) or ()]
-        lengths = eval_lengths or None if self.train_dataset is None else self._train_lengths
-        max_length = self.args.max_length if isinstance(self.args, TPUTrainingArguments) else None
-        if max_length is None and lengths is not None:
-            # Rows of one length need no pads at all.
-            longest = max(lengths)
-            max_length = longest if min(lengths) == longest else round_up_length(longest, longest + 128)
-        if max_length is None:
-            # Whatever the collator yields; the first other shape is an error.
-            return []
-        buckets = self.args.length_buckets if isinstance(self.args, ExtensionArguments) else None
-        declared = declare_lengths(
-            buckets, max_length, lengths, self._train_batch_size, self.args.train_sampling_strategy
-        )
-        # Rows to evaluate on may be longer.
-        longest = max(eval_lengths, default=0)
-        return declared if longest <= declared[-1] else [*declared, round_up_length(longest, longest + 128)]
-
     def _make_batches_static(self) -> None:
         if "attention_mask" in inspect.signature(unwrap_peft_model(self.model).forward).parameters:
             self.data_collator = AttentionMaskCollator(self.data_collator)
-        if self.lengths:
-            self.data_collator = StaticShapeCollator(
-                self.data_collator, self.lengths, self._pad_token_id, self._config_name, self._counts_input_tokens
-            )
+        super()._make_batches_static()
 
 
 class AttentionMaskCollator:

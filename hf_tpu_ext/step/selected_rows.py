@@ -1,0 +1,138 @@
+"""Rows or elements that are chosen by a mask on the device, whose number the host does not know."""
+
+import torch
+from torch import Tensor, nn
+
+
+class SelectedRows(Tensor):
+    """
+    `values[mask]`, as all `values` and the `mask`.
+
+    Element by element it computes with all values; sums and means are over the chosen ones. Its shape is that of all. Made by
+    [`select`].
+    """
+
+    mask: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _ACCESSORS:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in _REDUCTIONS and len(args) == 1 and not kwargs:
+            return _REDUCTIONS[func](*_plain(args[0]))
+        if func in (torch.cat, torch.concat):
+            values, masks = zip(*map(_plain, args[0]), strict=True)
+            return select(torch.cat(values, *args[1:], **kwargs), torch.cat(masks, *args[1:], **kwargs))
+        if func in (Tensor.view, Tensor.reshape) and args[1:] == (-1,) and args[0].ndim == 1:
+            return args[0]
+        selected = [arg for arg in args if isinstance(arg, SelectedRows)]
+        assert selected, func
+        mask = selected[0].mask
+        if func not in _ELEMENTWISE or any(other.mask is not mask for other in selected):
+            raise NotImplementedError(
+                f"{func.__name__} of rows that a mask on the device has chosen: their number is not known on the host."
+            )
+        result = func(*(_plain(arg)[0] if isinstance(arg, SelectedRows) else arg for arg in args), **kwargs)
+        return _with_mask(result, mask)
+
+
+def _plain(selected: Tensor) -> tuple[Tensor, Tensor]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return selected.as_subclass(Tensor), selected.mask
+
+
+def _with_mask(values: Tensor, mask: Tensor) -> SelectedRows:
+    selected = values.as_subclass(SelectedRows)
+    selected.mask = mask
+    return selected
+
+
+def select(values: Tensor, mask: Tensor) -> SelectedRows:
+    """
+    Choose rows or elements.
+
+    Args:
+        values (`torch.Tensor`):
+            All of them, or those that were chosen before.
+        mask (`torch.Tensor` of dtype bool):
+            Of the first dimensions of `values`: which to choose.
+
+    Returns:
+        [`SelectedRows`]: They.
+    """
+    of_mask = None
+    if isinstance(mask, SelectedRows):
+        mask, of_mask = _plain(mask)
+    if isinstance(values, SelectedRows):
+        values, before = _plain(values)
+        of_mask = before if of_mask is None else of_mask & before
+    if of_mask is not None:
+        mask = mask & of_mask.view((*of_mask.shape, *[1] * (mask.ndim - of_mask.ndim)))
+    return _with_mask(values, mask)
+
+
+def selection_of(mask: Tensor) -> SelectedRows:
+    """
+    Name the rows of a mask, for `index_select`.
+
+    Args:
+        mask (`torch.Tensor` of shape `(rows,)` and dtype bool):
+            Which to choose.
+
+    Returns:
+        [`SelectedRows`]: In place of their numbers.
+    """
+    return _with_mask(mask, mask)
+
+
+def _elements(values: Tensor, mask: Tensor) -> Tensor:
+    return mask.view((*mask.shape, *[1] * (values.ndim - mask.ndim))).expand_as(values)
+
+
+def _sum(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(_elements(values, mask), values, torch.zeros_like(values)).sum()
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    return _sum(values, mask) / _elements(values, mask).sum()
+
+
+def _numbers(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return values, _elements(values, mask) & ~torch.isnan(values)
+
+
+_REDUCTIONS = {
+    Tensor.sum: _sum,
+    torch.sum: _sum,
+    Tensor.mean: _mean,
+    torch.mean: _mean,
+    Tensor.nansum: lambda values, mask: _sum(*_numbers(values, mask)),
+    torch.nansum: lambda values, mask: _sum(*_numbers(values, mask)),
+    Tensor.nanmean: lambda values, mask: _mean(*_numbers(values, mask)),
+    torch.nanmean: lambda values, mask: _mean(*_numbers(values, mask)),
+}
+_ACCESSORS = {
+    Tensor.device.__get__,
+    Tensor.dtype.__get__,
+    Tensor.ndim.__get__,
+    Tensor.requires_grad.__get__,
+    Tensor.shape.__get__,
+    Tensor.dim,
+    Tensor.size,
+    Tensor.__len__,
+    Tensor.as_subclass,
+}
+_ELEMENTWISE = {
+    *(
+        vars(Tensor)[name] if name in vars(Tensor) else getattr(Tensor, name)
+        for name in (
+            *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__"),
+            *("add", "sub", "mul", "div", "neg", "abs", "square", "exp", "log", "sigmoid", "tanh", "relu", "clamp"),
+            *("bool", "float", "to", "detach", "gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"),
+            *("masked_fill", "type_as"),
+        )
+    ),
+    *(torch.sigmoid, torch.exp, torch.log, torch.relu, torch.tanh, torch.clamp, torch.neg, torch.abs),
+    *(nn.functional.sigmoid, nn.functional.logsigmoid, nn.functional.relu, nn.functional.softplus),
+}

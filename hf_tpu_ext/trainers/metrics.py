@@ -1,0 +1,185 @@
+"""The metrics of a TRL trainer, summed on the device between two logs."""
+
+import ast
+import inspect
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from ..backends.base import Backend
+from ..step.deferred_reads import Appended, DeferredReads, metrics_in
+from ..step.metrics import DeviceSums
+from .own_code import is_known, names_of_a_step
+
+
+#: TRL keeps under this name the tokens that were trained on, of the whole run.
+NUM_TOKENS = "num_tokens"
+
+
+class DeferredMetrics:
+    """
+    Keeps on the device what the loss of a TRL trainer appends to `trainer._metrics`, and the tokens that it counts.
+
+    Upstream's loss runs as it is written, see [`DeferredReads`]. What it appends is added to sums that belong to the step's
+    program. At a log their means are put where upstream's `log` looks for them.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer. One that keeps no metrics has none here, either.
+        backend ([`Backend`]):
+            Where the sums are kept. On an eager device upstream reads the metrics at each step.
+        names (`tuple[str, ...]`, *optional*):
+            Further metrics that the loss appends, besides those of upstream's code.
+    """
+
+    def __init__(self, trainer: Trainer, backend: Backend, names: tuple[str, ...] = ()):
+        self._trainer = trainer
+        self._backend = backend
+        self.names = sorted({*_metrics_of(type(trainer)), *names})
+        self._active = False
+        self._sums: dict[str, DeviceSums] = {}
+        if self.names and backend.lazy:
+            sums = [of_name for name in self.names for of_name in (name, _count(name))]
+            self._sums = {mode: DeviceSums(backend, sums, (NUM_TOKENS,)) for mode in ("train", "eval")}
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Context of a loss. Whatever it appends to `trainer._metrics` stays on the device."""
+        if not self._sums or self._active:
+            yield
+            return
+        trainer, mode = self._trainer, "train" if self._trainer.model.training else "eval"
+        kept, total = trainer._metrics, trainer._total_train_tokens
+        reads = DeferredReads(self._backend.device.type, "trl")
+        trainer._metrics = {name: defaultdict(partial(Appended, reads)) for name in kept}
+        trainer._total_train_tokens = 0
+        self._active = True
+        try:
+            with reads:
+                yield
+            self._add(mode, trainer._metrics[mode], trainer._total_train_tokens)
+        finally:
+            trainer._metrics, trainer._total_train_tokens = kept, total
+            self._active = False
+
+    def _add(self, mode: str, appended: dict[str, list], num_tokens: Tensor | int) -> None:
+        sums, added = self._sums[mode], {}
+        for name, values in appended.items():
+            if not isinstance(values, Appended):
+                # The number of tokens, which is counted apart.
+                continue
+            if name not in self.names:
+                self.names.append(name)
+                sums.extend([name, _count(name)])
+            added[name], added[_count(name)] = 0.0, 0.0
+            for value, condition in zip(values, values.conditions, strict=True):
+                value = self._on_device(value)
+                weight = torch.ones_like(value)
+                if condition is not None:
+                    value, weight = (torch.where(condition, v, torch.zeros_like(v)) for v in (value, weight))
+                added[name] = added[name] + value
+                added[_count(name)] = added[_count(name)] + weight
+        if isinstance(num_tokens, Tensor):
+            added[NUM_TOKENS] = num_tokens
+        sums.add(**added)
+
+    def _on_device(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().float()
+        return torch.full((), value, dtype=torch.float32, device=self._backend.device)
+
+    # ---- Logs ----
+
+    def tensors(self, mode: str) -> dict[str, Tensor]:
+        """
+        The sums that a log reads.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Device scalars by name.
+        """
+        if not self._sums:
+            return {}
+        # An evaluation shows the tokens trained on so far, too.
+        return {**self._sums[mode].tensors, NUM_TOKENS: self._sums["train"].tensors[NUM_TOKENS]}
+
+    @property
+    def training_tensors(self) -> list[Tensor]:
+        """The sums that a training step changes, always in the same order."""
+        return [*self._sums["train"].tensors.values()] if self._sums else []
+
+    def take(self, mode: str, fetched: dict[str, Tensor]) -> None:
+        """
+        Put the means where upstream's `log` looks for them, and start anew.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+            fetched (`dict[str, torch.Tensor]`):
+                What [`~DeferredMetrics.tensors`] gave, on the CPU.
+        """
+        if not fetched:
+            return
+        trainer = self._trainer
+        values = {name: tensor.item() for name, tensor in fetched.items()}
+        trainer._total_train_tokens += values[NUM_TOKENS]
+        self._sums["train"].reset([NUM_TOKENS])
+        seen = [name for name in self.names if values.get(_count(name))]
+        if not seen:
+            return
+        self._sums[mode].reset()
+        # Upstream's `log` shows the mean of these lists.
+        trainer._metrics[mode].update({name: [values[name] / values[_count(name)]] for name in seen})
+        trainer._metrics[mode][NUM_TOKENS] = [trainer._total_train_tokens]
+
+    def drop(self, mode: str) -> None:
+        """
+        Forget what the next log of `mode` would show.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+        """
+        if self._sums:
+            # Tokens were trained on, whatever came of the run.
+            self._sums[mode].reset({*self._sums[mode].tensors} - {NUM_TOKENS})
+        if self.names:
+            self._trainer._metrics[mode].clear()
+
+    # ---- Checkpoints ----
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        if not self.names:
+            return {}
+        pending = self._backend.fetch(self._sums["train"].tensors[NUM_TOKENS]).item() if self._sums else 0
+        return {NUM_TOKENS: self._trainer._total_train_tokens + pending}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave when the checkpoint was written; empty for one of another trainer."""
+        if self.names:
+            self._trainer._total_train_tokens = state.get(NUM_TOKENS, 0)
+        if self._sums:
+            self._sums["train"].reset([NUM_TOKENS])
+
+
+def _count(name: str) -> str:
+    return f"{name} (count)"
+
+
+def _metrics_of(cls: type[Trainer]) -> Iterator[str]:
+    """The metrics that the loss of a trainer class appends, by its source."""
+    for name in names_of_a_step(cls, ("compute_loss",)):
+        for owner in cls.__mro__:
+            if name in vars(owner) and is_known(owner.__module__) and inspect.isfunction(vars(owner)[name]):
+                yield from metrics_in(ast.parse(textwrap.dedent(inspect.getsource(vars(owner)[name]))))

@@ -1,0 +1,106 @@
+"""What is asked of the upstream class that a trainer is made of."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, get_args, get_type_hints
+
+from transformers import Trainer, TrainingArguments
+from trl.trainer.utils import get_config_model_id
+
+from .dataset_checks import check_columns_are_text, named_datasets
+
+
+# Trainers of TRL whose steps write text, so that they are no function of a batch.
+_GENERATE = {"DistillationTrainer", "GKDTrainer", "GRPOTrainer", "OnlineDPOTrainer", "RLOOTrainer", "XPOTrainer"}
+
+
+def upstream_of(cls: type[Trainer]) -> type[Trainer]:
+    """
+    Find the upstream class of a trainer.
+
+    Args:
+        cls (`type`):
+            Class of the trainer.
+
+    Returns:
+        `type`: The first of its bases that is of transformers or TRL.
+    """
+    return next(
+        owner
+        for owner in cls.__mro__
+        if issubclass(owner, Trainer) and owner.__module__.partition(".")[0] in ("transformers", "trl")
+    )
+
+
+def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
+    """
+    Refuse trainers and data that cannot work on XLA, before a model is loaded.
+
+    Args:
+        cls (`type`):
+            Class of the trainer.
+        given (`Mapping[str, Any]`):
+            What it was given, by name.
+
+    Raises:
+        `ValueError`: The trainer writes text within its steps, or the dataset has images.
+    """
+    upstream = upstream_of(cls)
+    generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
+    if generates:
+        vllm = " (nor does use_vllm=True)" if vars(given.get("args") or object).get("use_vllm") else ""
+        raise ValueError(
+            f"{generates[0]} generates text within a training step, which does not train on XLA{vllm}. Use "
+            f"trl.{upstream.__name__} on CUDA. Trainers whose loss is a function of a batch work: transformers.Trainer, "
+            "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
+        )
+    if upstream.__module__.startswith("trl."):
+        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+            check_columns_are_text(dataset, name)
+
+
+def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
+    """
+    Make the arguments that upstream makes where none are given.
+
+    Args:
+        cls (`type`):
+            Class of the trainer.
+        model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Model, or its name.
+
+    Returns:
+        [`~transformers.TrainingArguments`]: Of the class that upstream takes.
+    """
+    upstream = upstream_of(cls)
+    if upstream is Trainer:
+        return TrainingArguments(output_dir="tmp_trainer")
+    of_args = get_args(get_type_hints(upstream.__init__)["args"])
+    config_cls = next(kind for kind in of_args if issubclass(kind, TrainingArguments))
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    return config_cls(f"{name.split('/')[-1]}-{upstream.__name__.removesuffix('Trainer')}")
+
+
+@contextmanager
+def checkpointing_left_on(cls: type[Trainer]) -> Iterator[None]:
+    """
+    Within this context, a trainer of TRL leaves activation checkpointing on where it runs a model without gradients.
+
+    Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step. Without
+    gradients nothing is kept for the backward pass anyway.
+
+    Args:
+        cls (`type`):
+            Class of the trainer.
+    """
+    names = vars(sys.modules[upstream_of(cls).__module__])
+    switch = names.get("disable_gradient_checkpointing")
+    if switch is None:
+        yield
+        return
+    names["disable_gradient_checkpointing"] = lambda *_: nullcontext()
+    try:
+        yield
+    finally:
+        names["disable_gradient_checkpointing"] = switch
