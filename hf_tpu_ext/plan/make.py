@@ -13,7 +13,7 @@ from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
 from ..sharding import describe_mesh
 from ..step.estimate import read_dimensions, step_flops
-from ..step.replay import CLOSING, MICRO
+from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs, required_versions, why_no_compiler
 from .memory_estimate import MemoryEstimate, estimate_memory
 from .page import format_count
@@ -116,7 +116,7 @@ def _adapters(run: Run) -> int | None:
 
 def _analytic_flops(run: Run, program: CompiledProgram, topology: Topology) -> tuple[float | None, float | None]:
     """Of a training program, without and with what is computed again, where the model can be counted."""
-    if not _is_counted(run) or program.kind not in (MICRO, CLOSING):
+    if not _is_counted(run) or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
         return None, None
     count = partial(step_flops, read_dimensions(run.config), program.batch_shape, _adapters(run))
     again = "head" if run.rematerialization == "none" else run.rematerialization
@@ -127,7 +127,7 @@ def _estimate(run: Run, programs: Sequence[TracedProgram], topology: Topology) -
     """By formulas, where each chip has the whole model and the model can be counted."""
     if not _is_counted(run) or run.mesh["fsdp"] > 1:
         return None
-    rows, length = max(program.batch_shape for program in programs if program.kind == CLOSING)
+    rows, length = max(program.batch_shape for program in programs if program.kind == OPTIMIZER_STEP)
     return estimate_memory(
         read_dimensions(run.config),
         (rows // topology.num_chips, length),
@@ -142,7 +142,7 @@ def _estimate(run: Run, programs: Sequence[TracedProgram], topology: Topology) -
 def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
     chips = programs[0].num_chips
     rows = run.per_device_train_batch_size * run.gradient_accumulation_steps * chips
-    lengths = sorted({program.batch_shape[1] for program in programs if program.kind in (MICRO, CLOSING)})
+    lengths = sorted({program.batch_shape[1] for program in programs if program.kind in (MICRO_STEP, OPTIMIZER_STEP)})
     share = 100 * run.trained_parameters / run.parameters
     facts = {
         "model": f"{run.config.model_type}, {format_count(run.parameters).strip()} parameters, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..atomic_write import write_atomically
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
-from ..step.replay import CLOSING, MICRO
+from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .hlo_cost import Cost, measure_cost
 from .memory_estimate import MemoryEstimate
 from .programs import CompiledProgram
@@ -247,9 +247,9 @@ class Plan:
     @property
     def longest(self) -> list[tuple[PlannedProgram, int]]:
         """Training programs of the largest batch, and how often each runs in an optimizer step."""
-        training = [program for program in self.programs if program.kind in (MICRO, CLOSING)]
+        training = [program for program in self.programs if program.kind in (MICRO_STEP, OPTIMIZER_STEP)]
         most = max((program.tokens for program in training), default=0)
-        runs = {MICRO: self.gradient_accumulation_steps - 1, CLOSING: 1}
+        runs = {MICRO_STEP: self.gradient_accumulation_steps - 1, OPTIMIZER_STEP: 1}
         return [(program, runs[program.kind]) for program in training if program.tokens == most]
 
     @property

@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
 from ..step.estimate import count_parameters
-from ..step.replay import CLOSING
+from ..step.replay import OPTIMIZER_STEP
 from ..step.sliced_attention import SLICED_EAGER
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
@@ -181,7 +181,7 @@ class TracingMixin(EveryLengthMixin):
         )
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
-        if run is None and kind == CLOSING or self.replay is None:
+        if run is None and kind == OPTIMIZER_STEP or self.steps.replay is None:
             raise ValueError(
                 "The steps of this recipe cannot be planned, since they are not replayed; the line above says why."
             )

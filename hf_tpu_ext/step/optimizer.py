@@ -1,6 +1,6 @@
 """AdamW whose step is one program for the whole run, and state that exists before the first step."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from .replay import StepReplay
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +46,13 @@ class LazyAdamW(torch.optim.AdamW):
     def __init__(self, params, backend: Backend, **kwargs):
         super().__init__(params, **kwargs)
         self._backend = backend
-        #: What replays the steps of a run, if it does.
-        self.replay: StepReplay | None = None
+        #: What the program of a replayed step updates: [`~LazyAdamW.step`] runs no operator then. `None` where it does.
+        self.in_program: Sequence[_Update] | None = None
+        #: Parameters that a step does not update although they have a gradient.
+        self.left_out: Collection[torch.nn.Parameter] = ()
+        #: What the last step has updated, and the numbers that it has sent for that.
+        self.updated: Sequence[_Update] = ()
+        self.sent: torch.Tensor | None = None
         self._counters: list[torch.Tensor] = []
         # The state of each parameter as it was known last, and how often it was another.
         self._known: list[dict[str, torch.Tensor]] = []
@@ -97,23 +101,23 @@ class LazyAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self.create_state()
-        if self.replay is not None and self.replay.replays:
-            self.replay.add_data(self._count_and_send(self.replay.updates)[0])
-            self.replay.end()
+        if self.in_program is not None:
+            self.updated = self.in_program
+            self.sent, _ = self._count_and_send(self.updated)
             return loss
-        updates = [
-            _Update(group, parameter, self.state[parameter])
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        if updates:
-            coefficients, row_of = self._count_and_send(updates)
-            if self.replay is not None:
-                self.replay.add_data(coefficients)
-            self._update(updates, coefficients, row_of)
-        if self.replay is not None:
-            self.replay.end(updates)
+        left_out = set(self.left_out)
+        self.updated, self.sent = (
+            [
+                _Update(group, parameter, self.state[parameter])
+                for group in self.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None and parameter not in left_out
+            ],
+            None,
+        )
+        if self.updated:
+            self.sent, row_of = self._count_and_send(self.updated)
+            self._update(self.updated, self.sent, row_of)
         return loss
 
     def settings(self) -> Hashable:
@@ -224,16 +228,3 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
             "nothing. Let the trainer make it there: "
             f"optimizer_cls_and_kwargs=({type(optimizer).__name__}, {{'lr': {optimizer.defaults['lr']}}})."
         )
-
-
-def create_gradients(model: torch.nn.Module) -> None:
-    """
-    Give every trainable parameter a gradient of zeros, so that the first micro-step adds to it like every other.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model on its device.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)

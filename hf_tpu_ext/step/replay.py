@@ -20,11 +20,11 @@ logger = logging.get_logger(__name__)
 # Steps that have to be recorded anew this often are better traced.
 _MOST_CHANGES = 8
 
-#: The step with the optimizer's update, and those before it that only add to the gradients.
-CLOSING, MICRO = "training step", "micro-step"
+#: The micro-step with the optimizer's update, and those before it that only add to the gradients.
+OPTIMIZER_STEP, MICRO_STEP = "training step", "micro-step"
 
 
-def say_refused(reason: str) -> None:
+def warn_not_replayed(reason: str) -> None:
     """
     Say that steps are not replayed.
 
@@ -59,16 +59,12 @@ class StepReplay:
             The model that is trained, then those that it is trained with.
         state (`Callable[[], list[torch.Tensor]]`):
             The tensors that a step reads and changes besides those of the models and their gradients, always in the same order.
-        zero_gradients (`Callable[[], None]`):
-            Zeroes or drops the gradients. Part of the optimizer step's program.
         note (`Callable[[list[torch.Tensor]], PythonState]`):
             Notes what Python may read in a step, besides the values of the tensors that it is given.
         settings (`Callable[[], Any]`):
             What else programs depend on, to be compared.
         why_not (`Callable[[], str | None]`):
             Says, after a change, why steps cannot be replayed any more, as half a sentence.
-        run_traced (`Callable[[str, Callable], Program | None]`):
-            Called as `run_traced(kind, run)` to run what was traced, with `run`.
         copies ([`~hf_tpu_ext.backends.program.RealCopies`]):
             Context that is entered. It is left from the beginning of each step to its end.
         assume_pure (`bool`, *optional*, defaults to `False`):
@@ -80,22 +76,18 @@ class StepReplay:
         backend: Backend,
         models: Sequence[nn.Module],
         state: Callable[[], list[torch.Tensor]],
-        zero_gradients: Callable[[], None],
         note: Callable[[list[torch.Tensor]], PythonState],
         settings: Callable[[], Any],
         why_not: Callable[[], str | None],
-        run_traced: Callable[[str, Callable], Program | None],
         copies: RealCopies,
         assume_pure: bool = False,
     ):
         self._backend = backend
         self._models = models
         self._more_state = state
-        self._zero_gradients = zero_gradients
         self._note = note
         self._settings = settings
         self._why_not = why_not
-        self._run_traced = run_traced
         self._assume_pure = assume_pure
         self._copies = copies
         self._aliased: set[int] = set()
@@ -130,7 +122,7 @@ class StepReplay:
                 Why, as half a sentence.
         """
         if self.refused is None:
-            say_refused(reason)
+            warn_not_replayed(reason)
         self.refused = reason
         self._programs.clear()
 
@@ -156,7 +148,6 @@ class StepReplay:
         """
         self._copies.suspend()
         self._backend.flush()
-        self._kind = kind
         self._data = [value for value in data.values() if isinstance(value, torch.Tensor)]
         self._recording: Recording | None = None
         self.replays = False
@@ -207,39 +198,38 @@ class StepReplay:
 
     @property
     def updates(self) -> Sequence[Any]:
-        """What `end` was told when the step that is replayed was recorded."""
+        """What the optimizer updates in the step that is replayed."""
         return self._programs[self._key].updates
 
-    def add_data(self, data: torch.Tensor) -> None:
-        """
-        Name a further tensor that differs from step to step.
-
-        Args:
-            data (`torch.Tensor`):
-                Device tensor that the trace has not used yet.
-        """
-        self._data.append(data)
-        if self._recording is not None:
-            self._recording.add_data([data])
-
-    def end(self, updates: Sequence[Any] = ()) -> None:
+    def end(
+        self,
+        run_traced: Callable[..., Program | None],
+        updates: Sequence[Any] = (),
+        sent: torch.Tensor | None = None,
+    ) -> None:
         """
         Run the step: what was traced, or what was recorded before.
 
         Args:
+            run_traced (`Callable[[Callable], Program | None]`):
+                Called as `run_traced(run=...)` to run what was traced, and to tell those who watch.
             updates (`Sequence`, *optional*):
-                What the optimizer updates in the traced step, for it to find again in `updates`.
+                What the optimizer has updated in the traced step, for it to find again in `updates`.
+            sent (`torch.Tensor`, *optional*):
+                The numbers that the optimizer has sent to the device for this step.
         """
-        if not self.replays and self._kind == CLOSING:
-            self._zero_gradients()
+        if sent is not None:
+            self._data.append(sent)
+            if self._recording is not None:
+                self._recording.add_data([sent])
         if self.replays:
             recorded = self._programs[self._key]
             recorded.program.run(self._state(), self._data, self._find_aliased())
             recorded.compiles = self._backend.compiles()
         elif self._recording is None:
-            self._run_traced(self._kind, self._backend.end_step)
+            run_traced(run=self._backend.end_step)
         else:
-            self._run_recorded(updates)
+            self._run_recorded(run_traced, updates)
             # The step has run code that may keep some.
             self._copies.seen = True
         self._copies.resume()
@@ -250,21 +240,21 @@ class StepReplay:
             self._aliased, self._copies.seen = self._backend.aliased(self._state()), False
         return self._aliased
 
-    def _run_recorded(self, updates: Sequence[Any]) -> None:
+    def _run_recorded(self, run_traced: Callable[..., Program | None], updates: Sequence[Any]) -> None:
         before = self._programs.get(self._key)
         like = None if before is None else before.program
         recording, self._recording = self._recording, None
         unlike = self._why_unlike()
         if unlike is not None:
             self.refuse(unlike)
-            self._run_traced(self._kind, self._backend.end_step)
+            run_traced(run=self._backend.end_step)
             return
         try:
             finish = partial(recording.finish, self._state(), like, self._find_aliased())
-            program = self._run_traced(self._kind, finish)
+            program = run_traced(run=finish)
         except CannotReplay as reason:
             self.refuse(str(reason))
-            self._run_traced(self._kind, self._backend.end_step)
+            run_traced(run=self._backend.end_step)
             return
         difference = None
         if before is not None:

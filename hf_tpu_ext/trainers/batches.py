@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, complete_rows, count_rows
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
-from .replay import SentBatch
+from .training_steps import SentBatch
+from .upstream import upstream_of
 
 
 logger = logging.get_logger(__name__)
@@ -109,7 +110,13 @@ class BatchesMixin:
         """Say what the columns of a batch are padded with, where that may change a result."""
         self._said.add("columns")
         own_code = self.own_code_in_step("train")
-        reason = self._why_loss_counts_tokens() if own_code is None else f"{own_code}, which may count masked tokens"
+        if own_code is not None:
+            reason = f"{own_code}, which may count masked tokens"
+        elif upstream_of(type(self)) is Trainer:
+            reason = self._why_loss_counts_tokens()
+        else:
+            # TRL's own collators pad, too.
+            reason = None
         if reason is None:
             return
         ids = batch["input_ids"]

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..sharding import ShardingPlan
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.layer_scan import LayerStack, find_layers, why_not_alike
-from ..step.optimizer import LazyAdamW, create_gradients
+from ..step.optimizer import LazyAdamW
 from .own_code import EVENTS_AT_EVERY_STEP, EVENTS_OF_A_STEP, find_own_code, find_own_code_between_steps, has_own_code
 
 
@@ -133,6 +133,7 @@ class LayerScanMixin:
         stays = EVENTS_AT_EVERY_STEP if self.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
         if not looks or event in stays:
             return call_event(event, *args, **kwargs)
+        self.steps.end()
         self.unscan_layers()
         try:
             return call_event(event, *args, **kwargs)
@@ -164,8 +165,7 @@ class LayerScanMixin:
         logger.warning(f"Layers are compiled one by one from now on, not as a loop: {reason}.")
         self._stacked_groups.split()
         self.layer_stack, self.compiled.scan_layers = None, "off"
-        if not self.keep_gradients_local(self.model) and self.args.gradient_accumulation_steps > 1:
-            create_gradients(self.model)
+        self.steps.keep_gradients()
         self.shard_training_state(self.model, self._plain_optimizer)
         self.backend.wait()
 

@@ -20,7 +20,7 @@ from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
 from ..step.looped_head import score_tokens
 from ..step.loss_log import LossLog
-from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.optimizer import LazyAdamW, check_optimizer, clip_gradients
 from ..step.replaced_head import head_computed_by
 from ..step.users_model import save_from_host
 from .arguments import (
@@ -44,11 +44,10 @@ from .layers import LayerScanMixin
 from .lengths import lengths_for, longest_kept, pad_token_of, row_lengths
 from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
-from .replay import ReplayMixin
 from .saving import SavingMixin
 from .setting_checks import check_settings
 from .status import StatusMixin
-from .step_boundary import StepBoundary
+from .training_steps import TrainingSteps
 from .upstream import check_trainer, checkpointing_left_on, default_arguments
 from .watching import WatchMixin
 
@@ -62,7 +61,6 @@ class TPUTrainerMixin(
     FrozenWeightsMixin,
     LayerScanMixin,
     BatchesMixin,
-    ReplayMixin,
     WatchMixin,
     ChipsMixin,
     StatusMixin,
@@ -162,16 +160,15 @@ class TPUTrainerMixin(
         self._make_batches_static()
         for mode in ("train", "eval"):
             self.expect_batches(mode)
-        #: What `_step_data` gave for the step under way, on the device.
-        self.step_data: dict[str, torch.Tensor] = {}
         self._flos_per_token: float | None = None
         self.loss_log = LossLog(self.backend)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         if self._override_returns_loss:
             # What is logged is what it returns to upstream's loop.
             vars(self)["training_step"] = self._overridden_step
-        self._boundary = StepBoundary(self)
-        self.add_callback(self._boundary)
+        #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
+        self.steps = TrainingSteps(self)
+        self.callback_handler.callbacks.insert(0, self.steps)
         self._copies = self.backend.real_copies()
 
     def _checkpoint_activations(self) -> None:
@@ -322,7 +319,7 @@ class TPUTrainerMixin(
             yield
             return
         number = self.current_gradient_accumulation_steps
-        data = self.step_data if self.model.training else self.backend.send(self._step_data())
+        data = self.steps.data if self.model.training else self.backend.send(self._step_data())
         self.current_gradient_accumulation_steps = data["micro_steps"]
         try:
             yield
@@ -350,11 +347,11 @@ class TPUTrainerMixin(
         return self._flos_per_token * tokens
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        self.step_data = self.backend.send(self._step_data())
-        if self.replay is None:
-            with self._copies_as_ever():
-                return self._traced_step(model, inputs, num_items_in_batch)
-        return self._replayed_step(model, inputs, num_items_in_batch)
+        if self.backend.lazy:
+            return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
+        if self.status is not None:
+            self.status.count(inputs)
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _traced_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         if self.local_gradients is not None and not self.local_gradients.are_of(model):
@@ -365,13 +362,13 @@ class TPUTrainerMixin(
         else:
             with self.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
                 loss = self.over_chips(super().training_step(model, inputs, num_items_in_batch))
-        if self.backend.lazy and (self.replay is not None or not self._override_returns_loss):
+        if self.steps.replay is not None or not self._override_returns_loss:
             self._log_step_loss(loss)
         return loss
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
-        if self.replay is None:
+        if self.steps.replay is None:
             self._log_step_loss(loss)
         return loss
 
@@ -381,6 +378,27 @@ class TPUTrainerMixin(
             closing=self.accelerator.sync_gradients,
             accumulating=self.args.gradient_accumulation_steps > 1,
         )
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that accelerate has wrapped."""
+        return self.optimizer.optimizer
+
+    def _clip_grad_norm(self, model):
+        if not self.backend.lazy:
+            return super()._clip_grad_norm(model)
+        return self.steps.clip(self.args.max_grad_norm, clip_gradients)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        if not self.backend.lazy:
+            return super()._get_grad_norm(model, grad_norm)
+        return self.steps.keep_norm(partial(super()._get_grad_norm, model, grad_norm))
+
+    def _further_models(self) -> list[nn.Module]:
+        """Models besides the trained one that a step runs, as the reference of a preference trainer."""
+        trained = {id(module) for module in self.model.modules()}
+        models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]
+        return list(dict.fromkeys(models))
 
     # ---- Logs ----
 
@@ -409,7 +427,7 @@ class TPUTrainerMixin(
         window = self.loss_log.read(fetched["loss"])
         self.metrics.take("train", fetched["metrics"])
         # One NaN would stay in upstream's own sum for good.
-        self.reset_upstream_loss()
+        self.steps.reset_upstream_loss()
         self._total_loss_scalar += window.total
         if window.finite_steps < window.steps:
             step = self.state.global_step - window.steps + window.first_nonfinite
@@ -449,11 +467,10 @@ class TPUTrainerMixin(
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
-        self.end_replay()
         self.end_watch()
         self.unscan_layers()
         if self.backend.lazy:
-            self._boundary.end()
+            self.steps.end_run()
             # Of a run that failed, no log has shown them.
             self.loss_log.drop()
             self.metrics.drop("train")

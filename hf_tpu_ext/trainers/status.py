@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from platform import python_version
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import unwrap_peft_model
@@ -106,7 +105,7 @@ class StatusMixin:
     def _kind_of_step(self) -> str:
         if not self.backend.lazy:
             return "step"
-        return "replay" if self.replay is not None and self.replay.replays else "trace"
+        return "replay" if self.steps.replays else "trace"
 
     def _flops_of_batch(self) -> Callable[[tuple[int, int]], float | None] | None:
         """What counts the arithmetic of a batch of a shape, where this model can be counted."""
@@ -124,11 +123,6 @@ class StatusMixin:
             self.status.end_step()
         with self.phase("data"):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if self.status is not None and not self.backend.lazy:
-            self.status.count(inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged

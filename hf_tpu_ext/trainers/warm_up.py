@@ -9,7 +9,7 @@ from ..backends import select_backend
 from ..backends.compile_cache import CacheUse, cache_root
 from ..backends.counters import Counters
 from ..callbacks.samples import ShowSamples
-from ..step.replay import CLOSING, MICRO
+from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .configs import ExtensionArguments
 from .every_length import EveryLengthMixin
 
@@ -148,10 +148,10 @@ class _Compiling(TrainerCallback):
             self._note("samples")
 
     def on_substep_end(self, args, state, control, **kwargs):
-        self._note(MICRO, self._trainer._batch_shape)
+        self._note(MICRO_STEP, self._trainer._batch_shape)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._note(CLOSING, self._trainer._batch_shape)
+        self._note(OPTIMIZER_STEP, self._trainer._batch_shape)
 
     def on_prediction_step(self, args, state, control, **kwargs):
         self._note("evaluation step", self._trainer._batch_shape)

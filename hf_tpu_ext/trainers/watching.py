@@ -50,7 +50,7 @@ class WatchMixin:
     def begin_watch(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""
         self._note_optimizer()
-        self.watch.begin(traced=self.replay is None)
+        self.watch.begin(traced=self.steps.replay is None)
 
     def end_watch(self) -> None:
         """Stop watching a run, however it ended."""

@@ -19,14 +19,14 @@ from tables import versions, write_block
 
 from hf_tpu_ext.plan.hlo import Collective
 from hf_tpu_ext.sharding.plan import PlannedParameter
-from hf_tpu_ext.step.replay import CLOSING, MICRO
+from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
 from hf_tpu_ext.words import format_bytes
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "eight_chips.md"
 NOTES = f"""\
 Counts are of operations in the program of one device. Bytes are those of whole tensors: what an all-gather makes, what
-the others take. The program "{CLOSING}" ends an optimizer step; with accumulation, the program "{MICRO}" runs
+the others take. The program "{OPTIMIZER_STEP}" ends an optimizer step; with accumulation, the program "{MICRO_STEP}" runs
 for every batch before the last.
 
 - Data parallel needs one reduction of each trainable parameter per optimizer step, and none in a micro-step.
@@ -102,13 +102,13 @@ def needed_reductions(run: Run, kind: str) -> Traffic:
         run ([`Run`]):
             What the scheme compiled.
         kind (`str`):
-            [`MICRO`] or [`CLOSING`].
+            [`MICRO_STEP`] or [`OPTIMIZER_STEP`].
 
     Returns:
         [`Traffic`]: Each gradient, and where the groups of a mesh hold the same parts, these parts.
     """
     if run.mesh["fsdp"] == 1:
-        return Traffic.of(run.trainable if kind == CLOSING else [])
+        return Traffic.of(run.trainable if kind == OPTIMIZER_STEP else [])
     needed = Traffic.of(parameter for parameter in run.trainable if not _is_embedding(parameter))
     if run.mesh["data"] > 1:
         parts = [p for p in run.split if p.trainable and (_is_layer(p) or _is_embedding(p))]

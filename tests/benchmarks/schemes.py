@@ -206,9 +206,9 @@ def train(scheme: Scheme, directory: Path) -> Run:
     class Recorder(TPUSFTTrainer):
         # XLA dumps a program while it compiles it, and a program of the step is compiled where it ends. So the file that
         # appears in between is that program, whatever else was compiled before (placing the model, reading a log).
-        def end_program(self, kind, *args):
+        def end_program(self, kind, *args, **kwargs):
             before = set(dump.glob(f"*{BEFORE}"))
-            program = super().end_program(kind, *args)
+            program = super().end_program(kind, *args, **kwargs)
             new = set(dump.glob(f"*{BEFORE}")) - before
             if new:
                 assert kind not in dumps

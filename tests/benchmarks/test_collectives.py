@@ -2,15 +2,15 @@ import pytest
 from collectives import Traffic, make_table, needed_gathers, needed_reductions
 from schemes import CHIPS, LENGTH, ROWS_PER_CHIP, SCHEMES, SIZES, make_inputs, run_schemes
 
-from hf_tpu_ext.step.replay import CLOSING, MICRO
+from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
 
 
 PROGRAMS = [
-    ("data", CLOSING),
-    ("data_accumulated", MICRO),
-    ("data_accumulated", CLOSING),
-    ("fsdp_accumulated", MICRO),
-    ("fsdp_accumulated", CLOSING),
+    ("data", OPTIMIZER_STEP),
+    ("data_accumulated", MICRO_STEP),
+    ("data_accumulated", OPTIMIZER_STEP),
+    ("fsdp_accumulated", MICRO_STEP),
+    ("fsdp_accumulated", OPTIMIZER_STEP),
 ]
 
 
@@ -28,20 +28,20 @@ def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(runs, schem
         program = run.program(kind)
         # A compiler may put several gradients into one operation, and transpose them.
         reduced = [tensor.num_bytes for item in program.reductions for tensor in item.tensors]
-        gradients = run.trainable if kind == CLOSING else []
+        gradients = run.trainable if kind == OPTIMIZER_STEP else []
         assert sorted(reduced) == sorted(parameter.num_bytes for parameter in gradients)
         assert not program.gathers and not program.scatters
         # Sums of metrics.
         assert sum(item.num_bytes for item in (*program.numbers, *program.others)) < 100
 
 
-@pytest.mark.parametrize("kind", [MICRO, CLOSING])
+@pytest.mark.parametrize("kind", [MICRO_STEP, OPTIMIZER_STEP])
 def test_fully_sharded_holds_an_eighth(runs, kind):
     whole, split = (runs[scheme].program(kind).argument_bytes for scheme in ("data_accumulated", "fsdp_accumulated"))
     assert 1 / 8 <= split / whole < 1 / 7
 
 
-@pytest.mark.parametrize("kind", [MICRO, CLOSING])
+@pytest.mark.parametrize("kind", [MICRO_STEP, OPTIMIZER_STEP])
 def test_fully_sharded_gathers_weights_for_each_pass_and_reduces_gradients(runs, kind):
     run = runs["fsdp_accumulated"]
     program = run.program(kind)

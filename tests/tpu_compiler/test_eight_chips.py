@@ -4,7 +4,7 @@ import pytest
 from schemes import SCHEMES
 
 from hf_tpu_ext.plan.hlo import parse_collectives
-from hf_tpu_ext.step.replay import CLOSING, MICRO
+from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
 
 
 pytestmark = pytest.mark.slow
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.slow
 # What the compiler for v5e lets a program have.
 CHIP_BYTES = 15.75 * 2**30
 FULLY_SHARDED = [
-    ("fsdp", CLOSING),
-    ("fsdp_accumulated", MICRO),
-    ("fsdp_accumulated", CLOSING),
-    ("fsdp_saving", CLOSING),
+    ("fsdp", OPTIMIZER_STEP),
+    ("fsdp_accumulated", MICRO_STEP),
+    ("fsdp_accumulated", OPTIMIZER_STEP),
+    ("fsdp_saving", OPTIMIZER_STEP),
 ]
 
 
@@ -24,7 +24,7 @@ FULLY_SHARDED = [
     [
         (name, kind)
         for name, scheme in SCHEMES.items()
-        for kind in ([MICRO] if scheme.gradient_accumulation_steps > 1 else []) + [CLOSING]
+        for kind in ([MICRO_STEP] if scheme.gradient_accumulation_steps > 1 else []) + [OPTIMIZER_STEP]
     ],
 )
 def test_compiles_and_updates_in_place(compile_for_tpu, scheme, kind):
@@ -36,7 +36,7 @@ def test_compiles_and_updates_in_place(compile_for_tpu, scheme, kind):
     assert memory["alias"] > 0.95 * memory["output"]
 
 
-@pytest.mark.parametrize("kind", [MICRO, CLOSING])
+@pytest.mark.parametrize("kind", [MICRO_STEP, OPTIMIZER_STEP])
 def test_fully_sharded_holds_a_part(compile_for_tpu, kind):
     split = compile_for_tpu("fsdp_accumulated", kind).memory["argument"]
     assert split < compile_for_tpu("data_accumulated", kind).memory["argument"] / 7
@@ -44,10 +44,10 @@ def test_fully_sharded_holds_a_part(compile_for_tpu, kind):
 
 @pytest.mark.parametrize("scheme", ["data", "data_accumulated", "data_accumulated_lora"])
 def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(compile_for_tpu, runs, scheme):
-    for kind in [MICRO, CLOSING] if SCHEMES[scheme].gradient_accumulation_steps > 1 else [CLOSING]:
+    for kind in [MICRO_STEP, OPTIMIZER_STEP] if SCHEMES[scheme].gradient_accumulation_steps > 1 else [OPTIMIZER_STEP]:
         found = parse_collectives(compile_for_tpu(scheme, kind).text)
         reduced = Counter(tensor.num_bytes for item in found for tensor in item.tensors)
-        gradients = Counter(p.num_bytes for p in runs[scheme].trainable if kind == CLOSING)
+        gradients = Counter(p.num_bytes for p in runs[scheme].trainable if kind == OPTIMIZER_STEP)
         assert {size: reduced[size] for size in gradients} == gradients
         # Sums of metrics.
         assert sum(size * count for size, count in (reduced - gradients).items()) < 1000
@@ -69,4 +69,4 @@ def test_no_gradient_is_whole_on_a_chip(compile_for_tpu, runs, scheme, kind):
 @pytest.mark.parametrize("scheme", ["fsdp", "data_fsdp"])
 def test_split_weights_are_gathered(compile_for_tpu, runs, scheme):
     # For both passes, unless the compiler keeps a gathered weight from one to the other.
-    assert len(compile_for_tpu(scheme, CLOSING).gathers) >= len(runs[scheme].split)
+    assert len(compile_for_tpu(scheme, OPTIMIZER_STEP).gathers) >= len(runs[scheme].split)

@@ -1,0 +1,326 @@
+"""The training steps of a run: where each one begins, is traced or replayed, and ends."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..step.activation_checkpointing import rematerialize
+from ..step.gradients import StepGradients
+from ..step.optimizer import LazyAdamW
+from ..step.python_state import PythonState
+from ..step.replay import MICRO_STEP, OPTIMIZER_STEP, StepReplay, warn_not_replayed
+from .own_code import (
+    attributes_of_a_step,
+    draws_other_layers,
+    find_own_code,
+    hooks_of_all_modules,
+    namespaces_of_a_step,
+)
+
+
+class SentBatch(dict):
+    """A batch that is on the device."""
+
+
+class TrainingSteps(TrainerCallback):
+    """
+    Owns the training steps of a trainer on XLA.
+
+    Upstream's loop calls `training_step`, where a step begins: it is traced, or what was recorded of it is to be replayed,
+    see [`StepReplay`]. After the optimizer upstream calls `on_step_end`, or `on_substep_end` with gradient accumulation,
+    where the step ends: its program is run, and those who watch are told. This object is the first of the callbacks, so
+    that all others find a step that has ended.
+
+    A replayed step runs no Python of the model, the loss or the optimizer. What Python of known packages may have read is
+    compared at each step. It is left off by itself where code of the user's runs inside a step; `step_replay=True` says
+    that this code does the same at every step.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        #: What replays the steps of the run under way, or `None`.
+        self.replay: StepReplay | None = None
+        #: Numbers that the step under way has on the device, besides the batch.
+        self.data: dict[str, torch.Tensor] = {}
+        # The step that has begun and not ended.
+        self._under_way: str | None = None
+        self._gradients: StepGradients | None = None
+        self._rematerialized: list[nn.Module] = []
+        self._requires_grads = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether the step under way, or the last one, is replayed."""
+        return self.replay is not None and self.replay.replays
+
+    # ---- A run ----
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+        trainer = self._trainer
+        with trainer.layers_in_place():
+            self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
+        self._requires_grads = trainer.compiled.rematerialization != "none"
+        with trainer.layers_as_a_loop():
+            self._begin_run(model, optimizer.optimizer)
+
+    def _begin_run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        trainer = self._trainer
+        if isinstance(optimizer, LazyAdamW):
+            optimizer.create_state()
+        self.keep_gradients()
+        trainer.shard_training_state(model, optimizer)
+        trainer.separate_copies(model)
+        self._start_replay(model)
+        trainer.begin_watch()
+        self.reset_upstream_loss()
+        trainer.backend.wait()
+
+    def keep_gradients(self) -> None:
+        """Make the gradients of the model what they are between the steps of this run."""
+        trainer = self._trainer
+        if self._gradients is not None:
+            self._gradients.close()
+        local = trainer.keep_gradients_local(trainer.model)
+        accumulates = trainer.args.gradient_accumulation_steps > 1
+        self._gradients = StepGradients(trainer.model, keep=accumulates and not local)
+        # Not a method of this object: a copy of the model would come with one of the trainer.
+        trainer.model.zero_grad = self._gradients.zero_grad
+
+    def reset_upstream_loss(self) -> None:
+        """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
+        zero = torch.zeros(())
+        self._trainer._tr_loss = self._trainer.backend.send(zero) if self.replay is None else zero
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end_run()
+
+    def end_run(self) -> None:
+        """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
+        trainer = self._trainer
+        self._under_way = None
+        self._stop_replay()
+        vars(trainer.model).pop("zero_grad", None)
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        for module in self._rematerialized:
+            del module.forward
+        self._rematerialized = []
+        if self._requires_grads:
+            unwrap_peft_model(trainer.model).disable_input_require_grads()
+            self._requires_grads = False
+        trainer.local_gradients = None
+
+    # ---- A step ----
+
+    def run(self, model, inputs, num_items_in_batch, trace: Callable) -> torch.Tensor:
+        """
+        Begin a micro-step, and trace it unless it is replayed.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                As upstream's `training_step` takes it.
+            inputs (`dict[str, Any]`):
+                Batch on the host.
+            num_items_in_batch (`torch.Tensor`, *optional*):
+                As upstream's `training_step` takes it.
+            trace (`Callable`):
+                Called with these three to compute the loss and the gradients.
+
+        Returns:
+            `torch.Tensor` of shape `()`: What upstream adds to the loss that it would log. With replay that is 0: the loss
+            is kept by [`LossLog`].
+        """
+        trainer = self._trainer
+        self.data = trainer.backend.send(trainer._step_data())
+        self._follow_optimizer()
+        self._under_way = OPTIMIZER_STEP if self._updates else MICRO_STEP
+        if self.replay is None:
+            with trainer._copies_as_ever():
+                loss = trace(model, inputs, num_items_in_batch)
+            self._leave_out_unused()
+            return loss
+        with trainer._copies_as_ever():
+            self.replay.enter_training_mode()
+            batch = trainer._send_batch(inputs)
+        data = {
+            **batch,
+            **self.data,
+            "num_items_in_batch": num_items_in_batch,
+            # Fewer at the end of an epoch; upstream divides some losses by it.
+            "accumulation": trainer.current_gradient_accumulation_steps,
+        }
+        if self.replay.begin(self._under_way, data):
+            trace(model, SentBatch(batch), num_items_in_batch)
+            self._leave_out_unused()
+        self._gradients.in_program = self.replay.replays
+        self._optimizer.in_program = self.replay.updates if self.replay.replays else None
+        return torch.zeros(())
+
+    @property
+    def _updates(self) -> bool:
+        """Whether the micro-step under way is the one with the optimizer's update."""
+        return self._trainer.accelerator.sync_gradients
+
+    def _leave_out_unused(self) -> None:
+        """Have the optimizer leave out what no micro-step has used, as it does where such parameters have no gradient."""
+        if not self._updates:
+            return
+        if isinstance(self._optimizer, LazyAdamW):
+            self._optimizer.left_out = self._gradients.unused
+            return
+        for parameter in self._gradients.unused:
+            parameter.grad = None
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.end()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.end()
+
+    def end(self) -> None:
+        """End the step that is under way, if there is one: run its program, and tell those who watch."""
+        kind, self._under_way = self._under_way, None
+        if kind is None:
+            return
+        done = self._trainer.state.global_step
+        where = f"step {done if kind == OPTIMIZER_STEP else done + 1}"
+        run_traced = partial(self._trainer.end_program, kind, where)
+        if self.replay is None:
+            run_traced()
+            return
+        if kind == OPTIMIZER_STEP:
+            self.replay.end(run_traced, self._optimizer.updated, self._optimizer.sent)
+        else:
+            self.replay.end(run_traced)
+        self._gradients.in_program, self._optimizer.in_program = False, None
+
+    # ---- The optimizer ----
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._trainer._plain_optimizer
+
+    def _follow_optimizer(self) -> None:
+        """Go on with an optimizer that a callback has put in the place of the run's own."""
+        optimizer = self._optimizer
+        if self.replay is None:
+            return
+        if not isinstance(optimizer, LazyAdamW):
+            self._stop_replay()
+            self.reset_upstream_loss()
+            warn_not_replayed(f"the optimizer was replaced by {type(optimizer).__name__}")
+        else:
+            optimizer.create_state()
+
+    def clip(self, max_norm: float, clip: Callable[[nn.Module, float], torch.Tensor]) -> torch.Tensor:
+        """
+        Clip the gradients, unless the program of the step does.
+
+        Args:
+            max_norm (`float`):
+                Greatest norm of all gradients together.
+            clip (`Callable`):
+                Clips them.
+
+        Returns:
+            `torch.Tensor` of shape `()`: Their norm before.
+        """
+        return self.replay.grad_norm if self.replays else clip(self._trainer.model, max_norm)
+
+    def keep_norm(self, find_norm: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """
+        Keep the norm of the gradients where a replayed step puts it.
+
+        Args:
+            find_norm (`Callable`):
+                Computes it.
+
+        Returns:
+            `torch.Tensor` of shape `()`: The norm.
+        """
+        if self.replay is None:
+            return find_norm()
+        if not self.replay.replays:
+            self.replay.grad_norm.copy_(find_norm())
+        return self.replay.grad_norm
+
+    # ---- Replay ----
+
+    def _start_replay(self, model: nn.Module) -> None:
+        trainer = self._trainer
+        wanted = trainer.compiled.step_replay
+        if wanted is False:
+            return
+        models = [model, *trainer._further_models()]
+        why_not = partial(self._why_not_replay, models, assume_pure=wanted is True)
+        reason = why_not()
+        if reason is not None:
+            warn_not_replayed(reason)
+            return
+        self.replay = StepReplay(
+            trainer.backend,
+            models,
+            state=self._tensors,
+            note=partial(self._note_python_state, models),
+            settings=self._settings,
+            why_not=why_not,
+            copies=trainer._copies,
+            assume_pure=wanted is True,
+        )
+
+    def _stop_replay(self) -> None:
+        self.replay = None
+        if self._trainer.optimizer is not None and isinstance(self._optimizer, LazyAdamW):
+            self._optimizer.in_program = None
+
+    def _why_not_replay(self, models: Sequence[nn.Module], assume_pure: bool) -> str | None:
+        if not isinstance(self._optimizer, LazyAdamW):
+            return (
+                f"{type(self._optimizer).__name__} takes its learning rate as a Python number (optim=adamw_torch does "
+                "not)"
+            )
+        if (setting := draws_other_layers(models[0])) is not None:
+            return f"{setting} leaves out other layers at every step"
+        if assume_pure or (found := find_own_code(self._trainer, models)) is None:
+            return None
+        return f"{found}; step_replay=True if it does the same at every step"
+
+    def _note_python_state(self, models: Sequence[nn.Module], given: list[torch.Tensor]) -> PythonState:
+        roots: dict[str, Any] = {}
+        for model in models:
+            unwrapped = unwrap_peft_model(model)
+            if isinstance(unwrapped, PreTrainedModel):
+                # Each module has it, too.
+                roots.setdefault("model.config", unwrapped.config)
+        roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
+        roots |= hooks_of_all_modules()
+        attributes = {
+            "trainer": (self._trainer, attributes_of_a_step(self._trainer)),
+            "optimizer": (self._optimizer, ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
+        }
+        namespaces = namespaces_of_a_step(self._trainer, models)
+        return PythonState(roots, attributes, namespaces, given, self._trainer.backend.memory_of)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """What a step reads and changes, besides the model and its gradients; always in the same order."""
+        trainer = self._trainer
+        tensors = [*trainer.loss_log.tensors.values(), *trainer.metrics.training_tensors]
+        for state in self._optimizer.state.values():
+            tensors += [state["exp_avg"], state["exp_avg_sq"]]
+        if trainer.local_gradients is not None:
+            tensors += trainer.local_gradients.tensors
+        return tensors
+
+    def _settings(self) -> Any:
+        callbacks = self._trainer.callback_handler.callbacks
+        return id(self._optimizer), self._optimizer.settings(), tuple(map(id, callbacks))
