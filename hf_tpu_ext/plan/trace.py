@@ -166,7 +166,7 @@ class TracingMixin(EveryLengthMixin):
             config=self.model.config,
             parameters=parameters,
             trained_parameters=trained,
-            precision="; ".join([facts.precision, *self._frozen_lines()]),
+            precision="; ".join([facts.precision, *self.frozen.lines()]),
             mesh=self.mesh,
             per_device_train_batch_size=self.args.per_device_train_batch_size // self.backend.num_chips,
             gradient_accumulation_steps=self.args.gradient_accumulation_steps,
@@ -176,7 +176,7 @@ class TracingMixin(EveryLengthMixin):
             max_steps=self._max_steps,
             token_share=facts.token_share,
             has_teacher=bool(self._further_models()),
-            layers_in_loop=self.layer_stack is not None,
+            layers_in_loop=self.layers.stack is not None,
             sliced_attention=self.model.config._attn_implementation == SLICED_EAGER,
         )
 
@@ -187,7 +187,7 @@ class TracingMixin(EveryLengthMixin):
             )
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
-        key = (kind, self._batch_shape)
+        key = (kind, self.watching.batch_shape)
         if key not in self._traced:
             arguments = [
                 Argument(
@@ -199,7 +199,7 @@ class TracingMixin(EveryLengthMixin):
                 for argument, donated, sharding in zip(module.arguments, module.donated, module.shardings, strict=True)
             ]
             self._traced[key] = TracedProgram(
-                kind, self._batch_shape, module.module, arguments, self.backend.num_chips
+                kind, self.watching.batch_shape, module.module, arguments, self.backend.num_chips
             )
             self._bar.update()
         return module

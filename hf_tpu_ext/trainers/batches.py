@@ -135,7 +135,7 @@ class BatchesMixin:
         rows = count_rows(batch)
         if self.status is not None and self.model.training:
             self.status.count(ragged, rows)
-        self._note_batch(batch)
+        self.watching.note_batch(batch)
         if rows <= wanted and rows % self.backend.num_chips:
             # Every chip computes all of it.
             return self.backend.send(batch)

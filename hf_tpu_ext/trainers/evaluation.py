@@ -50,7 +50,7 @@ class CompiledEvaluation:
             loss, logits, labels = result
             result = loss, self._preprocess_on_device(logits, labels), labels
         self.end_program("prediction step", f"prediction after step {self.state.global_step}")
-        return result, find_batch_size(inputs), count_rows(self._batch)
+        return result, find_batch_size(inputs), count_rows(self.watching.batch)
 
     def _read_predictions(self, predictions: list[tuple[Any, int, int]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
@@ -62,7 +62,7 @@ class CompiledEvaluation:
         ]
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
-        with self.frozen_weights_in_bfloat16(), self.split_activations():
+        with self.frozen.in_bfloat16(), self.split_activations():
             return self._evaluation_loop(*args, **kwargs)
 
     def _evaluation_loop(

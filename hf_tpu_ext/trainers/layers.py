@@ -28,19 +28,25 @@ VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 _LEAST_LAYERS = 8
 
 
-class LayerScanMixin:
+class LayerScan:
     """
-    The part of [`TPUTrainerMixin`] that trains with stored-stacked layers, see [`LayerStack`].
+    Trains the layers of a model as one loop, see [`LayerStack`].
 
     The parameters are stacked once the optimizer was made, which then trains the stacked ones, and are given back to the layers
     when training ends, and for as long as callbacks of the user's run. Checkpoints of the model and of the optimizer are those of
     the layers.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
     """
 
-    #: The layers of the run under way, or of the last one.
-    layer_stack: LayerStack | None = None
+    def __init__(self, trainer):
+        self._trainer = trainer
+        #: The layers of the run under way, or of the last one.
+        self.stack: LayerStack | None = None
 
-    def scan_layers(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """
         Run the layers as one loop from now on, if that is wanted and possible.
 
@@ -51,14 +57,14 @@ class LayerScanMixin:
         Raises:
             `ValueError`: It is wanted and not possible.
         """
-        wanted = self.compiled.scan_layers
+        wanted = self._trainer.compiled.scan_layers
         if wanted == "off":
             return
         plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        if self.layer_stack is not None and plain is not self._stacked_groups.optimizer:
+        if self.stack is not None and plain is not self._stacked_groups.optimizer:
             # Another one was made since the last run.
-            self.layer_stack = None
-        if self.layer_stack is None:
+            self.stack = None
+        if self.stack is None:
             reason = self._why_not_scan(optimizer)
             if reason is not None:
                 if wanted == "on":
@@ -66,55 +72,57 @@ class LayerScanMixin:
                 return
             if not self._own_code_allows_scan():
                 return
-            parent, name = find_layers(self.model)
-            keeps_dots = self.compiled.rematerialization == "dots"
-            self.layer_stack = LayerStack(getattr(parent, name), self.backend, keeps_dots)
+            parent, name = find_layers(self._trainer.model)
+            keeps_dots = self._trainer.compiled.rematerialization == "dots"
+            self.stack = LayerStack(getattr(parent, name), self._trainer.backend, keeps_dots)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
-            if "call_event" not in vars(self.callback_handler):
-                self.callback_handler.call_event = partial(self._call_event, self.callback_handler.call_event)
+            if "call_event" not in vars(self._trainer.callback_handler):
+                self._trainer.callback_handler.call_event = partial(
+                    self._call_event, self._trainer.callback_handler.call_event
+                )
             places = {
                 id(layer.get_parameter(parameter)): (parameter, index)
-                for index, layer in enumerate(self.layer_stack.layers)
+                for index, layer in enumerate(self.stack.layers)
                 for parameter, _ in layer.named_parameters()
             }
-            self.layer_stack.stack()
-            self._stacked_groups = _StackedGroups(optimizer, places, self.layer_stack.stacked)
+            self.stack.stack()
+            self._stacked_groups = _StackedGroups(optimizer, places, self.stack.stacked)
             self._put_stack()
-        elif not self._layers_are_stacked:
+        elif not self._is_stacked:
             self._take_up_loop()
 
     @property
-    def _layers_are_stacked(self) -> bool:
-        if self.layer_stack is None:
+    def _is_stacked(self) -> bool:
+        if self.stack is None:
             return False
         modules, name, _ = self._place_of_layers
-        return modules.get(name) is self.layer_stack
+        return modules.get(name) is self.stack
 
     def _put_stack(self) -> None:
         modules, name, _ = self._place_of_layers
-        modules[name] = self.layer_stack
-        if self.backend.num_chips > 1:
-            ShardingPlan(self.layer_stack, self.mesh).apply(self.layer_stack, self.backend)
-        self.backend.wait()
+        modules[name] = self.stack
+        if self._trainer.backend.num_chips > 1:
+            ShardingPlan(self.stack, self._trainer.mesh).apply(self.stack, self._trainer.backend)
+        self._trainer.backend.wait()
 
-    def unscan_layers(self) -> None:
+    def end(self) -> None:
         """Give the layers their parameters back, if they run as one loop."""
-        if self._layers_are_stacked:
+        if self._is_stacked:
             # What is pending reads the stacked parameters.
-            self.backend.flush()
+            self._trainer.backend.flush()
             modules, name, layers = self._place_of_layers
-            self.layer_stack.unstack()
+            self.stack.unstack()
             modules[name] = layers
-            self.backend.wait()
+            self._trainer.backend.wait()
 
     # ---- Code of the user's that may look at layers ----
 
     def _own_code_allows_scan(self) -> bool:
-        models = [self.model, *self._further_models()]
-        found = find_own_code(self, models) or find_own_code_between_steps(self)
+        models = [self._trainer.model, *self._trainer._further_models()]
+        found = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
         if found is None:
             return True
-        if self.compiled.scan_layers == "on":
+        if self._trainer.compiled.scan_layers == "on":
             logger.warning(
                 f"scan_layers='on': {found}, and sees one layer with the stacked parameters of all. Leave scan_layers out if it "
                 "looks at layers."
@@ -126,62 +134,62 @@ class LayerScanMixin:
         return False
 
     def _call_event(self, call_event: Callable, event: str, *args, **kwargs) -> TrainerControl | None:
-        looks = self._layers_are_stacked and any(
-            has_own_code(callback, event) for callback in self.callback_handler.callbacks
+        looks = self._is_stacked and any(
+            has_own_code(callback, event) for callback in self._trainer.callback_handler.callbacks
         )
         # With "on", it was said that what runs at every step looks at no layers.
-        stays = EVENTS_AT_EVERY_STEP if self.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
+        stays = EVENTS_AT_EVERY_STEP if self._trainer.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
         if not looks or event in stays:
             return call_event(event, *args, **kwargs)
-        self.steps.end()
-        self.unscan_layers()
+        self._trainer.steps.end()
+        self.end()
         try:
             return call_event(event, *args, **kwargs)
         finally:
             self._take_up_loop()
 
     @contextmanager
-    def layers_as_a_loop(self) -> Iterator[None]:
+    def as_a_loop(self) -> Iterator[None]:
         """Within this context layers run as a loop, where a callback of the user's has them for the time being."""
-        left = self.layer_stack is not None and not self._layers_are_stacked
+        left = self.stack is not None and not self._is_stacked
         if left:
             self._take_up_loop()
         yield
         if left:
-            self.unscan_layers()
+            self.end()
 
     def _take_up_loop(self) -> None:
         """Stack the layers again, unless they are not alike any more."""
-        if self.layer_stack is None or self._layers_are_stacked:
+        if self.stack is None or self._is_stacked:
             return
         modules, name, layers = self._place_of_layers
         reason = "the list of layers is another"
-        if modules.get(name) is layers and list(layers) == self.layer_stack.layers:
+        if modules.get(name) is layers and list(layers) == self.stack.layers:
             reason = self._why_layers_differ(layers)
         if reason is None:
-            self.layer_stack.stack()
+            self.stack.stack()
             self._put_stack()
             return
         logger.warning(f"Layers are compiled one by one from now on, not as a loop: {reason}.")
         self._stacked_groups.split()
-        self.layer_stack, self.compiled.scan_layers = None, "off"
-        self.steps.keep_gradients()
-        self.shard_training_state(self.model, self._plain_optimizer)
-        self.backend.wait()
+        self.stack, self._trainer.compiled.scan_layers = None, "off"
+        self._trainer.steps.keep_gradients()
+        self._trainer.shard_training_state(self._trainer.model, self._trainer._plain_optimizer)
+        self._trainer.backend.wait()
 
     def _why_layers_differ(self, layers: nn.ModuleList) -> str | None:
-        config = unwrap_peft_model(self.model).config
+        config = unwrap_peft_model(self._trainer.model).config
         for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
                 return f"{setting}=True asks for something of every layer"
-        if self.backend.aliased(list(layers.parameters())):
+        if self._trainer.backend.aliased(list(layers.parameters())):
             return "code of yours holds weights of layers, as of a state_dict(), which are to follow the training"
-        return why_not_alike(layers, self._split_output)
+        return why_not_alike(layers, self._trainer._split_output)
 
     @contextmanager
-    def layers_in_place(self) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """Within this context, the model has the modules of all layers, though not their parameters: PEFT goes by modules."""
-        if self.layer_stack is None:
+        if self.stack is None:
             yield
             return
         modules, name, layers = self._place_of_layers
@@ -192,15 +200,15 @@ class LayerScanMixin:
             modules[name] = before
 
     def _why_not_scan(self, optimizer: torch.optim.Optimizer) -> str | None:
-        if self.compiled.rematerialization not in ("full", "dots"):
+        if self._trainer.compiled.rematerialization not in ("full", "dots"):
             return "the loop computes layers again in the backward pass, which needs gradient_checkpointing=True"
-        if (self.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
+        if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
             return "all layers of the loop are computed again, and every_n_layers asks for some"
-        if self.backend.num_chips > 1 and (random := draws_random_numbers(self.model)) is not None:
+        if self._trainer.backend.num_chips > 1 and (random := draws_random_numbers(self._trainer.model)) is not None:
             return f"{random} draws random numbers, which would be the same in all layers"
         if not isinstance(optimizer, LazyAdamW):
             return f"{type(optimizer).__name__} may look at parameters as a whole (optim='adamw_torch' does not)"
-        model = unwrap_peft_model(self.model)
+        model = unwrap_peft_model(self._trainer.model)
         if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
             return "the model has no list of layers, or several"
         layers = getattr(*found)
@@ -211,7 +219,9 @@ class LayerScanMixin:
             return reason
         if (name := _name_in_two_groups(layers, optimizer)) is not None:
             return f"{name} of the layers is in several parameter groups of the optimizer"
-        if self.compiled.scan_layers == "auto" and (config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS):
+        if self._trainer.compiled.scan_layers == "auto" and (
+            config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS
+        ):
             return f"{config.model_type} with {len(layers)} layers is left as it is"
         return None
 

@@ -1,7 +1,7 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,10 +14,13 @@ from transformers.utils import logging
 
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
+from ..backends.program import Program
+from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunFacts, RunLines
 from ..data import StaticShapeCollator, TokenWaste
 from ..sharding.placement import place_model
 from ..step.attention_mask import static_masks
+from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import score_tokens
 from ..step.loss_log import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, clip_gradients
@@ -39,8 +42,8 @@ from .configs import ExtensionArguments
 from .copies import RealCopiesMixin
 from .evaluation import CompiledEvaluation
 from .followed_arguments import FollowedArgumentsMixin
-from .frozen import FrozenWeightsMixin
-from .layers import LayerScanMixin
+from .frozen import ShortFrozenWeights
+from .layers import LayerScan
 from .lengths import lengths_for, longest_kept, pad_token_of, row_lengths
 from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
@@ -49,7 +52,7 @@ from .setting_checks import check_settings
 from .status import StatusMixin
 from .training_steps import TrainingSteps
 from .upstream import check_trainer, checkpointing_left_on, default_arguments
-from .watching import WatchMixin
+from .watching import TrainerWatch
 
 
 logger = logging.get_logger(__name__)
@@ -58,10 +61,7 @@ logger = logging.get_logger(__name__)
 class TPUTrainerMixin(
     FollowedArgumentsMixin,
     RealCopiesMixin,
-    FrozenWeightsMixin,
-    LayerScanMixin,
     BatchesMixin,
-    WatchMixin,
     ChipsMixin,
     StatusMixin,
     SavingMixin,
@@ -102,7 +102,6 @@ class TPUTrainerMixin(
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
-        self._max_recompiles = extension.max_recompiles
         check_settings(args, self.backend.lazy, given.arguments)
         if self.backend.lazy:
             check_trainer(type(self), given.arguments)
@@ -121,6 +120,8 @@ class TPUTrainerMixin(
         self._arrange_batches()
         self._arrange_chips()
         self._arrange_saving()
+        self.layers = LayerScan(self)
+        self.frozen = ShortFrozenWeights(self, self._bfloat16_holds)
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
         #: Metrics of upstream's loss, on the device until a log.
@@ -130,7 +131,7 @@ class TPUTrainerMixin(
             self.compiled.changes += let_forks_tokenize(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
-            self._prepare_compiled_path()
+            self._prepare_compiled_path(extension.max_recompiles)
         lines = RunLines(self.backend, self._run_facts)
         self.add_callback(lines)
         self.start_status(extension.step_status)
@@ -139,7 +140,7 @@ class TPUTrainerMixin(
         self._add_saving_callbacks()
         self.follow_arguments(args)
 
-    def _prepare_compiled_path(self) -> None:
+    def _prepare_compiled_path(self, max_recompiles: int | None) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
@@ -156,7 +157,7 @@ class TPUTrainerMixin(
             place_model(model, self.backend, self.mesh)
         self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
         self.lengths = self._declare_lengths()
-        self.start_watch()
+        self.watching = TrainerWatch(self, max_recompiles)
         self._make_batches_static()
         for mode in ("train", "eval"):
             self.expect_batches(mode)
@@ -188,13 +189,13 @@ class TPUTrainerMixin(
         dtypes = {
             str(parameter.dtype).removeprefix("torch.")
             for name, parameter in self.model.named_parameters()
-            if parameter.is_floating_point() and name not in self._frozen_names
+            if parameter.is_floating_point() and name not in self.frozen.names
         }
         compute = (
             "bfloat16" if self.compiled.compute_dtype or self.args.bf16 else "float16" if self.args.fp16 else None
         )
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-        lines = [*self._chip_lines(), *self._frozen_lines(), *self.compiled.changes]
+        lines = [*self._chip_lines(), *self.frozen.lines(), *self.compiled.changes]
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         if self.backend.lazy and self.lengths:
             facts.lengths = self.lengths
@@ -247,6 +248,10 @@ class TPUTrainerMixin(
         """Whether rows of the training data hold several documents."""
         return bool(vars(self.args).get("packing"))
 
+    def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
+        """Say of each frozen weight whether bfloat16 holds it exactly."""
+        return bfloat16_holds(weights, self.backend)
+
     def _more_metrics(self) -> tuple[str, ...]:
         """Names of metrics that are appended to `self._metrics` by other code than upstream's."""
         return ()
@@ -277,7 +282,7 @@ class TPUTrainerMixin(
         if self.backend.lazy and created:
             self._save_from_host(optimizer)
         if self.backend.lazy:
-            self.scan_layers(optimizer)
+            self.layers.begin(optimizer)
         return optimizer
 
     def _save_from_host(self, optimizer: torch.optim.Optimizer) -> None:
@@ -400,6 +405,15 @@ class TPUTrainerMixin(
         models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]
         return list(dict.fromkeys(models))
 
+    @property
+    def watch(self) -> ProgramWatch:
+        """Counts and explains the programs of the run, where programs are compiled."""
+        return self.watching.programs
+
+    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
+        """As [`TrainerWatch.end_program`]."""
+        return self.watching.end_program(kind, where, run)
+
     # ---- Logs ----
 
     def _maybe_log_save_evaluate(
@@ -456,7 +470,7 @@ class TPUTrainerMixin(
             self.expect_batches("train")
         with (
             self.stopping_when_told(),
-            self.frozen_weights_in_bfloat16(),
+            self.frozen.in_bfloat16(),
             self.split_activations(),
             self.copies_are_real(),
         ):
@@ -467,9 +481,9 @@ class TPUTrainerMixin(
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
-        self.end_watch()
-        self.unscan_layers()
         if self.backend.lazy:
+            self.watching.end()
+            self.layers.end()
             self.steps.end_run()
             # Of a run that failed, no log has shown them.
             self.loss_log.drop()
@@ -479,11 +493,11 @@ class TPUTrainerMixin(
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self.backend.lazy and state_dict is None:
             # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
-            state_dict = self._in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
-        with self._rows_of_one_chip(), self.layers_in_place():
+            state_dict = self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
+        with self._rows_of_one_chip(), self.layers.in_place():
             super()._save(output_dir, state_dict)
 
     def _load_best_model(self) -> None:
         # Training is over.
-        self.unscan_layers()
+        self.layers.end()
         super()._load_best_model()

@@ -66,10 +66,10 @@ class TrainingSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
-        with trainer.layers_in_place():
+        with trainer.layers.in_place():
             self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
         self._requires_grads = trainer.compiled.rematerialization != "none"
-        with trainer.layers_as_a_loop():
+        with trainer.layers.as_a_loop():
             self._begin_run(model, optimizer.optimizer)
 
     def _begin_run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -80,7 +80,7 @@ class TrainingSteps(TrainerCallback):
         trainer.shard_training_state(model, optimizer)
         trainer.separate_copies(model)
         self._start_replay(model)
-        trainer.begin_watch()
+        trainer.watching.begin()
         self.reset_upstream_loss()
         trainer.backend.wait()
 

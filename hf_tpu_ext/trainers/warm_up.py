@@ -148,13 +148,13 @@ class _Compiling(TrainerCallback):
             self._note("samples")
 
     def on_substep_end(self, args, state, control, **kwargs):
-        self._note(MICRO_STEP, self._trainer._batch_shape)
+        self._note(MICRO_STEP, self._trainer.watching.batch_shape)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._note(OPTIMIZER_STEP, self._trainer._batch_shape)
+        self._note(OPTIMIZER_STEP, self._trainer.watching.batch_shape)
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        self._note("evaluation step", self._trainer._batch_shape)
+        self._note("evaluation step", self._trainer.watching.batch_shape)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._note("logs")

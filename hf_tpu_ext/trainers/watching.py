@@ -18,53 +18,61 @@ from ..step.optimizer import LazyAdamW
 from .own_code import is_known, names_of_a_step
 
 
-class WatchMixin:
+class TrainerWatch:
     """
-    The part of [`TPUTrainerMixin`] that has its programs counted, timed and, where one is compiled again, explained.
+    Has the programs of a trainer counted, timed and, where one is compiled again, explained.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer, before its data collator is wrapped.
+        max_recompiles (`int`, *optional*):
+            As in [`ExtensionArguments`].
     """
 
-    #: Counts and explains the programs of the run, where programs are compiled.
-    watch: ProgramWatch
-    #: Names what reads the device between logs, where programs are compiled.
-    monitor: RecompileMonitor | None = None
-    _max_recompiles: int | None = None
-
-    def start_watch(self) -> None:
-        """Watch programs from now on, before the data collator is wrapped."""
-        self._callers_collator = self.data_collator
-        # The batch under way, on the host.
-        self._batch: Mapping[str, Any] = {}
-        self._batch_shape: tuple[int, ...] = ()
+    def __init__(self, trainer, max_recompiles: int | None):
+        self._trainer = trainer
+        self._callers_collator = trainer.data_collator
+        #: The batch under way, on the host, and its shape.
+        self.batch: Mapping[str, Any] = {}
+        self.batch_shape: tuple[int, ...] = ()
         # The optimizer's state and numbers before the step under way: the schedule has changed them when it ends.
         self._optimizer_before: tuple[bool, dict[str, str]] = False, {}
-        self.watch = ProgramWatch(
-            self.backend,
-            quiet=self.args.disable_tqdm,
+        #: Counts and explains the programs.
+        self.programs = ProgramWatch(
+            trainer.backend,
+            quiet=trainer.args.disable_tqdm,
             find_facts=self._step_facts,
             find_results=self._step_results,
-            max_recompiles=self._max_recompiles,
+            max_recompiles=max_recompiles,
         )
-        self.monitor = RecompileMonitor(self.backend, self.watch)
-        self.add_callback(self.monitor)
+        #: Names what reads the device between logs.
+        self.monitor = RecompileMonitor(trainer.backend, self.programs)
+        trainer.add_callback(self.monitor)
 
-    def begin_watch(self) -> None:
+    def begin(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""
         self._note_optimizer()
-        self.watch.begin(traced=self.steps.replay is None)
+        self.programs.begin(traced=self._trainer.steps.replay is None)
 
-    def end_watch(self) -> None:
+    def end(self) -> None:
         """Stop watching a run, however it ended."""
-        if self.monitor is not None:
-            self.monitor.close()
+        self.monitor.close()
 
-    def _note_batch(self, inputs: Mapping[str, Any]) -> None:
+    def note_batch(self, inputs: Mapping[str, Any]) -> None:
+        """
+        Note the batch under way.
+
+        Args:
+            inputs (`Mapping[str, Any]`):
+                The batch, on the host.
+        """
         tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-        self._batch = inputs
-        if self.model.training and self.watch.step is not None:
+        self.batch = inputs
+        if self._trainer.model.training and self.programs.step is not None:
             # Now: a callback may have set them since the last step.
             self._note_optimizer()
         # Other columns may come first.
-        self._batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
+        self.batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         """
@@ -81,49 +89,50 @@ class WatchMixin:
         Returns:
             [`Program`] or `None`: What `run` returned.
         """
-        known = len(self.watch.events)
-        program = self.watch.end(kind, self._batch_shape, where, run)
-        if self.status is not None:
-            for event in self.watch.events[known:]:
-                if (event.kind, event.shape) == (kind, self._batch_shape):
-                    self.status.clock.credit("compile", event.seconds)
+        known = len(self.programs.events)
+        program = self.programs.end(kind, self.batch_shape, where, run)
+        status = self._trainer.status
+        if status is not None:
+            for event in self.programs.events[known:]:
+                if (event.kind, event.shape) == (kind, self.batch_shape):
+                    status.clock.credit("compile", event.seconds)
         return program
 
     def _note_optimizer(self) -> None:
-        optimizer = self._plain_optimizer
+        optimizer = self._trainer._plain_optimizer
         self._optimizer_before = bool(optimizer.state), _numbers_of(optimizer)
 
     def _own_code(self) -> str:
         """Code of the user's that runs within a step."""
-        for owner in type(self).__mro__:
+        for owner in type(self._trainer).__mro__:
             if not is_known(owner.__module__):
-                for name in sorted(names_of_a_step(type(self)) & vars(owner).keys()):
+                for name in sorted(names_of_a_step(type(self._trainer)) & vars(owner).keys()):
                     return _describe_code(vars(owner)[name])
-        return "compute_loss_func" if self.compute_loss_func is not None else ""
+        return "compute_loss_func" if self._trainer.compute_loss_func is not None else ""
 
     # ---- What a program depends on ----
 
     def _step_results(self) -> list[torch.Tensor]:
-        if not self.model.training:
+        if not self._trainer.model.training:
             return []
-        parameters = list(self.model.parameters())
+        parameters = list(self._trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return [*self.loss_log.tensors.values(), *parameters, *gradients]
+        return [*self._trainer.loss_log.tensors.values(), *parameters, *gradients]
 
     def _step_facts(self) -> StepFacts:
-        settings = {f"args.{name}": repr(value) for name, value in settings_of(self.args).items()}
-        for path, module in self.model.named_modules():
+        settings = {f"args.{name}": repr(value) for name, value in settings_of(self._trainer.args).items()}
+        for path, module in self._trainer.model.named_modules():
             settings |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in settings_of(module).items()}
-        state_made, numbers = self._optimizer_before if self.model.training else (True, {})
+        state_made, numbers = self._optimizer_before if self._trainer.model.training else (True, {})
         return StepFacts(
-            batch={key: _entry(value) for key, value in self._batch.items()},
+            batch={key: _entry(value) for key, value in self.batch.items()},
             batch_source=_source_of(self._callers_collator),
             parameters={
                 name: ParameterFacts(parameter.requires_grad, _name_of(parameter.dtype), str(tuple(parameter.shape)))
-                for name, parameter in self.model.named_parameters()
+                for name, parameter in self._trainer.model.named_parameters()
             },
             settings=settings,
-            optimizer=type(self._plain_optimizer).__name__ if self.model.training else "",
+            optimizer=type(self._trainer._plain_optimizer).__name__ if self._trainer.model.training else "",
             numbers=numbers,
             state_made=state_made,
             own_code=self._own_code(),

@@ -8,9 +8,9 @@ from trl import SFTConfig, SFTTrainer
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.examples.tiny import make_tokenizer
 from hf_tpu_ext.step.python_state import PythonState
-from hf_tpu_ext.trainers import layers, replay
+from hf_tpu_ext.trainers import layers, training_steps
 from hf_tpu_ext.trainers.batches import BatchesMixin
-from hf_tpu_ext.trainers.layers import LayerScanMixin
+from hf_tpu_ext.trainers.layers import LayerScan
 
 
 SEEDS, BY_DEFAULT = 300, 30
@@ -65,7 +65,7 @@ def test_users_code_trains_as_upstreams(train, seed):
 
 def freeze_python(monkeypatch):
     """Steps are replayed whatever code of the user's is in them."""
-    monkeypatch.setattr(replay, "find_own_code", lambda *args, **kwargs: None)
+    monkeypatch.setattr(training_steps, "find_own_code", lambda *args, **kwargs: None)
     monkeypatch.setattr(PythonState, "change", lambda self: None)
 
 
@@ -75,9 +75,9 @@ def complete_every_batch(monkeypatch):
 
 def keep_the_loop(monkeypatch):
     """Code of the user's sees the layers as one."""
-    monkeypatch.setattr(LayerScanMixin, "_own_code_allows_scan", lambda self: True)
+    monkeypatch.setattr(LayerScan, "_own_code_allows_scan", lambda self: True)
     monkeypatch.setattr(
-        LayerScanMixin,
+        LayerScan,
         "_call_event",
         lambda self, call_event, event, *args, **kwargs: call_event(event, *args, **kwargs),
     )

@@ -160,9 +160,9 @@ def test_weights_that_were_changed_between_runs_are_not_rounded(train):
 
 def test_inexact_weights_and_float32_computation_stay_float32(runs, train):
     for trainer in (runs.ours(lora={}, bf16=True, train=False), train(bf16=False, train=False)):
-        with trainer.frozen_weights_in_bfloat16():
+        with trainer.frozen.in_bfloat16():
             assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-            assert trainer._frozen_lines() == []
+            assert trainer.frozen.lines() == []
 
 
 def test_checkpoints_are_those_of_float32_weights(train, exact, logged, tmp_path):
@@ -223,4 +223,4 @@ def test_what_ends_a_run_leaves_float32(train):
     with pytest.raises(RuntimeError, match="stopped"):
         trainer.train()
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert trainer.frozen_weights is None
+    assert trainer.frozen.in_use is None

@@ -31,7 +31,7 @@ def scanned(runs):
     def train(model, **config):
         trainer = runs.ours(model=model, config_cls=TPUSFTConfig, **{"scan_layers": "on", **config})
         if config.get("train", True):
-            assert (trainer.layer_stack is None) == (config.get("scan_layers") == "off")
+            assert (trainer.layers.stack is None) == (config.get("scan_layers") == "off")
         return trainer
 
     return train
@@ -151,11 +151,11 @@ def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, m
 def test_auto_is_on_for_deep_models_that_checkpoint(runs, scanned, make):
     deep = dict(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     auto = dict(config_cls=TPUSFTConfig, scan_layers="auto", max_steps=1)
-    assert runs.ours(model=make(**deep), **auto).layer_stack is not None
-    assert runs.ours(model=make(), **auto).layer_stack is None
+    assert runs.ours(model=make(**deep), **auto).layers.stack is not None
+    assert runs.ours(model=make(), **auto).layers.stack is None
     # What a plain SFTConfig gets.
-    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=True).layer_stack is not None
-    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=False).layer_stack is None
+    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=True).layers.stack is not None
+    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=False).layers.stack is None
 
 
 def test_the_steps_are_one_program(xla, scanned, make):
@@ -241,7 +241,7 @@ def test_callbacks_see_the_layers_as_they_are(runs, make, same_logs):
     looks = [LooksAtLayers(), LooksAtLayers()]
     ours = runs.ours(make(num_hidden_layers=8), config_cls=TPUSFTConfig, kwargs={"callbacks": looks[:1]}, **config)
     # The loop was chosen by default, and taken up again after each event.
-    assert ours.layer_stack is not None
+    assert ours.layers.stack is not None
     same_logs(ours, runs.stock(make(num_hidden_layers=8), kwargs={"callbacks": looks[1:]}, **config))
     for mine, theirs in zip(looks[0].seen, looks[1].seen, strict=True):
         for what in ("parameters", "state dict"):
@@ -262,7 +262,7 @@ def test_layers_that_are_no_longer_alike_leave_the_loop(runs, same_logs, make, c
     config = dict(max_steps=9, gradient_accumulation_steps=accumulation, kwargs={"callbacks": [Freezes()]})
     model = make()
     ours = runs.ours(model, config_cls=TPUSFTConfig, scan_layers="on", **config)
-    assert ours.layer_stack is None
+    assert ours.layers.stack is None
     assert "one by one from now on, not as a loop: self_attn.q_proj of layer 1 differs" in caplog.text
     same_logs(ours, runs.stock(make(), **config))
     assert not any(parameter.requires_grad for parameter in model.get_submodule("model.layers.1").parameters())
@@ -293,7 +293,7 @@ def test_auto_leaves_layers_alone_where_code_may_look_at_them(runs, make, caplog
     model = make(num_hidden_layers=8)
     trainer = runs.ours(model, train=False, config_cls=TPUSFTConfig, **config)
     trainer.create_optimizer()
-    assert trainer.layer_stack is None
+    assert trainer.layers.stack is None
     assert f"not as a loop: {says}" in caplog.text
 
 

@@ -252,7 +252,7 @@ def test_what_is_compared_does_not_change_by_itself(runs, monkeypatch, config):
         **config,
     )
     # The model was in evaluation mode when the run began, twice.
-    assert trainer.replay is None and len(looked) <= 2
+    assert trainer.steps.replay is None and len(looked) <= 2
 
 
 def test_what_upstream_reads_within_a_step_is_found_in_its_code():

@@ -362,5 +362,5 @@ def test_more_drawn_configurations_are_the_same_bits(both, seed):
 def test_the_model_is_left_as_it_was(runs):
     trainer = runs.ours(config_cls=TPUSFTConfig, max_steps=4)
     model = unwrap_peft_model(trainer.model)
-    assert "zero_grad" not in vars(model) and trainer.replay is None
-    assert trainer.optimizer.optimizer.replay is None
+    assert "zero_grad" not in vars(model) and trainer.steps.replay is None
+    assert trainer.optimizer.optimizer.in_program is None
