@@ -15,7 +15,6 @@ from ..sharding import describe_mesh
 from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import CLOSING, MICRO
 from .compiler import compile_programs, required_versions, why_no_compiler
-from .memory_estimate import MemoryEstimate, estimate_memory
 from .page import format_count
 from .programs import CompiledProgram, TracedProgram
 from .result import Plan, PlannedProgram
@@ -81,7 +80,7 @@ def make_plan(
                 if compiler.output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
                     (compiler.output_dir / name).write_text(compiled.text, encoding="utf-8")
-                planned.append(PlannedProgram.of(compiled, *_analytic_flops(run, compiled, topology)))
+                planned.append(PlannedProgram.of(compiled, *_analytic_flops(run, compiled)))
                 bar.update()
     unknown = [] if missing is None else [missing]
     if price is None:
@@ -101,42 +100,19 @@ def make_plan(
         optimizer_steps=run.optimizer_steps,
         token_share=run.token_share,
         price=price,
-        estimate=None if missing is None else _estimate(run, programs, topology),
         unknown=unknown,
     )
 
 
-def _is_counted(run: Run) -> bool:
-    return read_dimensions(run.config) is not None and not run.has_teacher
-
-
-def _adapters(run: Run) -> int | None:
-    return run.trained_parameters if run.trained_parameters < run.parameters else None
-
-
-def _analytic_flops(run: Run, program: CompiledProgram, topology: Topology) -> tuple[float | None, float | None]:
+def _analytic_flops(run: Run, program: CompiledProgram) -> tuple[float | None, float | None]:
     """Of a training program, without and with what is computed again, where the model can be counted."""
-    if not _is_counted(run) or program.kind not in (MICRO, CLOSING):
+    dimensions = read_dimensions(run.config)
+    if dimensions is None or run.has_teacher or program.kind not in (MICRO, CLOSING):
         return None, None
-    count = partial(step_flops, read_dimensions(run.config), program.batch_shape, _adapters(run))
+    adapters = run.trained_parameters if run.trained_parameters < run.parameters else None
+    count = partial(step_flops, dimensions, program.batch_shape, adapters)
     again = "head" if run.rematerialization == "none" else run.rematerialization
     return count(), count(again, sliced_attention=run.sliced_attention)
-
-
-def _estimate(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> MemoryEstimate | None:
-    """By formulas, where each chip has the whole model and the model can be counted."""
-    if not _is_counted(run) or run.mesh["fsdp"] > 1:
-        return None
-    rows, length = max(program.batch_shape for program in programs if program.kind == CLOSING)
-    return estimate_memory(
-        read_dimensions(run.config),
-        (rows // topology.num_chips, length),
-        _adapters(run),
-        run.rematerialization,
-        layers_in_loop=run.layers_in_loop,
-        accumulates=run.gradient_accumulation_steps > 1,
-        sliced_attention=run.sliced_attention,
-    )
 
 
 def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:

@@ -10,7 +10,6 @@ from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.replay import CLOSING, MICRO
 from .hlo_cost import Cost, measure_cost
-from .memory_estimate import MemoryEstimate
 from .programs import CompiledProgram
 from .roofline import Roofline, measure_roofline
 
@@ -174,8 +173,6 @@ class Plan:
             Share of tokens that are not padding.
         price ([`Price`], *optional*):
             What a chip costs.
-        estimate ([`MemoryEstimate`], *optional*):
-            Analytic memory of a chip.
         trials (`list[Trial]`, *optional*):
             Variants that are worth it, of those that were tried.
         advice (`list[str]`, *optional*):
@@ -193,7 +190,6 @@ class Plan:
     optimizer_steps: int | None = None
     token_share: float | None = None
     price: Price | None = None
-    estimate: MemoryEstimate | None = None
     trials: list[Trial] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)

@@ -55,8 +55,6 @@ class Run:
             Share of the tokens in batches that are not padding, where the data was read.
         has_teacher (`bool`):
             Whether another model runs in each step.
-        layers_in_loop (`bool`):
-            Whether the layers are the turns of one loop.
         sliced_attention (`bool`):
             Whether attention goes through its scores slice by slice.
     """
@@ -74,7 +72,6 @@ class Run:
     max_steps: int | None
     token_share: float | None
     has_teacher: bool
-    layers_in_loop: bool
     sliced_attention: bool
 
     @property
@@ -176,7 +173,6 @@ class TracingMixin(EveryLengthMixin):
             max_steps=self._max_steps,
             token_share=facts.token_share,
             has_teacher=bool(self._further_models()),
-            layers_in_loop=self.layer_stack is not None,
             sliced_attention=self.model.config._attn_implementation == SLICED_EAGER,
         )
 
