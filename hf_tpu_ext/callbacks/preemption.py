@@ -22,8 +22,8 @@ class TrainingPreempted(SystemExit):
     """
     Raised by `train` when the run was told to stop and its checkpoint is saved.
 
-    Left alone, it ends the process with exit status 75 (`EX_TEMPFAIL`: try again later). `except Exception` does not take it
-    for an error of the run.
+    Left alone, it ends the process with exit status 75 (`EX_TEMPFAIL`: try again later). `except Exception` does not
+    take it for an error of the run.
 
     Args:
         reason (`str`):
@@ -98,10 +98,7 @@ class Preemption(TrainerCallback):
     @contextmanager
     def cutting_evaluation(self) -> Iterator[None]:
         """
-        Within this context, an evaluation ends with its batch when the run is told to stop.
-
-        Raises:
-            [`EvaluationCut`]: It was.
+        Within this context, an evaluation ends with its batch, by an [`EvaluationCut`], when the run is told to stop.
         """
         self._cuts_evaluation = self.listening
         try:
@@ -150,17 +147,8 @@ def watch_maintenance(
     url: str, tell: Callable[[str], None], done: threading.Event, seconds_between: float = 5.0
 ) -> None:
     """
-    Ask the metadata server whether the machine is to be taken, until it says so.
-
-    Args:
-        url (`str`):
-            Address of the instance's metadata.
-        tell (`Callable[[str], None]`):
-            Called once with what the server said.
-        done (`threading.Event`):
-            Ends the asking.
-        seconds_between (`float`, *optional*, defaults to `5.0`):
-            Time between two questions.
+    Ask the metadata server at a URL every few seconds whether the machine is to be taken, until `done` is set or it
+    says so, and tell what it said.
     """
     # The server is of this machine, whatever proxy the network needs.
     opener = build_opener(ProxyHandler({}))

@@ -121,13 +121,7 @@ class ProgramWatch:
         self.events: list[ProgramEvent] = []
 
     def begin(self, traced: bool) -> None:
-        """
-        Begin a training run.
-
-        Args:
-            traced (`bool`):
-                Whether each step is traced, which is where code of the user's may record something else each time.
-        """
+        """Begin a training run. Where steps are traced, code of the user's may record something else each time."""
         self.step = None
         self._backend.insight.note_lines(traced)
 
@@ -198,10 +192,8 @@ class ProgramWatch:
 
     def note_others(self) -> None:
         """
-        Note what was compiled since the last program ended, outside of the trainer's own programs. Cheap if nothing was.
-
-        Raises:
-            [`TooManyRecompiles`]: One line of code has programs compiled again, and that too often.
+        Note what was compiled since the last program ended, outside of the trainer's own programs. Cheap if nothing
+        was. Raises [`TooManyRecompiles`] where one line of code has programs compiled again, and that too often.
         """
         count = self._backend.compiles() - self._compiles
         if not count:
@@ -306,12 +298,7 @@ class ProgramWatch:
         return "outside of training" if self.step is None else f"step {self.step}"
 
     def describe(self) -> str | None:
-        """
-        Sum up what was compiled again.
-
-        Returns:
-            `str` or `None`: One line, or `None` if nothing was.
-        """
+        """Sum up in a line what was compiled again; `None` if nothing was."""
         again = [event for event in self.events if event.cause is not None]
         if not again:
             return None

@@ -10,13 +10,7 @@ from .source_lines import describe_line
 @dataclass(frozen=True)
 class Cause:
     """
-    Why a program was compiled again.
-
-    Args:
-        what (`str`):
-            What has changed, from what to what.
-        advice (`str`):
-            What to do about it, as a sentence.
+    Why a program was compiled again: what has changed, from what to what, and what to do about it, as a sentence.
     """
 
     what: str
@@ -26,13 +20,7 @@ class Cause:
 @dataclass(frozen=True)
 class BatchEntry:
     """
-    An entry of a batch.
-
-    Args:
-        dtype (`str`):
-            Dtype of a tensor; empty for another value.
-        shape (`str`):
-            Its shape; or the value, where it is no tensor.
+    An entry of a batch: the dtype and shape of a tensor; of another value an empty dtype, and the value as its shape.
     """
 
     dtype: str
@@ -41,17 +29,7 @@ class BatchEntry:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """
-    What a program depends on about a parameter.
-
-    Args:
-        trained (`bool`):
-            Whether it has a gradient.
-        dtype (`str`):
-            Its dtype.
-        shape (`str`):
-            Its shape.
-    """
+    """What a program depends on about a parameter."""
 
     trained: bool
     dtype: str
@@ -109,16 +87,8 @@ class StepFacts:
 
 def compare_facts(before: StepFacts, after: StepFacts) -> Cause | None:
     """
-    Find what makes the programs of two steps two.
-
-    Args:
-        before (`StepFacts`):
-            The step whose program was compiled first.
-        after (`StepFacts`):
-            The step whose program was compiled again.
-
-    Returns:
-        [`Cause`] or `None`: The difference that weighs most, or `None` where the host knows of none.
+    The difference that weighs most between a step and a later one whose program was compiled again; `None` where the
+    host knows of none.
     """
     return (
         _compare_batches(before, after)
@@ -218,16 +188,7 @@ def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Ca
 
 def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:
     """
-    Find where two programs part.
-
-    Args:
-        before (`Sequence[Operation]`):
-            The program that was compiled first.
-        after (`Sequence[Operation]`):
-            The program that was compiled again.
-
-    Returns:
-        [`Cause`] or `None`: The first operation that differs, or `None` if none does.
+    The first operation in which two programs, the later of which was compiled again, differ; `None` if none does.
     """
     # The order is that in which results need one another, so what follows from a difference comes after it.
     index = next((i for i, pair in enumerate(zip(before, after, strict=False)) if _differ(*pair)), None)

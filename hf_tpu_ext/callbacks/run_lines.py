@@ -44,13 +44,8 @@ class RunFacts:
 
 class RunLines(TrainerCallback):
     """
-    Prints where and how a run trains when it starts, and what it compiled and reached when it ends.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-        find_facts (`Callable[[], RunFacts]`):
-            Tells what is known about the run when it starts.
+    Prints where and how a run trains when it starts, as `find_facts` tells, and what it compiled and reached when it
+    ends.
     """
 
     def __init__(self, backend: Backend, find_facts: Callable[[], RunFacts]):
@@ -108,16 +103,7 @@ class RunLines(TrainerCallback):
 
 
 def describe_cache_use(cache: CacheUse) -> str:
-    """
-    Say what a process has had of its compile cache.
-
-    Args:
-        cache ([`CacheUse`]):
-            What it had.
-
-    Returns:
-        `str`: One line.
-    """
+    """Say in a line what a process has had of its compile cache."""
     found = f"hits: {cache.hits}, misses: {cache.misses}"
     if cache.unreadable:
         found += f", found but not loaded: {cache.unreadable}"

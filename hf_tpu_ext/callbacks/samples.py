@@ -17,7 +17,8 @@ def greedy_answers(
     """
     Continue prompts greedily, in one static shape and one program for all tokens.
 
-    There is no key/value cache: each token costs a forward pass over the whole row. It is meant for a few short answers.
+    There is no key/value cache: each token costs a forward pass over the whole row. It is meant for a few short
+    answers.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):

@@ -26,14 +26,7 @@ _ENTRANCES = ("train", "evaluate", "predict", "save_model")
 
 def package_of(file: str) -> str | None:
     """
-    Find the known package that a file belongs to.
-
-    Args:
-        file (`str`):
-            Path of a source file.
-
-    Returns:
-        `str` or `None`: Its name, `"python"` for the standard library, or `None` for anybody else's.
+    The known package that a source file belongs to, `"python"` for the standard library, or `None` for anybody else's.
     """
     for name, directory in PACKAGES.items():
         if file.startswith(directory + os.sep):
@@ -45,14 +38,8 @@ def package_of(file: str) -> str | None:
 
 def own_line(frames: Iterable[SourceLine]) -> SourceLine | None:
     """
-    Find the line of the user's code that led to something within a run.
-
-    Args:
-        frames (`Iterable[SourceLine]`):
-            The calls that led to it, innermost first.
-
-    Returns:
-        [`SourceLine`] or `None`: The innermost line that is in no known package, or `None` where the trainer did it by itself.
+    The line of the user's code that led to something within a run: of its calls, innermost first, the first line that
+    is in no known package, or `None` where the trainer did it by itself.
     """
     for frame in frames:
         package = package_of(frame.file)
@@ -64,16 +51,7 @@ def own_line(frames: Iterable[SourceLine]) -> SourceLine | None:
 
 
 def library_line(frames: Iterable[SourceLine]) -> SourceLine | None:
-    """
-    Find the line of a library that did something.
-
-    Args:
-        frames (`Iterable[SourceLine]`):
-            The calls that led to it, innermost first.
-
-    Returns:
-        [`SourceLine`] or `None`: The innermost line that is neither PyTorch's nor Python's.
-    """
+    """Of calls, innermost first, the first line that is neither PyTorch's nor Python's."""
     return next((frame for frame in frames if package_of(frame.file) not in ("torch", "torch_xla", "python")), None)
 
 
@@ -86,16 +64,7 @@ def current_frames() -> Iterable[SourceLine]:
 
 
 def describe_line(line: SourceLine) -> str:
-    """
-    Write a line short.
-
-    Args:
-        line (`SourceLine`):
-            The line.
-
-    Returns:
-        `str`: For example `"my_loss.py:12"`, or with the path inside the package, `"trl/trainer/utils.py:12"`.
-    """
+    """Write a line short: `"my_loss.py:12"`, or with the path inside a known package, `"trl/trainer/utils.py:12"`."""
     package = package_of(line.file)
     if package in PACKAGES:
         path = os.path.relpath(line.file, os.path.dirname(PACKAGES[package]))

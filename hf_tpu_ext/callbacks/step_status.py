@@ -17,7 +17,8 @@ from ..report.phases import BESIDES_STEPS, PHASES, class_of
 
 class PhaseClock:
     """
-    Divides the host's time into phases. At any moment at most one is under way, so they add up to the time that passed.
+    Divides the host's time into phases. At any moment at most one is under way, so they add up to the time that
+    passed.
     """
 
     def __init__(self):
@@ -27,16 +28,7 @@ class PhaseClock:
         self._since = 0.0
 
     def enter(self, phase: str | None) -> str | None:
-        """
-        End the phase under way and begin another.
-
-        Args:
-            phase (`str`, *optional*):
-                Its name; `None` stops the clock.
-
-        Returns:
-            `str` or `None`: The one that ended.
-        """
+        """End the phase under way, which is returned, and begin another; `None` stops the clock."""
         now = time.perf_counter()
         ended = self._phase
         if ended is not None:
@@ -45,24 +37,13 @@ class PhaseClock:
         return ended
 
     def until_now(self) -> Counter[str]:
-        """
-        Read the clock.
-
-        Returns:
-            `Counter[str]`: A copy of `seconds`, the phase under way included.
-        """
+        """A copy of `seconds`, the phase under way included."""
         self.enter(self._phase)
         return self.seconds.copy()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """
-        Context that is a phase. What was under way goes on after it.
-
-        Args:
-            name (`str`):
-                Name of the phase.
-        """
+        """Context that is a phase. What was under way goes on after it."""
         ended = self.enter(name)
         try:
             yield
@@ -70,29 +51,13 @@ class PhaseClock:
             self.enter(ended)
 
     def credit(self, phase: str, seconds: float) -> None:
-        """
-        Count some of the time of the phase under way as another's.
-
-        Args:
-            phase (`str`):
-                The other one.
-            seconds (`float`):
-                How much.
-        """
+        """Count some of the time of the phase under way as another's."""
         if self._phase is not None:
             self.seconds[phase] += seconds
             self.seconds[self._phase] -= seconds
 
     def rename(self, phase: str, to: str) -> None:
-        """
-        Count all time of a phase as another's.
-
-        Args:
-            phase (`str`):
-                The one that is not to remain.
-            to (`str`):
-                The other one.
-        """
+        """Count all time of a phase, which is not to remain, as another's."""
         moved = self.seconds.pop(phase, 0.0)
         self.seconds[to] += moved
 
@@ -100,15 +65,8 @@ class PhaseClock:
 @dataclass
 class BatchCount:
     """
-    Batches of one shape that were trained on.
-
-    Args:
-        batches (`int`):
-            How many.
-        tokens (`int` or `torch.Tensor` of shape `()`):
-            Their tokens without pads.
-        padded_tokens (`int`):
-            All tokens that were computed.
+    Batches of one shape that were trained on: their number, their tokens without pads, and all tokens that were
+    computed.
     """
 
     batches: int = 0
@@ -219,8 +177,8 @@ class StepStatus(TrainerCallback):
 
         Args:
             batch (`Mapping[str, Any]`):
-                Batch as the trainer has it, preferably on the host. One without `input_ids` of shape `(batch, length)` is
-                not counted.
+                Batch as the trainer has it, preferably on the host. One without `input_ids` of shape `(batch, length)`
+                is not counted.
             rows (`int`, *optional*):
                 Rows that are computed, where some were added to the batch.
         """
@@ -236,12 +194,7 @@ class StepStatus(TrainerCallback):
     # ---- What a log shows ----
 
     def take(self) -> dict[str, float]:
-        """
-        Say what was measured since the last call.
-
-        Returns:
-            `dict[str, float]`: By its name in a log; empty if no step has ended since.
-        """
+        """What was measured since the last call, by its name in a log; empty if no step has ended since."""
         if not self._steps:
             return {}
         now = self.clock.until_now()

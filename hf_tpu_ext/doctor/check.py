@@ -7,17 +7,8 @@ from typing import Literal
 @dataclass(frozen=True)
 class Check:
     """
-    Something that was looked at.
-
-    Args:
-        name (`str`):
-            What.
-        status (`str`):
-            `"ok"`, `"failed"`, or `"none"` where there is nothing to look at.
-        text (`str`):
-            What was found.
-        fix (`str`, *optional*):
-            What to do; a failed check has one.
+    Something that was looked at, and what was found. A failed check has a fix; `"none"` is where there is nothing to
+    look at.
     """
 
     name: str

@@ -17,18 +17,7 @@ LEAST_MEMORY = 4 * 10**9
 
 
 def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
-    """
-    Look whether transparent hugepages are on.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU, whose runtime they speed up.
-        path (`Path`, *optional*):
-            The kernel's file.
-
-    Returns:
-        [`Check`]: What was found.
-    """
+    """Look whether transparent hugepages are on, which speed up the runtime of a TPU."""
     setting = hugepages_setting(path)
     if setting is None:
         return Check("hugepages", "none", "this kernel has no transparent hugepages")
@@ -42,28 +31,15 @@ def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
 
 
 def places() -> dict[str, Path]:
-    """
-    Name the directories that a run writes much to.
-
-    Returns:
-        `dict[str, Path]`: The directories, by what they are for.
-    """
+    """The directories that a run writes much to, by the setting that moves them elsewhere."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     return {"output_dir": Path.cwd(), "HF_HOME": home, "TMPDIR": Path(os.environ.get("TMPDIR") or "/tmp")}
 
 
 def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list[Check]:
     """
-    Look how much room there is.
-
-    Args:
-        directories (`Mapping[str, Path]`):
-            Directories, by the setting that moves them elsewhere.
-        least (`int`, *optional*):
-            Bytes that are needed.
-
-    Returns:
-        `list[Check]`: One for each disk.
+    Look how much room there is on each of the disks of some directories, named by the setting that moves them
+    elsewhere.
     """
     disks: dict[int, tuple[int, list[str], Path]] = {}
     for name, directory in directories.items():
@@ -82,18 +58,7 @@ def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list
 
 
 def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo")) -> Check:
-    """
-    Look how much memory there is.
-
-    Args:
-        least (`int`, *optional*):
-            Bytes that are needed.
-        meminfo (`Path`, *optional*):
-            The kernel's file.
-
-    Returns:
-        [`Check`]: What was found.
-    """
+    """Look how much memory there is."""
     available = available_memory(meminfo)
     if available is None:
         return Check("memory", "none", "this system does not say")
@@ -107,16 +72,8 @@ def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo"
 
 def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
     """
-    Look at the compiled programs on disk.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU, for which programs are kept without being asked to.
-        setting (`str`, *optional*, defaults to `"auto"`):
-            As `compile_cache_dir`.
-
-    Returns:
-        [`Check`]: What was found.
+    Look at the compiled programs on disk, which are kept for a TPU without being asked to. `setting` is as
+    `compile_cache_dir`.
     """
     name = "compile cache"
     root, chosen = cache_root(setting)

@@ -57,12 +57,7 @@ class SmokeTest:
         self.output = ""
 
     def run(self) -> Iterator[Check]:
-        """
-        Train.
-
-        Yields:
-            [`Check`]: One for each phase, as soon as it is known. After one that failed there is none.
-        """
+        """Train. Yields a check for each phase, as soon as it is known. After one that failed there is none."""
         with tempfile.TemporaryDirectory(prefix="hf_tpu_doctor_") as directory:
             ticks, log = Path(directory) / "ticks.jsonl", Path(directory) / "output.txt"
             ticks.touch()

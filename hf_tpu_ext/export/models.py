@@ -30,13 +30,8 @@ from ..trainers.checkpoint_files import MANIFEST_NAME, find_damage
 @dataclass(frozen=True)
 class BaseCheck:
     """
-    Whether an adapter is on the base that it was trained on.
-
-    Args:
-        same (`bool`, *optional*):
-            Whether it is; `None` where that is not known.
-        text (`str`):
-            Why. Empty where there is no adapter.
+    Whether an adapter is on the base that it was trained on, `None` where that is not known, and why. Without an
+    adapter there is nothing to say.
     """
 
     same: bool | None
@@ -46,17 +41,8 @@ class BaseCheck:
 @dataclass(frozen=True)
 class Source:
     """
-    What is exported.
-
-    Args:
-        directory (`Path`):
-            An output directory or a checkpoint.
-        base (`str`):
-            Name or directory of the model under the adapter; the directory itself for a model of its own.
-        revision (`str`, *optional*):
-            Of the base.
-        adapter ([`~peft.PeftConfig`], *optional*):
-            The adapter's configuration.
+    What is exported: an output directory or a checkpoint, the model under its adapter with its revision, and the
+    adapter's configuration. The base of a model of its own is the directory itself.
     """
 
     directory: Path
@@ -66,13 +52,8 @@ class Source:
 
     def read_config(self):
         """
-        Read the configuration of the model, without its weights.
-
-        Returns:
-            [`~transformers.PreTrainedConfig`]: The configuration.
-
-        Raises:
-            `ValueError`: It is not there, or of no language model.
+        The configuration of the model, read without its weights. Raises `ValueError` where it is not there, or of no
+        language model.
         """
         try:
             config = AutoConfig.from_pretrained(self.base, revision=self.revision)
@@ -84,13 +65,8 @@ class Source:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """
-        Load the run's tokenizer, or that of the base where the run has none.
-
-        Returns:
-            [`~transformers.PreTrainedTokenizerBase`]: The tokenizer, with its chat template.
-
-        Raises:
-            `ValueError`: There is none.
+        The run's tokenizer with its chat template, or that of the base where the run has none. Raises `ValueError`
+        where there is none.
         """
         own = (self.directory / "tokenizer_config.json").is_file()
         place = self.directory if own else self.base
@@ -177,18 +153,15 @@ class Source:
 
 def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
     """
-    Find out what a run has left.
+    Find out what a run has left in its output directory or a checkpoint.
 
     Args:
         run_dir (`Path`):
-            An output directory or a checkpoint.
+            The directory.
         merge (`bool`):
             Whether an adapter is expected.
         base_model (`str`, *optional*):
             Name or directory of the model under the adapter, in place of what the adapter says.
-
-    Returns:
-        [`Source`]: What there is.
 
     Raises:
         `ValueError`: It is not what is expected.
@@ -240,17 +213,8 @@ def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
 
 def merge(trained: PeftModel) -> PreTrainedModel:
     """
-    Merge an adapter into its base, in the dtype that the weights have.
-
-    Args:
-        trained ([`~peft.PeftModel`]):
-            The adapter on its base. It is not to be used afterwards.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model. Its embeddings are tied if they still are one.
-
-    Raises:
-        `ValueError`: The adapter has weights that are no numbers.
+    Merge an adapter, which is not to be used afterwards, into its base, in the dtype that the weights have. Embeddings
+    are tied if they still are one. Raises `ValueError` where the adapter has weights that are no numbers.
     """
     base = trained.get_base_model()
     embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]

@@ -32,21 +32,10 @@ _DIRECTIONS: dict[str, Callable[[int, int], bool]] = {
 
 def count_turns(module: Module, computation: str, loop: Instruction) -> int | None:
     """
-    Count how often the body of a loop runs.
+    Count how often the body of a loop in a computation runs; `None` if it depends on data, or is above [`MAX_TURNS`].
 
-    Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop's condition depends on
-    are followed, turn by turn, from what the loop starts with.
-
-    Args:
-        module ([`Module`]):
-            The program.
-        computation (`str`):
-            Name of the computation that the loop is in.
-        loop ([`Instruction`]):
-            The loop.
-
-    Returns:
-        `int` or `None`: Number of turns. `None` if it depends on data, or is above [`MAX_TURNS`].
+    Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop's condition
+    depends on are followed, turn by turn, from what the loop starts with.
     """
     if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest):
         return int(known[1])
@@ -104,15 +93,8 @@ class _Turn:
 
 class _Evaluation:
     """
-    Works out integers of a computation.
-
-    Args:
-        module ([`Module`]):
-            The program.
-        computation (`str`):
-            Name of the computation.
-        argument (`Callable[[int], int]`):
-            Gives its arguments, or the elements of its only argument if that is a tuple.
+    Works out integers of a computation. `argument` gives its arguments, or the elements of its only argument if that
+    is a tuple.
     """
 
     def __init__(self, module: Module, computation: str, argument: Callable[[int], int]):

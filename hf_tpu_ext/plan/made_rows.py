@@ -8,7 +8,7 @@ from typing import Any
 
 def write_rows(directory: Path, lengths: Sequence[int], values: dict[str, Any]) -> dict[str, str]:
     """
-    Write a dataset of one row for each length.
+    Write a dataset with a row of each length.
 
     Args:
         directory (`Path`):

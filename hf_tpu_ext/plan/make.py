@@ -24,15 +24,7 @@ from .trace import Run
 @dataclass(frozen=True)
 class Compiler:
     """
-    How programs are compiled.
-
-    Args:
-        python (`str`, *optional*):
-            Python that has the compiler's packages, by default this one.
-        jobs (`int`, *optional*, defaults to `1`):
-            Programs to compile at once.
-        output_dir (`Path`, *optional*):
-            Where to write the compiled programs, as text.
+    How programs are compiled: by which Python, how many at once, and where the compiled programs are written as text.
     """
 
     python: str = sys.executable
@@ -51,25 +43,8 @@ def make_plan(
     """
     Compile the programs of a run, and put together what is known of it.
 
-    Args:
-        title (`str`):
-            Which run.
-        topology ([`Topology`]):
-            The TPU.
-        programs (`Sequence[TracedProgram]`):
-            Its programs.
-        run ([`Run`]):
-            The run.
-        compiler ([`Compiler`]):
-            How to compile.
-        prices (`Path`, *optional*):
-            File of prices, by default the package's.
-
-    Returns:
-        [`Plan`]: The plan. Without programs, where the compiler is not there.
-
-    Raises:
-        `ValueError`: The compiler was stopped or does not know the topology, or the prices cannot be read.
+    Where the compiler is not there, the plan has no programs and says how to install it. Raises `ValueError` if the
+    compiler was stopped or does not know the topology, or the prices cannot be read.
     """
     price = read_prices(prices).get(topology.chip.name)
     missing = why_no_compiler(compiler.python)

@@ -68,8 +68,6 @@ class CompiledProgram:
             Time that compiling took.
         error (`str`, *optional*):
             What the compiler says where it refuses the program. Nothing below is known then.
-        text (`str`, *optional*, defaults to `""`):
-            The optimized HLO of one chip.
         memory (`dict[str, int]`, *optional*):
             Bytes of a chip's memory: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp`
             (the most that is there at once beside these), `generated_code`.
@@ -77,13 +75,15 @@ class CompiledProgram:
             Bytes of the arguments on a chip, by role.
         cpu_seconds (`float`, *optional*):
             Processor time that compiling took, of all cores.
+        text (`str`, *optional*, defaults to `""`):
+            The optimized HLO of one chip.
     """
 
     kind: str
     batch_shape: tuple[int, ...]
     seconds: float
     error: str | None = None
-    text: str = ""
     memory: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, int] = field(default_factory=dict)
     cpu_seconds: float | None = None
+    text: str = ""

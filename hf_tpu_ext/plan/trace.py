@@ -91,13 +91,8 @@ class Run:
 
 class Traced(Exception):
     """
-    Ends the tracing of a run, in place of a return into a script that would save what was not trained.
-
-    Args:
-        programs (`list[TracedProgram]`):
-            The programs, in the order of their first use.
-        run ([`Run`]):
-            The run.
+    Ends the tracing of a run, in place of a return into a script that would save what was not trained. It carries the
+    programs, in the order of their first use, and the run.
     """
 
     def __init__(self, programs: list[TracedProgram], run: Run):
@@ -110,17 +105,7 @@ class TracingMixin(EveryLengthMixin):
     """
     Makes `train` of a trainer trace the programs of training and evaluation, for every length that they need.
 
-    The backend has to be a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`].
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `str`):
-            As upstream.
-        args ([`ExtensionArguments`]):
-            Arguments of the run. They are changed.
-        *rest:
-            Upstream's other positional arguments.
-        **kwargs:
-            Upstream's other keyword arguments.
+    The backend has to be a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`]. The trainer's arguments are changed.
     """
 
     steps_per_length = 1
@@ -135,13 +120,7 @@ class TracingMixin(EveryLengthMixin):
 
     def train(self, *args, **kwargs) -> None:
         """
-        Trace the programs, in place of training.
-
-        Args:
-            *args:
-                Not used.
-            **kwargs:
-                Not used.
+        Trace the programs, in place of training; arguments are not used.
 
         Raises:
             [`Traced`]: When they are traced.

@@ -46,17 +46,8 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 def compare_if_planned(run: Run, directory: str | Path) -> Section | None:
     """
-    Put a run beside the plan in its output directory.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        directory (`str` or `Path`):
-            Its output directory.
-
-    Returns:
-        [`Section`] or `None`: See [`compare_with_plan`]; `None` where there is no plan. One that cannot be read is said, since
-        a report does not depend on it.
+    [`compare_with_plan`] with the plan in a run's output directory; `None` where there is none. One that cannot be
+    read is said, since a report does not depend on it.
     """
     path = Path(directory, PLAN_NAME)
     if not path.is_file():
@@ -123,16 +114,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
 
 
 def describe_in_lines(section: Section) -> list[str]:
-    """
-    Write a comparison without a page.
-
-    Args:
-        section ([`Section`]):
-            See [`compare_with_plan`].
-
-    Returns:
-        `list[str]`: A line for each figure that was measured.
-    """
+    """Write a comparison without a page: a line for each figure that was measured."""
     lines = [
         f"  {name}: {measured} measured; planned {planned or 'nothing'}"
         for table in section.tables
