@@ -55,12 +55,9 @@ class Preemption(TrainerCallback):
     """
     Notes that the run was told to stop.
 
-    While it listens, the first SIGTERM or SIGINT is noted, and a second one does what it did before. Only the process and the
-    thread that may handle signals do this; elsewhere nothing changes.
-
-    Args:
-        maintenance_url (`str`, *optional*):
-            Metadata server of a Cloud machine, to ask for a maintenance notice: [`METADATA_URL`].
+    While it listens, the first SIGTERM or SIGINT is noted, and a second one does what it did before. Only the process
+    and the thread that may handle signals do this; elsewhere nothing changes. With the URL of a Cloud machine's
+    metadata server ([`METADATA_URL`]), that is asked for a maintenance notice, too.
     """
 
     def __init__(self, maintenance_url: str | None = None):

@@ -134,23 +134,9 @@ class ProgramWatch:
         self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Program | None] | None = None
     ) -> Program | None:
         """
-        End the program recorded so far.
-
-        Args:
-            kind (`str`):
-                What it does, e.g. `"training step"`.
-            shape (`tuple[int, ...]`):
-                Shape of its batch.
-            where (`str`):
-                Place in the run, e.g. `"step 12"`.
-            run (`Callable[[], Program | None]`, *optional*):
-                Compiles and starts it, by default [`Backend.end_step`].
-
-        Returns:
-            [`Program`] or `None`: What `run` returned.
-
-        Raises:
-            [`TooManyRecompiles`]: It was compiled again, and that too often.
+        End the program recorded so far, which does e.g. a `"training step"` for a batch of a shape, at a place in the
+        run, e.g. `"step 12"`. Returns what `run` does, which compiles and starts it, by default [`Backend.end_step`].
+        Raises [`TooManyRecompiles`] where it was compiled again, and that too often.
         """
         run = self._backend.end_step if run is None else run
         self.note_others()

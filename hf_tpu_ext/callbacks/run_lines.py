@@ -16,21 +16,10 @@ class RunFacts:
     """
     What is known about a run before its first step.
 
-    Args:
-        precision (`str`):
-            Dtypes of weights and compute.
-        batch_size (`int`):
-            Rows of a micro-batch, over all chips.
-        lengths (`list[int]`):
-            Lengths of the batches to expect; empty where they follow the data.
-        programs (`int`, *optional*):
-            Programs that the device will compile for training.
-        changes (`list[str]`):
-            Settings that were replaced or have no effect.
-        token_waste (`str`, *optional*):
-            How much is padding, and what to set against it.
-        token_share (`float`, *optional*):
-            Share of the tokens in batches that are not padding, where row lengths are known.
+    Rows of a micro-batch are those of all chips. There are no lengths where they follow the data, and `programs` are
+    those that the device will compile for training. `changes` are settings that were replaced or have no effect,
+    `token_waste` says how much is padding and what to set against it, and `token_share` is the share of the tokens in
+    batches that are not, where row lengths are known.
     """
 
     precision: str

@@ -1,12 +1,12 @@
 """Where the time of a run goes, as its host sees it, and how fast tokens are trained on."""
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainerCallback
@@ -62,8 +62,7 @@ class PhaseClock:
         self.seconds[to] += moved
 
 
-@dataclass
-class BatchCount:
+class BatchCount(NamedTuple):
     """
     Batches of one shape that were trained on: their number, their tokens without pads, and all tokens that were
     computed.
@@ -74,16 +73,10 @@ class BatchCount:
     padded_tokens: int = 0
 
     def __add__(self, other: "BatchCount") -> "BatchCount":
-        return BatchCount(
-            self.batches + other.batches, self.tokens + other.tokens, self.padded_tokens + other.padded_tokens
-        )
+        return BatchCount(*map(operator.add, self, other))
 
     def __sub__(self, earlier: "BatchCount") -> "BatchCount":
-        return BatchCount(
-            self.batches - earlier.batches,
-            self.tokens - earlier.tokens,
-            self.padded_tokens - earlier.padded_tokens,
-        )
+        return BatchCount(*map(operator.sub, self, earlier))
 
 
 class StepStatus(TrainerCallback):
@@ -173,14 +166,8 @@ class StepStatus(TrainerCallback):
 
     def count(self, batch: Mapping[str, Any], rows: int | None = None) -> None:
         """
-        Count the tokens of a batch.
-
-        Args:
-            batch (`Mapping[str, Any]`):
-                Batch as the trainer has it, preferably on the host. One without `input_ids` of shape `(batch, length)`
-                is not counted.
-            rows (`int`, *optional*):
-                Rows that are computed, where some were added to the batch.
+        Count the tokens of a batch as the trainer has it, preferably on the host, of which `rows` are computed where
+        some were added to it. One without `input_ids` of shape `(batch, length)` is not counted.
         """
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if ids is None:
@@ -202,10 +189,7 @@ class StepStatus(TrainerCallback):
         in_steps = sum(seconds for phase, seconds in spent.items() if phase not in BESIDES_STEPS)
         logs = {"step_time": round(in_steps / self._steps, 6)}
         # Sums on a device are read here, once a log; on XLA batches are counted on the host.
-        counts = {
-            shape: BatchCount(count.batches, int(count.tokens), count.padded_tokens)
-            for shape, count in self._window.items()
-        }
+        counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
         if counts:
             total = sum(counts.values(), BatchCount())
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)

@@ -5,8 +5,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
-from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, available_memory, hugepages_setting
+from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, hugepages_setting
 from ..words import format_bytes
 from .check import Check
 
@@ -57,11 +59,9 @@ def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list
     return checks
 
 
-def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo")) -> Check:
+def check_memory(least: int = LEAST_MEMORY) -> Check:
     """Look how much memory there is."""
-    available = available_memory(meminfo)
-    if available is None:
-        return Check("memory", "none", "this system does not say")
+    available = psutil.virtual_memory().available
     text = f"{format_bytes(available)} available"
     if available >= least:
         return Check("memory", "ok", text)

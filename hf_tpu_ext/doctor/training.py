@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,13 +35,12 @@ _SAVE_STEPS = 2
 _TOLERANCE = 0.05
 
 
+@dataclass(eq=False)
 class WrongError(Exception):
     """What was computed is wrong: what it is and what it should be, and what to do."""
 
-    def __init__(self, text: str, fix: str):
-        super().__init__(text)
-        self.text = text
-        self.fix = fix
+    text: str
+    fix: str
 
 
 class _Ticks(TrainerCallback):

@@ -32,17 +32,8 @@ def check_versions(
     python: str | None = None,
 ) -> list[Check]:
     """
-    Set installed versions beside those that this package asks for.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU, which makes the packages of the extra `[tpu]` necessary.
-        requires (`Sequence[str]`, *optional*):
-            What is asked for, as `importlib.metadata.requires` gives it.
-        find_version (`Callable[[str], str | None]`, *optional*):
-            Tells which version is installed.
-        python (`str`, *optional*):
-            Version of Python.
+    Set installed versions beside those that this package asks for, as `importlib.metadata.requires` gives them. A TPU
+    makes the packages of the extra `[tpu]` necessary.
     """
     if find_version(_PACKAGE) is None:
         return [

@@ -80,17 +80,9 @@ class Source:
 
     def load_trained(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel | PeftModel, BaseCheck]:
         """
-        Load what was trained, in float32: an adapter on its base.
-
-        Args:
-            tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-                The run's tokenizer. Where it has tokens that the base has not, the run has added them.
-
-        Returns:
-            `tuple`: The model, a [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`], and the [`BaseCheck`].
-
-        Raises:
-            `ValueError`: A file is missing or cannot be read, or the adapter is that of another model.
+        Load what was trained, in float32: an adapter on its base, with the [`BaseCheck`] of it. Tokens that the run's
+        tokenizer has and the base has not, the run has added. Raises `ValueError` where a file is missing or cannot be
+        read, or the adapter is that of another model.
         """
         try:
             model = AutoModelForCausalLM.from_pretrained(self.base, revision=self.revision, dtype=torch.float32)
@@ -153,18 +145,8 @@ class Source:
 
 def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
     """
-    Find out what a run has left in its output directory or a checkpoint.
-
-    Args:
-        run_dir (`Path`):
-            The directory.
-        merge (`bool`):
-            Whether an adapter is expected.
-        base_model (`str`, *optional*):
-            Name or directory of the model under the adapter, in place of what the adapter says.
-
-    Raises:
-        `ValueError`: It is not what is expected.
+    Find out what a run has left in its output directory or a checkpoint: an adapter, if one is to be merged, on the
+    base that it names or `base_model`, or a whole model. Raises `ValueError` where it is not what is expected.
     """
     if not run_dir.is_dir():
         raise ValueError(

@@ -13,13 +13,9 @@ _CHIPS = Path(__file__).with_name("chips.json")
 @dataclass(frozen=True)
 class Chip:
     """
-    A kind of chip.
+    A kind of chip, e.g. `"v5e"`, `"TPU v5e"`.
 
     Args:
-        name (`str`):
-            E.g. `"v5e"`.
-        title (`str`):
-            E.g. `"TPU v5e"`.
         flops_per_second (`float`):
             Highest rate of bfloat16 matrix products; an addition and a multiplication are two.
         memory_bytes (`int`):

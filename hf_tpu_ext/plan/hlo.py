@@ -20,15 +20,8 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.-]+)|\bbranch_c
 @dataclass(frozen=True)
 class Shape:
     """
-    Shape of a tensor on one device.
-
-    Args:
-        dtype (`str`):
-            XLA's name of the type, e.g. `"f32"`, `"bf16"`, `"pred"`.
-        dims (`tuple[int, ...]`):
-            Its dimensions.
-        space (`int`, *optional*, defaults to `0`):
-            Number of the memory that holds it: `0` is the main one, of a TPU its HBM.
+    Shape of a tensor on one device, with XLA's name of its type, e.g. `"f32"`, `"bf16"`, `"pred"`, and the number of
+    the memory that holds it: `0` is the main one, of a TPU its HBM.
     """
 
     dtype: str
@@ -100,18 +93,11 @@ class Module:
 @dataclass(frozen=True)
 class Collective:
     """
-    An operation in which devices exchange data.
+    An operation in which devices exchange data, one of [`KINDS`], in a computation.
 
-    Args:
-        kind (`str`):
-            One of [`KINDS`].
-        tensors (`tuple[Shape, ...]`):
-            The tensors exchanged, as one device has them whole: what an all-gather makes, what the others take. Compilers
-            combine several tensors into one operation.
-        group_size (`int`, *optional*):
-            Number of devices that exchange with each other, where the program says it.
-        computation (`str`, *optional*, defaults to `""`):
-            Name of the computation that it is in.
+    Its tensors are as one device has them whole: what an all-gather makes, what the others take; compilers combine
+    several into one operation. The size of the group is the number of devices that exchange with each other, where the
+    program says it.
     """
 
     kind: str

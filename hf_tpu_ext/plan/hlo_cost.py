@@ -43,8 +43,8 @@ class Cost:
         matrix_flops (`int`):
             Additions and multiplications of matrix products.
         memory_bytes (`int`):
-            What is read from and written to the chip's main memory. Tensors that the compiler keeps on the chip are left
-            out, and of a tensor of which a part is taken, the rest.
+            What is read from and written to the chip's main memory. Tensors that the compiler keeps on the chip are
+            left out, and of a tensor of which a part is taken, the rest.
         exchanges (`list[Exchange]`):
             Its collectives, by kind.
         unknown (`list[str]`):

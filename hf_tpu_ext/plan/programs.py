@@ -10,17 +10,8 @@ ROLES = ("weights", "optimizer state", "gradients", "batch", "other")
 @dataclass(frozen=True)
 class Argument:
     """
-    An argument of a traced program.
-
-    Args:
-        role (`str`):
-            One of [`ROLES`].
-        num_bytes (`int`):
-            Its whole size.
-        donated (`bool`):
-            Whether a result takes its place.
-        sharding (`str`, *optional*):
-            How it is split over the chips, as HLO writes it, where the module does not say.
+    An argument of a traced program: what it is for, one of [`ROLES`], its whole size, whether a result takes its
+    place, and how it is split over the chips, as HLO writes it, where the module does not say.
     """
 
     role: str
@@ -32,19 +23,8 @@ class Argument:
 @dataclass(frozen=True)
 class TracedProgram:
     """
-    A program of a run, as it is handed to the compiler.
-
-    Args:
-        kind (`str`):
-            What it does: `"micro-step"`, `"training step"`.
-        batch_shape (`tuple[int, ...]`):
-            Shape of its batch, `(batch, length)`, of all chips.
-        module (`bytes`):
-            Serialized `HloModuleProto`, with shardings.
-        arguments (`list[Argument]`):
-            Its arguments.
-        num_chips (`int`):
-            Chips that it runs on.
+    A program of a run, as it is handed to the compiler: a serialized `HloModuleProto` with shardings, and its
+    arguments. It does e.g. a `"micro-step"` for a batch of all chips of shape `(batch, length)`.
     """
 
     kind: str

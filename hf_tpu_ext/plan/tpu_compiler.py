@@ -43,18 +43,8 @@ def installed_versions() -> dict[str, str | None]:
 
 def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -> bytes:
     """
-    Take up a traced program.
-
-    Args:
-        module (`bytes`):
-            Serialized `HloModuleProto`.
-        donated (`list[int]`):
-            Arguments that results may take the place of.
-        shardings (`dict[int, str]`):
-            How arguments are split over the chips, as HLO writes it, where the module does not say.
-
-    Returns:
-        `bytes`: The same program as StableHLO.
+    Make StableHLO of a serialized `HloModuleProto`: with the indices of arguments that results may take the place of,
+    and how arguments are split over the chips, as HLO writes it, where the module does not say.
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client

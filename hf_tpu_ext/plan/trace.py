@@ -89,16 +89,15 @@ class Run:
         return replace(self, rows=None, token_share=None, optimizer_steps=self.max_steps)
 
 
+@dataclass(eq=False)
 class Traced(Exception):
     """
     Ends the tracing of a run, in place of a return into a script that would save what was not trained. It carries the
     programs, in the order of their first use, and the run.
     """
 
-    def __init__(self, programs: list[TracedProgram], run: Run):
-        super().__init__()
-        self.programs = programs
-        self.run = run
+    programs: list[TracedProgram]
+    run: Run
 
 
 class TracingMixin(EveryLengthMixin):

@@ -83,7 +83,7 @@ def draw_curves(
     over: str = "optimizer step",
 ) -> str:
     """
-    Draw values over optimizer steps or time.
+    Draw values over optimizer steps, or what `over` names, as SVG.
 
     Args:
         name (`str`):
@@ -96,11 +96,6 @@ def draw_curves(
             Curves with few points, each of which is marked.
         smooth (`bool`, *optional*, defaults to `False`):
             Whether a running mean is drawn over curves with many points.
-        over (`str`, *optional*, defaults to `"optimizer step"`):
-            What the values are over.
-
-    Returns:
-        `str`: SVG.
     """
 
     def plot(axes) -> None:

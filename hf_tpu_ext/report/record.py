@@ -21,16 +21,8 @@ _FACTS = {"time", "max_steps", "versions", "arguments", "changed", "model", "row
 
 class RecordWriter:
     """
-    Writes the record of a run. Whatever ends the run, what was written before can be read.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Directory of the run.
-        anew (`bool`):
-            Whether the run begins, so that an earlier record in this directory is replaced. Otherwise it goes on.
-
-    Raises:
-        `OSError`: The record cannot be written.
+    Writes the record of a run. Whatever ends the run, what was written before can be read. A run that begins `anew`
+    replaces an earlier record in its directory, others go on with it. Raises `OSError` where it cannot be written.
     """
 
     def __init__(self, output_dir: str | Path, anew: bool):
