@@ -141,14 +141,13 @@ class ProgramWatch:
         run = self._backend.end_step if run is None else run
         self.note_others()
         known = self._known.setdefault((kind, shape), _Known())
-        name = f"{kind} {format_size(shape)}"
         operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
         start = time.monotonic()
         with self._backend.insight.own_reads():
             if known.runs:
                 program = run()
             else:
-                with self._compiling(name):
+                with self._compiling(f"{kind} {format_size(shape)}"):
                     program = run()
         seconds = time.monotonic() - start
         cut, self._cut = self._cut, None
@@ -163,12 +162,8 @@ class ProgramWatch:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
             self._note_event(kind, shape, seconds, cause)
-            if cause is not None:
-                self._say(
-                    known,
-                    f"{where}: the {kind} for batches of {format_size(shape)} was compiled again ({seconds:.1f} s): "
-                    f"{cause.what}. {cause.advice}",
-                )
+            again = f"the {kind} for batches of {format_size(shape)} was compiled again ({seconds:.1f} s)"
+            self._say(known, f"{where}: {again}", cause)
         elif known.unexplained is not None and operations:
             self._explain_later(kind, known, operations)
         if operations:
@@ -208,12 +203,9 @@ class ProgramWatch:
                 "on the host.",
             )
         self._note_event(f"program of {place}", (), seconds, cause)
-        if cause is not None:
-            self._say(
-                known,
-                f"{self._where()}: a program was compiled outside of the steps ({seconds:.1f} s), number {known.runs} there: "
-                f"{cause.what}. {cause.advice}",
-            )
+        where = "outside of training" if self.step is None else f"step {self.step}"
+        again = f"a program was compiled outside of the steps ({seconds:.1f} s), number {known.runs} there"
+        self._say(known, f"{where}: {again}", cause)
 
     # ---- Causes ----
 
@@ -269,7 +261,10 @@ class ProgramWatch:
             ProgramEvent(self.step, kind, shape, seconds, compiled, None if cause is None else cause.what)
         )
 
-    def _say(self, known: _Known, line: str) -> None:
+    def _say(self, known: _Known, again: str, cause: Cause | None) -> None:
+        if cause is None:
+            return
+        line = f"{again}: {cause.what}. {cause.advice}"
         self.recompiles += 1
         known.said += 1
         if self._max_recompiles is not None and self.recompiles > self._max_recompiles:
@@ -279,9 +274,6 @@ class ProgramWatch:
         if known.said <= _MOST_LINES:
             end = " Further ones are counted only." if known.said == _MOST_LINES else ""
             logger.warning(f"{line}{end}")
-
-    def _where(self) -> str:
-        return "outside of training" if self.step is None else f"step {self.step}"
 
     def describe(self) -> str | None:
         """Sum up in a line what was compiled again; `None` if nothing was."""

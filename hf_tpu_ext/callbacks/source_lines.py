@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable
 from importlib.util import find_spec
 
@@ -57,10 +58,8 @@ def library_line(frames: Iterable[SourceLine]) -> SourceLine | None:
 
 def current_frames() -> Iterable[SourceLine]:
     """The calls under way, innermost first, from the caller's on."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        yield SourceLine(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def describe_line(line: SourceLine) -> str:

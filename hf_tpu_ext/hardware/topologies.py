@@ -13,19 +13,11 @@ _CHIPS = Path(__file__).with_name("chips.json")
 @dataclass(frozen=True)
 class Chip:
     """
-    A kind of chip, e.g. `"v5e"`, `"TPU v5e"`.
+    A kind of chip, e.g. `"v5e"`, `"TPU v5e"`, with the sources of its figures.
 
-    Args:
-        flops_per_second (`float`):
-            Highest rate of bfloat16 matrix products; an addition and a multiplication are two.
-        memory_bytes (`int`):
-            What the compiler lets a program have of the chip's memory (HBM).
-        memory_bytes_per_second (`float`):
-            Bandwidth of that memory.
-        link_bytes_per_second (`float`):
-            What one link to a neighbour carries in one direction.
-        sources (`dict[str, str]`):
-            Where each of these figures is from.
+    The rate is the highest of bfloat16 matrix products, of which an addition and a multiplication are two. The memory
+    is what the compiler lets a program have of the chip's (HBM), and a link what one to a neighbour carries in one
+    direction.
     """
 
     name: str
@@ -39,7 +31,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Topology:
-    """Chips of one host: what people call them, e.g. `"v5e-8"`, how they lie, e.g. `(2, 4)`, and what they are."""
+    """Chips of one host: what people call them, e.g. `"v5e-8"`, and how they lie, e.g. `(2, 4)`."""
 
     name: str
     layout: tuple[int, ...]

@@ -1,7 +1,6 @@
 """The compiler for TPU, in processes of its own."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,10 @@ from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 
+import psutil
+
 from ..hardware.topologies import Topology
+from ..words import format_bytes
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
 
@@ -117,9 +119,9 @@ def _compile(program: TracedProgram, topology: Topology, python: str) -> Compile
 
 def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
     if done.returncode == -signal.SIGKILL:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 1e9
+        free = format_bytes(psutil.virtual_memory().available)
         return (
-            f"The compiler for TPU was killed, most likely for want of memory ({free:.1f} GB are free). Plan on a machine "
+            f"The compiler for TPU was killed, most likely for want of memory ({free} are free). Plan on a machine "
             "with more memory, or compile one program at a time: --jobs 1"
         )
     return f"The compiler for TPU failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"

@@ -37,18 +37,11 @@ class Exchange:
 @dataclass(frozen=True)
 class Cost:
     """
-    What one chip does in one run of a program. Bodies of loops count for each turn.
+    What one chip does in one run of a program, and what could not be counted, in words. Bodies of loops count for each
+    turn.
 
-    Args:
-        matrix_flops (`int`):
-            Additions and multiplications of matrix products.
-        memory_bytes (`int`):
-            What is read from and written to the chip's main memory. Tensors that the compiler keeps on the chip are
-            left out, and of a tensor of which a part is taken, the rest.
-        exchanges (`list[Exchange]`):
-            Its collectives, by kind.
-        unknown (`list[str]`):
-            What could not be counted, in words.
+    FLOPs are those of matrix products. Memory traffic is that of the chip's main memory: tensors that the compiler
+    keeps on the chip are left out, and of a tensor of which a part is taken, the rest.
     """
 
     matrix_flops: int

@@ -3,6 +3,7 @@
 import operator
 import re
 from collections.abc import Callable
+from functools import cache
 
 from .hlo import Instruction, Module
 
@@ -20,14 +21,7 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "maximum": max,
     "minimum": min,
 }
-_DIRECTIONS: dict[str, Callable[[int, int], bool]] = {
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-}
+_DIRECTIONS = {name: vars(operator)[name.lower()] for name in ("LT", "LE", "GT", "GE", "EQ", "NE")}
 
 
 def count_turns(module: Module, computation: str, loop: Instruction) -> int | None:
@@ -41,15 +35,13 @@ def count_turns(module: Module, computation: str, loop: Instruction) -> int | No
         return int(known[1])
     condition, body = loop.attribute("condition").strip("%"), loop.attribute("body").strip("%")
     lines = module.computations[computation]
-    starts: dict[int, int] = {}
 
+    @cache
     def start(index: int) -> int:
-        if index not in starts:
-            given = lines[loop.operands[0]]
-            if given.opcode != "tuple":
-                raise _NotKnown
-            starts[index] = _Evaluation(module, computation, _unknown).value(given.operands[index])
-        return starts[index]
+        given = lines[loop.operands[0]]
+        if given.opcode != "tuple":
+            raise _NotKnown
+        return _Evaluation(module, computation, _unknown).value(given.operands[index])
 
     element = start
     try:

@@ -37,26 +37,13 @@ class TracedProgram:
 @dataclass(frozen=True)
 class CompiledProgram:
     """
-    A program of a run, as the compiler for TPU made it.
+    A program of a run, as the compiler for TPU made it: as in [`TracedProgram`], and the seconds that compiling took,
+    with the processor time of all cores.
 
-    Args:
-        kind (`str`):
-            As in [`TracedProgram`].
-        batch_shape (`tuple[int, ...]`):
-            As in [`TracedProgram`].
-        seconds (`float`):
-            Time that compiling took.
-        error (`str`, *optional*):
-            What the compiler says where it refuses the program. Nothing below is known then.
-        memory (`dict[str, int]`, *optional*):
-            Bytes of a chip's memory: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp`
-            (the most that is there at once beside these), `generated_code`.
-        arguments (`dict[str, int]`, *optional*):
-            Bytes of the arguments on a chip, by role.
-        cpu_seconds (`float`, *optional*):
-            Processor time that compiling took, of all cores.
-        text (`str`, *optional*, defaults to `""`):
-            The optimized HLO of one chip.
+    Where the compiler refuses the program, `error` is what it says, and nothing below is known. `memory` is bytes of a
+    chip: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp` (the most that is there at
+    once beside these), `generated_code`; `arguments` bytes of these on a chip, by role; `text` the optimized HLO of
+    one chip.
     """
 
     kind: str

@@ -210,14 +210,8 @@ class TracingMixin(EveryLengthMixin):
 
 def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:
     """
-    Trace the programs of a run.
-
-    Args:
-        train (`Callable[[Callable[[type], type]], Any]`):
-            Makes the trainer and trains with it. Called with what makes its class from that of the recipe.
-
-    Returns:
-        `tuple[list[TracedProgram], Run]`: The programs, in the order of their first use, and the run.
+    Trace the programs of a run, in the order of their first use. `train` makes the trainer and trains with it; it is
+    called with what makes its class from that of the recipe.
     """
     with tempfile.TemporaryDirectory() as directory, weights_left_out():
         try:

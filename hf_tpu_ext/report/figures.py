@@ -83,19 +83,9 @@ def draw_curves(
     over: str = "optimizer step",
 ) -> str:
     """
-    Draw values over optimizer steps, or what `over` names, as SVG.
-
-    Args:
-        name (`str`):
-            Unique name of the figure in its page.
-        title (`str`):
-            What it shows.
-        curves (`Mapping[str, Points]`):
-            Curves, by name.
-        marked (`Mapping[str, Points]`, *optional*):
-            Curves with few points, each of which is marked.
-        smooth (`bool`, *optional*, defaults to `False`):
-            Whether a running mean is drawn over curves with many points.
+    Draw values over optimizer steps, or what `over` names, as SVG. Each figure of a page has a name of its own. The
+    points of `marked` curves are few, and each is marked; where `smooth`, a running mean is drawn over curves with
+    many.
     """
 
     def plot(axes) -> None:
@@ -117,11 +107,8 @@ def draw_curves(
 
 def draw_step_times(step_times: Mapping[str, Counter[int]]) -> str:
     """
-    Draw how many steps took how long, as SVG.
-
-    Args:
-        step_times (`Mapping[str, Counter[int]]`):
-            By phase and class of time, see [`class_of`], that of whole steps first.
+    Draw how many steps took how long, by phase and class of time, see [`class_of`], that of whole steps first. Returns
+    SVG.
     """
 
     def plot(axes) -> None:

@@ -20,17 +20,8 @@ _NEEDED_DERIVED = {"mfu", "peak_bytes", "roofline", "tokens_per_second"}
 
 def read_plan(path: str | Path) -> dict[str, Any]:
     """
-    Read a plan.
-
-    Args:
-        path (`str` or `Path`):
-            What `hf-tpu plan --json` wrote.
-
-    Returns:
-        `dict[str, Any]`: The plan.
-
-    Raises:
-        `ValueError`: The file cannot be read, or is something else.
+    Read a plan that `hf-tpu plan --json` wrote. Raises `ValueError` where the file cannot be read, or is something
+    else.
     """
     fix = "Give a file that `hf-tpu plan --json FILE` wrote."
     try:
@@ -60,16 +51,8 @@ def compare_if_planned(run: Run, directory: str | Path) -> Section | None:
 
 def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     """
-    Put what was planned beside what was measured.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        plan (`Mapping[str, Any]`):
-            See [`read_plan`].
-
-    Returns:
-        [`Section`]: A table. What either does not know is left empty.
+    Put what was planned, see [`read_plan`], beside what a run measured, in a table. What either does not know is left
+    empty.
     """
     derived, chip, backend = plan["derived"], plan["topology"]["chip"], run.facts["backend"]
     section = Section(_TITLE)

@@ -62,8 +62,8 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
         numbers["programs"] = f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
     if (memory := run.peak_memory_gib) is not None:
         numbers["peak memory"] = f"{memory:.3g} GiB"
-    if (price := _price(run, prices)) is not None:
-        numbers["cost so far"] = f"${_dollars(run, price):,.2f}"
+    if (known := _price(run, prices)) is not None:
+        numbers["cost so far"] = f"${known[1]:,.2f}"
     return numbers
 
 
@@ -193,14 +193,13 @@ def _tokens(run: Run) -> Section:
     return section
 
 
-def _price(run: Run, prices: Mapping[str, Price]) -> Price | None:
+def _price(run: Run, prices: Mapping[str, Price]) -> tuple[Price, float] | None:
+    """The price of the chip that a run is on, and what the run has cost, where it is known."""
     chip = find_chip(run.facts["backend"]["device"])
-    return None if chip is None else prices.get(chip.name)
-
-
-def _dollars(run: Run, price: Price) -> float:
+    if chip is None or chip.name not in prices:
+        return None
     hours = sum(session.seconds * session.facts["backend"]["chips"] for session in run.sessions) / 3600
-    return hours * price.dollars_per_chip_hour
+    return prices[chip.name], hours * prices[chip.name].dollars_per_chip_hour
 
 
 def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
@@ -209,14 +208,15 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
         limit = run.facts["backend"]["memory_per_chip"]
         of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB that a chip has for programs"
         section.lines.append(f"At most {memory:.3g} GiB {of} were in use.")
-    if (price := _price(run, prices)) is None:
+    if (known := _price(run, prices)) is None:
         section.lines.append(
             f"No price of {run.facts['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "
             "RUN_DIR --prices FILE."
         )
     else:
+        price, dollars = known
         section.lines.append(
-            f"${_dollars(run, price):,.2f} so far, from the beginning to the end of training: ${price.dollars_per_chip_hour:g} a "
+            f"${dollars:,.2f} so far, from the beginning to the end of training: ${price.dollars_per_chip_hour:g} a "
             f"chip and hour, {price.region}, {price.date} ({price.source})."
         )
     if len(run.sessions) > 1:
