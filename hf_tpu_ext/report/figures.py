@@ -119,7 +119,9 @@ def draw_step_times(step_times: Mapping[str, Counter[int]]) -> str:
             label, width = ("whole step", 2) if phase == "total" else (phase, 1.2)
             axes.stairs(counts, edges, color=colour, linewidth=width, fill=False, label=label)
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_major_formatter("{x:g}")
+        # By default formulas, which text is not taken for here.
+        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
         axes.set_title("Time of a step by phase")
         axes.set_xlabel("milliseconds")
         axes.set_ylabel("steps")
