@@ -94,9 +94,7 @@ class Preemption(TrainerCallback):
 
     @contextmanager
     def cutting_evaluation(self) -> Iterator[None]:
-        """
-        Within this context, an evaluation ends with its batch, by an [`EvaluationCut`], when the run is told to stop.
-        """
+        """Within this context, an [`EvaluationCut`] ends an evaluation with its batch when the run is told to stop."""
         self._cuts_evaluation = self.listening
         try:
             yield
@@ -144,8 +142,7 @@ def watch_maintenance(
     url: str, tell: Callable[[str], None], done: threading.Event, seconds_between: float = 5.0
 ) -> None:
     """
-    Ask the metadata server at a URL every few seconds whether the machine is to be taken, until `done` is set or it
-    says so, and tell what it said.
+    Ask a metadata server every few seconds whether the machine is to be taken, until it says so or `done` is set.
     """
     # The server is of this machine, whatever proxy the network needs.
     opener = build_opener(ProxyHandler({}))

@@ -10,9 +10,7 @@ from .source_lines import describe_line
 
 @dataclass(frozen=True)
 class Cause:
-    """
-    Why a program was compiled again: what has changed, from what to what, and what to do about it, as a sentence.
-    """
+    """Why a program was compiled again: what has changed, from what to what, and a sentence on what to do about it."""
 
     what: str
     advice: str
@@ -21,7 +19,7 @@ class Cause:
 @dataclass(frozen=True)
 class BatchEntry:
     """
-    An entry of a batch: the dtype and shape of a tensor; of another value an empty dtype, and the value as its shape.
+    An entry of a batch: dtype and shape of a tensor; of another value an empty dtype, and the value as its shape.
     """
 
     dtype: str
@@ -72,10 +70,7 @@ class StepFacts:
 
 
 def compare_facts(before: StepFacts, after: StepFacts) -> Cause | None:
-    """
-    The difference that weighs most between a step and a later one whose program was compiled again; `None` where the
-    host knows of none.
-    """
+    """The difference that weighs most between a step and one that was compiled again; `None` where none is known."""
     return (
         _compare_batches(before, after)
         or _compare_parameters(before.parameters, after.parameters)
@@ -170,9 +165,7 @@ def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Ca
 
 
 def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:
-    """
-    The first operation in which two programs, the later of which was compiled again, differ; `None` if none does.
-    """
+    """The first operation in which a program and one that was compiled again differ; `None` if none does."""
     # The order is that in which results need one another, so what follows from a difference comes after it.
     pairs = list(zip_longest(before, after))
     index = next((i for i, pair in enumerate(pairs) if None in pair or _differ(*pair)), None)

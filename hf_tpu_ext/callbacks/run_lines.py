@@ -32,10 +32,7 @@ class RunFacts:
 
 
 class RunLines(TrainerCallback):
-    """
-    Prints where and how a run trains when it starts, as `find_facts` tells, and what it compiled and reached when it
-    ends.
-    """
+    """Prints where and how a run trains when it starts, and what it compiled and reached when it ends."""
 
     def __init__(self, backend: Backend, find_facts: Callable[[], RunFacts]):
         self._backend = backend

@@ -17,8 +17,7 @@ from ..report.phases import BESIDES_STEPS, PHASES, class_of
 
 class PhaseClock:
     """
-    Divides the host's time into phases. At any moment at most one is under way, so they add up to the time that
-    passed.
+    Divides the host's time into phases. At most one is under way at a time, so they add up to the time that passed.
     """
 
     def __init__(self):
@@ -63,10 +62,7 @@ class PhaseClock:
 
 
 class BatchCount(NamedTuple):
-    """
-    Batches of one shape that were trained on: their number, their tokens without pads, and all tokens that were
-    computed.
-    """
+    """How many batches of one shape were trained on, their tokens without pads, and all tokens that were computed."""
 
     batches: int = 0
     tokens: int | torch.Tensor = 0

@@ -24,10 +24,7 @@ print(json.dumps([backend.name, backend.reason]))
 
 
 def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path = LOCK_FILE) -> list[Check]:
-    """
-    Look for TPU chips, and for processes that hold them, where the kernel lists PCI devices and processes and the TPU
-    runtime makes its lock file.
-    """
+    """Look for TPU chips, and for processes that hold them."""
     chips = tpu_chips(pci_root)
     if not chips:
         return [Check("TPU", "none", "none is attached to this machine")]
@@ -81,10 +78,7 @@ def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c",
 
 
 def explain_end(status: int, output: str) -> tuple[str, str]:
-    """
-    Say how a process came to a bad end, and what to do, from its exit status, negative for a signal, and what it
-    wrote.
-    """
+    """Say how a process with this exit status, negative for a signal, came to a bad end, and what to do."""
     lines = [line for line in output.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "it wrote nothing"
     if status == -Signals.SIGKILL:

@@ -6,10 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """
-    Something that was looked at, and what was found. A failed check has a fix; `"none"` is where there is nothing to
-    look at.
-    """
+    """What was looked at, and what was found: `"none"` where there is nothing to look at. A failed check has a fix."""
 
     name: str
     status: Literal["ok", "failed", "none"]

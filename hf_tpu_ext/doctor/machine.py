@@ -39,10 +39,7 @@ def places() -> dict[str, Path]:
 
 
 def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list[Check]:
-    """
-    Look how much room there is on each of the disks of some directories, named by the setting that moves them
-    elsewhere.
-    """
+    """Look how much room there is on each disk of some directories, named by the setting that moves them elsewhere."""
     disks: dict[int, tuple[int, list[str], Path]] = {}
     for name, directory in directories.items():
         place = next(path for path in (directory, *directory.parents) if path.is_dir())

@@ -47,10 +47,7 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
 
 
 def check_room(output_dir: Path, size: int) -> None:
-    """
-    Raise a `ValueError` unless the disk of a directory, which need not be there, has room for weights of so many
-    bytes.
-    """
+    """Raise a `ValueError` unless the disk of a directory, which need not be there, has room for so many bytes."""
     place = next(parent for parent in output_dir.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < size + _ROOM_TO_SPARE:

@@ -51,10 +51,7 @@ class Source:
     adapter: PeftConfig | None = None
 
     def read_config(self):
-        """
-        The configuration of the model, read without its weights. Raises `ValueError` where it is not there, or of no
-        language model.
-        """
+        """Read the model's configuration alone. Raises `ValueError` where it is not there, or of no language model."""
         try:
             config = AutoConfig.from_pretrained(self.base, revision=self.revision)
         except OSError as error:
@@ -64,10 +61,7 @@ class Source:
         return config
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """
-        The run's tokenizer with its chat template, or that of the base where the run has none. Raises `ValueError`
-        where there is none.
-        """
+        """The run's tokenizer, or its base's where the run has none. Raises `ValueError` where there is none."""
         own = (self.directory / "tokenizer_config.json").is_file()
         place = self.directory if own else self.base
         try:

@@ -82,8 +82,7 @@ def logits(model: nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Difference:
     """
-    Set logits of shapes `(length, vocabulary)` beside those of the trained model; tokens that only one of the two has
-    are left out.
+    Set logits, `(length, vocabulary)`, beside those of the trained model, but for tokens that only one of the two has.
     """
     size = min(trained[0].shape[-1], other[0].shape[-1])
     pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(trained, other, strict=True)]

@@ -16,10 +16,7 @@ _EXAMPLE = (
 
 @dataclass(frozen=True)
 class Price:
-    """
-    US dollars for a chip and an hour: where, when it was so (a year, month or day, e.g. `"2026-11-20"`), and who says
-    so.
-    """
+    """US dollars for a chip and an hour: where, when (a year, month or day, e.g. `"2026-11-20"`), and who says so."""
 
     dollars_per_chip_hour: float
     region: str

@@ -79,7 +79,7 @@ class Instruction:
 @dataclass(frozen=True)
 class Module:
     """
-    A program: the instructions of each computation, by name and in order, and the computation that is the program.
+    A program: the instructions of each computation, by name and in order, and the name of the one that it enters.
     """
 
     computations: dict[str, dict[str, Instruction]]

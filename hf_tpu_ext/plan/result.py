@@ -25,15 +25,8 @@ FLOPS_RATIO = 1.1
 @dataclass(frozen=True)
 class PlannedProgram(CompiledProgram):
     """
-    A program of a plan, without its text.
-
-    Args:
-        cost ([`Cost`], *optional*):
-            What one run does on a chip.
-        model_flops (`float`, *optional*):
-            Analytic operations of one run on all chips, without what is computed twice.
-        expected_flops (`float`, *optional*):
-            The same, with what is computed twice on purpose.
+    A program of a plan, without its text: what one run does on a chip, and the analytic FLOPs of one run on all chips,
+    without and with what is computed twice on purpose.
     """
 
     cost: Cost | None = None
