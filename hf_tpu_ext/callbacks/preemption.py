@@ -22,8 +22,8 @@ class TrainingPreempted(SystemExit):
     """
     Raised by `train` when the run was told to stop and its checkpoint is saved.
 
-    Left alone, it ends the process with exit status 75 (`EX_TEMPFAIL`: try again later). `except Exception` does not take it
-    for an error of the run.
+    Left alone, it ends the process with exit status 75 (`EX_TEMPFAIL`: try again later). `except Exception` does not
+    take it for an error of the run.
 
     Args:
         reason (`str`):
@@ -55,12 +55,9 @@ class Preemption(TrainerCallback):
     """
     Notes that the run was told to stop.
 
-    While it listens, the first SIGTERM or SIGINT is noted, and a second one does what it did before. Only the process and the
-    thread that may handle signals do this; elsewhere nothing changes.
-
-    Args:
-        maintenance_url (`str`, *optional*):
-            Metadata server of a Cloud machine, to ask for a maintenance notice: [`METADATA_URL`].
+    While it listens, the first SIGTERM or SIGINT is noted, and a second one does what it did before. Only the process
+    and the thread that may handle signals do this; elsewhere nothing changes. With the URL of a Cloud machine's
+    metadata server ([`METADATA_URL`]), that is asked for a maintenance notice, too.
     """
 
     def __init__(self, maintenance_url: str | None = None):
@@ -97,12 +94,7 @@ class Preemption(TrainerCallback):
 
     @contextmanager
     def cutting_evaluation(self) -> Iterator[None]:
-        """
-        Within this context, an evaluation ends with its batch when the run is told to stop.
-
-        Raises:
-            [`EvaluationCut`]: It was.
-        """
+        """Within this context, an [`EvaluationCut`] ends an evaluation with its batch when the run is told to stop."""
         self._cuts_evaluation = self.listening
         try:
             yield
@@ -150,17 +142,7 @@ def watch_maintenance(
     url: str, tell: Callable[[str], None], done: threading.Event, seconds_between: float = 5.0
 ) -> None:
     """
-    Ask the metadata server whether the machine is to be taken, until it says so.
-
-    Args:
-        url (`str`):
-            Address of the instance's metadata.
-        tell (`Callable[[str], None]`):
-            Called once with what the server said.
-        done (`threading.Event`):
-            Ends the asking.
-        seconds_between (`float`, *optional*, defaults to `5.0`):
-            Time between two questions.
+    Ask a metadata server every few seconds whether the machine is to be taken, until it says so or `done` is set.
     """
     # The server is of this machine, whatever proxy the network needs.
     opener = build_opener(ProxyHandler({}))

@@ -121,13 +121,7 @@ class ProgramWatch:
         self.events: list[ProgramEvent] = []
 
     def begin(self, traced: bool) -> None:
-        """
-        Begin a training run.
-
-        Args:
-            traced (`bool`):
-                Whether each step is traced, which is where code of the user's may record something else each time.
-        """
+        """Begin a training run. Where steps are traced, code of the user's may record something else each time."""
         self.step = None
         self._backend.insight.note_lines(traced)
 
@@ -140,35 +134,20 @@ class ProgramWatch:
         self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Program | None] | None = None
     ) -> Program | None:
         """
-        End the program recorded so far.
-
-        Args:
-            kind (`str`):
-                What it does, e.g. `"training step"`.
-            shape (`tuple[int, ...]`):
-                Shape of its batch.
-            where (`str`):
-                Place in the run, e.g. `"step 12"`.
-            run (`Callable[[], Program | None]`, *optional*):
-                Compiles and starts it, by default [`Backend.end_step`].
-
-        Returns:
-            [`Program`] or `None`: What `run` returned.
-
-        Raises:
-            [`TooManyRecompiles`]: It was compiled again, and that too often.
+        End the program recorded so far, which does e.g. a `"training step"` for a batch of a shape, at a place in the
+        run, e.g. `"step 12"`. Returns what `run` does, which compiles and starts it, by default [`Backend.end_step`].
+        Raises [`TooManyRecompiles`] where it was compiled again, and that too often.
         """
         run = self._backend.end_step if run is None else run
         self.note_others()
         known = self._known.setdefault((kind, shape), _Known())
-        name = f"{kind} {format_size(shape)}"
         operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
         start = time.monotonic()
         with self._backend.insight.own_reads():
             if known.runs:
                 program = run()
             else:
-                with self._compiling(name):
+                with self._compiling(f"{kind} {format_size(shape)}"):
                     program = run()
         seconds = time.monotonic() - start
         cut, self._cut = self._cut, None
@@ -183,12 +162,8 @@ class ProgramWatch:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
             self._note_event(kind, shape, seconds, cause)
-            if cause is not None:
-                self._say(
-                    known,
-                    f"{where}: the {kind} for batches of {format_size(shape)} was compiled again ({seconds:.1f} s): "
-                    f"{cause.what}. {cause.advice}",
-                )
+            again = f"the {kind} for batches of {format_size(shape)} was compiled again ({seconds:.1f} s)"
+            self._say(known, f"{where}: {again}", cause)
         elif known.unexplained is not None and operations:
             self._explain_later(kind, known, operations)
         if operations:
@@ -198,10 +173,8 @@ class ProgramWatch:
 
     def note_others(self) -> None:
         """
-        Note what was compiled since the last program ended, outside of the trainer's own programs. Cheap if nothing was.
-
-        Raises:
-            [`TooManyRecompiles`]: One line of code has programs compiled again, and that too often.
+        Note what was compiled since the last program ended, outside of the trainer's own programs. Cheap if nothing
+        was. Raises [`TooManyRecompiles`] where one line of code has programs compiled again, and that too often.
         """
         count = self._backend.compiles() - self._compiles
         if not count:
@@ -230,12 +203,9 @@ class ProgramWatch:
                 "on the host.",
             )
         self._note_event(f"program of {place}", (), seconds, cause)
-        if cause is not None:
-            self._say(
-                known,
-                f"{self._where()}: a program was compiled outside of the steps ({seconds:.1f} s), number {known.runs} there: "
-                f"{cause.what}. {cause.advice}",
-            )
+        where = "outside of training" if self.step is None else f"step {self.step}"
+        again = f"a program was compiled outside of the steps ({seconds:.1f} s), number {known.runs} there"
+        self._say(known, f"{where}: {again}", cause)
 
     # ---- Causes ----
 
@@ -291,7 +261,10 @@ class ProgramWatch:
             ProgramEvent(self.step, kind, shape, seconds, compiled, None if cause is None else cause.what)
         )
 
-    def _say(self, known: _Known, line: str) -> None:
+    def _say(self, known: _Known, again: str, cause: Cause | None) -> None:
+        if cause is None:
+            return
+        line = f"{again}: {cause.what}. {cause.advice}"
         self.recompiles += 1
         known.said += 1
         if self._max_recompiles is not None and self.recompiles > self._max_recompiles:
@@ -302,16 +275,8 @@ class ProgramWatch:
             end = " Further ones are counted only." if known.said == _MOST_LINES else ""
             logger.warning(f"{line}{end}")
 
-    def _where(self) -> str:
-        return "outside of training" if self.step is None else f"step {self.step}"
-
     def describe(self) -> str | None:
-        """
-        Sum up what was compiled again.
-
-        Returns:
-            `str` or `None`: One line, or `None` if nothing was.
-        """
+        """Sum up in a line what was compiled again; `None` if nothing was."""
         again = [event for event in self.events if event.cause is not None]
         if not again:
             return None

@@ -26,17 +26,9 @@ _OWN_FRAMES = 2
 @dataclass(frozen=True)
 class Read:
     """
-    A place that reads the device, or that runs an operator on the host.
-
-    Args:
-        what (`str`):
-            What does it, as it is written.
-        place (`str`):
-            Its line; empty where none is known.
-        in_step (`bool`):
-            Whether it is within a step, whose program ends there.
-        operator (`str`):
-            The operator that ran on the host; empty for a plain read.
+    A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line,
+    empty where none is known; whether it is within a step, whose program ends there; and the operator that ran on the
+    host, empty for a plain read.
     """
 
     what: str
@@ -50,10 +42,6 @@ class ReadFinder(TorchFunctionMode):
     While it is entered, notes each call of PyTorch from Python that reads the device.
 
     It costs a microsecond or two for each call, so it is entered only where reads were counted.
-
-    Args:
-        insight ([`Insight`]):
-            Tells whether a call has read.
     """
 
     def __init__(self, insight: Insight):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from ..backends.insight import Operation
 from .source_lines import describe_line
@@ -9,15 +10,7 @@ from .source_lines import describe_line
 
 @dataclass(frozen=True)
 class Cause:
-    """
-    Why a program was compiled again.
-
-    Args:
-        what (`str`):
-            What has changed, from what to what.
-        advice (`str`):
-            What to do about it, as a sentence.
-    """
+    """Why a program was compiled again: what has changed, from what to what, and a sentence on what to do about it."""
 
     what: str
     advice: str
@@ -26,13 +19,7 @@ class Cause:
 @dataclass(frozen=True)
 class BatchEntry:
     """
-    An entry of a batch.
-
-    Args:
-        dtype (`str`):
-            Dtype of a tensor; empty for another value.
-        shape (`str`):
-            Its shape; or the value, where it is no tensor.
+    An entry of a batch: dtype and shape of a tensor; of another value an empty dtype, and the value as its shape.
     """
 
     dtype: str
@@ -41,17 +28,7 @@ class BatchEntry:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """
-    What a program depends on about a parameter.
-
-    Args:
-        trained (`bool`):
-            Whether it has a gradient.
-        dtype (`str`):
-            Its dtype.
-        shape (`str`):
-            Its shape.
-    """
+    """What a program depends on about a parameter."""
 
     trained: bool
     dtype: str
@@ -61,25 +38,10 @@ class ParameterFacts:
 @dataclass(frozen=True)
 class StepFacts:
     """
-    What the program of a step depends on, as the host knows it.
-
-    Args:
-        batch (`Mapping[str, BatchEntry]`):
-            The batch by key.
-        batch_source (`str`):
-            Who made the batch, in words.
-        parameters (`Mapping[str, ParameterFacts]`):
-            The model's parameters by name.
-        settings (`Mapping[str, str]`):
-            Plain attributes of modules and arguments by name.
-        optimizer (`str`):
-            Name of the optimizer.
-        numbers (`Mapping[str, str]`):
-            Numbers that the optimizer takes as Python numbers, by name.
-        state_made (`bool`):
-            Whether the optimizer had its state before the step.
-        own_code (`str`):
-            Code of the user's that runs within a step, in words; empty where there is none.
+    What the program of a step depends on, as the host knows it: the batch by key and who made it, in words; the
+    parameters by name; plain attributes of modules and arguments; the optimizer, the numbers that it takes as Python
+    numbers and whether it had its state before the step; and code of the user's that runs within a step, in words,
+    empty where there is none.
     """
 
     batch: Mapping[str, BatchEntry] = field(default_factory=dict)
@@ -108,18 +70,7 @@ class StepFacts:
 
 
 def compare_facts(before: StepFacts, after: StepFacts) -> Cause | None:
-    """
-    Find what makes the programs of two steps two.
-
-    Args:
-        before (`StepFacts`):
-            The step whose program was compiled first.
-        after (`StepFacts`):
-            The step whose program was compiled again.
-
-    Returns:
-        [`Cause`] or `None`: The difference that weighs most, or `None` where the host knows of none.
-    """
+    """The difference that weighs most between a step and one that was compiled again; `None` where none is known."""
     return (
         _compare_batches(before, after)
         or _compare_parameters(before.parameters, after.parameters)
@@ -132,41 +83,39 @@ def _changed(before: Mapping, after: Mapping) -> list[str]:
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
+def _first_of(changed: list[str]) -> tuple[str, str]:
+    return changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+
+
 def _compare_batches(before: StepFacts, after: StepFacts) -> Cause | None:
     changed = _changed(before.batch, after.batch)
+    if not changed:
+        return None
     # Values matter least: a program may not use them.
-    changed.sort(key=lambda key: key in before.batch and key in after.batch and not after.batch[key].dtype)
-    for key in changed:
-        source = f" ({after.batch_source})"
-        if key not in after.batch:
-            return Cause(f"`{key}` was in the batch, and is missing{source}", "Yield the same keys in every batch.")
-        if key not in before.batch:
-            return Cause(f"`{key}` is in the batch, and was not{source}", "Yield the same keys in every batch.")
-        was, now = before.batch[key], after.batch[key]
-        if was.dtype != now.dtype:
-            words = [entry.dtype or f"the value {entry.shape}" for entry in (was, now)]
-            return Cause(f"`{key}` was {words[0]}, is {words[1]}{source}", "Yield one dtype in every batch.")
-        if was.dtype:
-            return Cause(
-                f"`{key}` was {was.shape}, is {now.shape}{source}", f"Pad `{key}` to one shape in the data collator."
-            )
-        return Cause(
-            f"`{key}` was {was.shape}, is {now.shape}{source}",
-            f"A Python value is part of the program: yield `{key}` as a tensor, or leave it out of the batch.",
-        )
-    return None
+    key = min(changed, key=lambda key: key in before.batch and key in after.batch and not after.batch[key].dtype)
+    source = f" ({after.batch_source})"
+    if key not in before.batch or key not in after.batch:
+        words = "was in the batch, and is missing" if key in before.batch else "is in the batch, and was not"
+        return Cause(f"`{key}` {words}{source}", "Yield the same keys in every batch.")
+    was, now = before.batch[key], after.batch[key]
+    if was.dtype != now.dtype:
+        words = [entry.dtype or f"the value {entry.shape}" for entry in (was, now)]
+        return Cause(f"`{key}` was {words[0]}, is {words[1]}{source}", "Yield one dtype in every batch.")
+    advice = f"A Python value is part of the program: yield `{key}` as a tensor, or leave it out of the batch."
+    if was.dtype:
+        advice = f"Pad `{key}` to one shape in the data collator."
+    return Cause(f"`{key}` was {was.shape}, is {now.shape}{source}", advice)
 
 
 def _compare_parameters(before: Mapping[str, ParameterFacts], after: Mapping[str, ParameterFacts]) -> Cause | None:
     changed = _changed(before, after)
     if not changed:
         return None
-    name = changed[0]
-    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-    if name not in before or name not in after:
-        verb = "is new" if name in after else "is gone"
+    name, more = _first_of(changed)
+    was, now = before.get(name), after.get(name)
+    if was is None or now is None:
+        verb = "is gone" if now is None else "is new"
         return Cause(f"the parameter `{name}` {verb}{more}", "Change the model before training.")
-    was, now = before[name], after[name]
     if was.trained != now.trained:
         words = ["trained" if facts.trained else "frozen" for facts in (was, now)]
         return Cause(
@@ -188,28 +137,27 @@ def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
             f"{after.optimizer} makes its state in the first step, so that this step is another program",
             "This happens once; optim=adamw_torch makes it before.",
         )
-    for name in _changed(before.numbers, after.numbers):
-        what = f"`{name}` of {after.optimizer} was {before.numbers.get(name)}, is {after.numbers.get(name)}"
-        if "not 0" in (before.numbers.get(name), after.numbers.get(name)):
-            return Cause(
-                what,
-                "A step without it is another program: set it before training. From one number above 0 to another it may "
-                "change at any time.",
-            )
-        return Cause(
-            what,
-            "The optimizer takes it as a Python number, of which 0, 1 and -1 become part of the program: keep it off "
-            "these, or use optim=adamw_torch, which gets it as data.",
+    changed = _changed(before.numbers, after.numbers)
+    if not changed:
+        return None
+    was, now = before.numbers.get(changed[0]), after.numbers.get(changed[0])
+    advice = (
+        "The optimizer takes it as a Python number, of which 0, 1 and -1 become part of the program: keep it off these, or "
+        "use optim=adamw_torch, which gets it as data."
+    )
+    if "not 0" in (was, now):
+        advice = (
+            "A step without it is another program: set it before training. From one number above 0 to another it may change "
+            "at any time."
         )
-    return None
+    return Cause(f"`{changed[0]}` of {after.optimizer} was {was}, is {now}", advice)
 
 
 def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Cause | None:
     changed = _changed(before, after)
     if not changed:
         return None
-    name = changed[0]
-    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    name, more = _first_of(changed)
     return Cause(
         f"`{name}` was {before.get(name, 'absent')}, is {after.get(name, 'absent')}{more}",
         "Each value is another program: set it before training, or as rarely as possible.",
@@ -217,25 +165,13 @@ def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Ca
 
 
 def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:
-    """
-    Find where two programs part.
-
-    Args:
-        before (`Sequence[Operation]`):
-            The program that was compiled first.
-        after (`Sequence[Operation]`):
-            The program that was compiled again.
-
-    Returns:
-        [`Cause`] or `None`: The first operation that differs, or `None` if none does.
-    """
+    """The first operation in which a program and one that was compiled again differ; `None` if none does."""
     # The order is that in which results need one another, so what follows from a difference comes after it.
-    index = next((i for i, pair in enumerate(zip(before, after, strict=False)) if _differ(*pair)), None)
+    pairs = list(zip_longest(before, after))
+    index = next((i for i, pair in enumerate(pairs) if None in pair or _differ(*pair)), None)
     if index is None:
-        index = min(len(before), len(after))
-    was, now = (program[index] if index < len(program) else None for program in (before, after))
-    if was is None and now is None:
         return None
+    was, now = pairs[index]
     places = [operation.place for operation in (now, was) if operation is not None and operation.place is not None]
     where = f" [{describe_line(places[0])}]" if places else ""
     if was is not None and now is not None:
@@ -251,17 +187,11 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
                 f"`{was.name}` was {_describe(was)}, is {_describe(now)}{where}",
                 "Keep shapes and bounds the same at every step: mask instead of cutting.",
             )
-    is_new = len(after) >= len(before) if was is not None and now is not None else now is not None
+    is_new = was is None or (now is not None and len(after) >= len(before))
     # Its arguments come first.
     program = after if is_new else before
-    operation = next(
-        (
-            later
-            for later in program[index:]
-            if later.name not in ("constant", "parameter") and later.place == program[index].place
-        ),
-        program[index],
-    )
+    at_once = (later for later in program[index:] if later.place == program[index].place)
+    operation = next((later for later in at_once if later.name not in ("constant", "parameter")), program[index])
     what = f"`{operation.operator or operation.name}` of {operation.shape}"
     words = f"the step computes {what}, and did not" if is_new else f"the step computed {what}, and does not"
     return Cause(

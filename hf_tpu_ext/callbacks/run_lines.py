@@ -16,21 +16,10 @@ class RunFacts:
     """
     What is known about a run before its first step.
 
-    Args:
-        precision (`str`):
-            Dtypes of weights and compute.
-        batch_size (`int`):
-            Rows of a micro-batch, over all chips.
-        lengths (`list[int]`):
-            Lengths of the batches to expect; empty where they follow the data.
-        programs (`int`, *optional*):
-            Programs that the device will compile for training.
-        changes (`list[str]`):
-            Settings that were replaced or have no effect.
-        token_waste (`str`, *optional*):
-            How much is padding, and what to set against it.
-        token_share (`float`, *optional*):
-            Share of the tokens in batches that are not padding, where row lengths are known.
+    Rows of a micro-batch are those of all chips. There are no lengths where they follow the data, and `programs` are
+    those that the device will compile for training. `changes` are settings that were replaced or have no effect,
+    `token_waste` says how much is padding and what to set against it, and `token_share` is the share of the tokens in
+    batches that are not, where row lengths are known.
     """
 
     precision: str
@@ -43,15 +32,7 @@ class RunFacts:
 
 
 class RunLines(TrainerCallback):
-    """
-    Prints where and how a run trains when it starts, and what it compiled and reached when it ends.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-        find_facts (`Callable[[], RunFacts]`):
-            Tells what is known about the run when it starts.
-    """
+    """Prints where and how a run trains when it starts, and what it compiled and reached when it ends."""
 
     def __init__(self, backend: Backend, find_facts: Callable[[], RunFacts]):
         self._backend = backend
@@ -108,16 +89,7 @@ class RunLines(TrainerCallback):
 
 
 def describe_cache_use(cache: CacheUse) -> str:
-    """
-    Say what a process has had of its compile cache.
-
-    Args:
-        cache ([`CacheUse`]):
-            What it had.
-
-    Returns:
-        `str`: One line.
-    """
+    """Say in a line what a process has had of its compile cache."""
     found = f"hits: {cache.hits}, misses: {cache.misses}"
     if cache.unreadable:
         found += f", found but not loaded: {cache.unreadable}"

@@ -131,7 +131,7 @@ class RunRecord(TrainerCallback):
                 if (added := classes - self._step_times.get(name, Counter()))
             },
             "batches": [
-                [shape, [added.batches, added.tokens, added.padded_tokens]]
+                [shape, list(added)]
                 for shape, count in batches.items()
                 if (added := count - self._batches.get(shape, BatchCount())).batches
             ],

@@ -15,24 +15,11 @@ def greedy_answers(
     model, backend: Backend, prompts: list[list[int]], max_new_tokens: int, pad_token_id: int
 ) -> list[list[int]]:
     """
-    Continue prompts greedily, in one static shape and one program for all tokens.
+    Continue prompts greedily, in one static shape and one program for all tokens. Returns the `max_new_tokens` token
+    ids that follow each prompt.
 
-    There is no key/value cache: each token costs a forward pass over the whole row. It is meant for a few short answers.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model on the backend's device.
-        backend ([`Backend`]):
-            The backend in use.
-        prompts (`list[list[int]]`):
-            Token ids of the prompts.
-        max_new_tokens (`int`):
-            Tokens to add to each prompt.
-        pad_token_id (`int`):
-            Token id that fills the rows.
-
-    Returns:
-        `list[list[int]]`: The `max_new_tokens` token ids that follow each prompt.
+    There is no key/value cache: each token costs a forward pass over the whole row. It is meant for a few short
+    answers.
     """
     length = max(map(len, prompts)) + max_new_tokens
     rows = torch.full((len(prompts), length), pad_token_id)
@@ -57,17 +44,8 @@ class ShowSamples(TrainerCallback):
     """
     Answers prompts of the evaluation set before and after training, and prints both beside the reference.
 
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of the model.
-        rows (`list[dict[str, list[int]]]`):
-            Prepared rows with `input_ids` and `labels`. The prompt is what comes before the first label.
-        precision (`Callable[[], AbstractContextManager]`):
-            Makes the context that the forward pass computes in.
-        max_new_tokens (`int`, *optional*, defaults to `32`):
-            Greatest length of an answer.
+    Rows are prepared ones with `input_ids` and `labels`, whose prompt is what comes before the first label.
+    `precision` makes the context that the forward pass computes in.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable
 from importlib.util import find_spec
 
@@ -26,14 +27,7 @@ _ENTRANCES = ("train", "evaluate", "predict", "save_model")
 
 def package_of(file: str) -> str | None:
     """
-    Find the known package that a file belongs to.
-
-    Args:
-        file (`str`):
-            Path of a source file.
-
-    Returns:
-        `str` or `None`: Its name, `"python"` for the standard library, or `None` for anybody else's.
+    The known package that a source file belongs to, `"python"` for the standard library, or `None` for anybody else's.
     """
     for name, directory in PACKAGES.items():
         if file.startswith(directory + os.sep):
@@ -45,14 +39,8 @@ def package_of(file: str) -> str | None:
 
 def own_line(frames: Iterable[SourceLine]) -> SourceLine | None:
     """
-    Find the line of the user's code that led to something within a run.
-
-    Args:
-        frames (`Iterable[SourceLine]`):
-            The calls that led to it, innermost first.
-
-    Returns:
-        [`SourceLine`] or `None`: The innermost line that is in no known package, or `None` where the trainer did it by itself.
+    The line of the user's code that led to something within a run: of its calls, innermost first, the first line that
+    is in no known package, or `None` where the trainer did it by itself.
     """
     for frame in frames:
         package = package_of(frame.file)
@@ -64,38 +52,18 @@ def own_line(frames: Iterable[SourceLine]) -> SourceLine | None:
 
 
 def library_line(frames: Iterable[SourceLine]) -> SourceLine | None:
-    """
-    Find the line of a library that did something.
-
-    Args:
-        frames (`Iterable[SourceLine]`):
-            The calls that led to it, innermost first.
-
-    Returns:
-        [`SourceLine`] or `None`: The innermost line that is neither PyTorch's nor Python's.
-    """
+    """Of calls, innermost first, the first line that is neither PyTorch's nor Python's."""
     return next((frame for frame in frames if package_of(frame.file) not in ("torch", "torch_xla", "python")), None)
 
 
 def current_frames() -> Iterable[SourceLine]:
     """The calls under way, innermost first, from the caller's on."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        yield SourceLine(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def describe_line(line: SourceLine) -> str:
-    """
-    Write a line short.
-
-    Args:
-        line (`SourceLine`):
-            The line.
-
-    Returns:
-        `str`: For example `"my_loss.py:12"`, or with the path inside the package, `"trl/trainer/utils.py:12"`.
-    """
+    """Write a line short: `"my_loss.py:12"`, or with the path inside a known package, `"trl/trainer/utils.py:12"`."""
     package = package_of(line.file)
     if package in PACKAGES:
         path = os.path.relpath(line.file, os.path.dirname(PACKAGES[package]))

@@ -1,12 +1,12 @@
 """Where the time of a run goes, as its host sees it, and how fast tokens are trained on."""
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainerCallback
@@ -17,7 +17,7 @@ from ..report.phases import BESIDES_STEPS, PHASES, class_of
 
 class PhaseClock:
     """
-    Divides the host's time into phases. At any moment at most one is under way, so they add up to the time that passed.
+    Divides the host's time into phases. At most one is under way at a time, so they add up to the time that passed.
     """
 
     def __init__(self):
@@ -27,16 +27,7 @@ class PhaseClock:
         self._since = 0.0
 
     def enter(self, phase: str | None) -> str | None:
-        """
-        End the phase under way and begin another.
-
-        Args:
-            phase (`str`, *optional*):
-                Its name; `None` stops the clock.
-
-        Returns:
-            `str` or `None`: The one that ended.
-        """
+        """End the phase under way, which is returned, and begin another; `None` stops the clock."""
         now = time.perf_counter()
         ended = self._phase
         if ended is not None:
@@ -45,24 +36,13 @@ class PhaseClock:
         return ended
 
     def until_now(self) -> Counter[str]:
-        """
-        Read the clock.
-
-        Returns:
-            `Counter[str]`: A copy of `seconds`, the phase under way included.
-        """
+        """A copy of `seconds`, the phase under way included."""
         self.enter(self._phase)
         return self.seconds.copy()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """
-        Context that is a phase. What was under way goes on after it.
-
-        Args:
-            name (`str`):
-                Name of the phase.
-        """
+        """Context that is a phase. What was under way goes on after it."""
         ended = self.enter(name)
         try:
             yield
@@ -70,62 +50,29 @@ class PhaseClock:
             self.enter(ended)
 
     def credit(self, phase: str, seconds: float) -> None:
-        """
-        Count some of the time of the phase under way as another's.
-
-        Args:
-            phase (`str`):
-                The other one.
-            seconds (`float`):
-                How much.
-        """
+        """Count some of the time of the phase under way as another's."""
         if self._phase is not None:
             self.seconds[phase] += seconds
             self.seconds[self._phase] -= seconds
 
     def rename(self, phase: str, to: str) -> None:
-        """
-        Count all time of a phase as another's.
-
-        Args:
-            phase (`str`):
-                The one that is not to remain.
-            to (`str`):
-                The other one.
-        """
+        """Count all time of a phase, which is not to remain, as another's."""
         moved = self.seconds.pop(phase, 0.0)
         self.seconds[to] += moved
 
 
-@dataclass
-class BatchCount:
-    """
-    Batches of one shape that were trained on.
-
-    Args:
-        batches (`int`):
-            How many.
-        tokens (`int` or `torch.Tensor` of shape `()`):
-            Their tokens without pads.
-        padded_tokens (`int`):
-            All tokens that were computed.
-    """
+class BatchCount(NamedTuple):
+    """How many batches of one shape were trained on, their tokens without pads, and all tokens that were computed."""
 
     batches: int = 0
     tokens: int | torch.Tensor = 0
     padded_tokens: int = 0
 
     def __add__(self, other: "BatchCount") -> "BatchCount":
-        return BatchCount(
-            self.batches + other.batches, self.tokens + other.tokens, self.padded_tokens + other.padded_tokens
-        )
+        return BatchCount(*map(operator.add, self, other))
 
     def __sub__(self, earlier: "BatchCount") -> "BatchCount":
-        return BatchCount(
-            self.batches - earlier.batches,
-            self.tokens - earlier.tokens,
-            self.padded_tokens - earlier.padded_tokens,
-        )
+        return BatchCount(*map(operator.sub, self, earlier))
 
 
 class StepStatus(TrainerCallback):
@@ -215,14 +162,8 @@ class StepStatus(TrainerCallback):
 
     def count(self, batch: Mapping[str, Any], rows: int | None = None) -> None:
         """
-        Count the tokens of a batch.
-
-        Args:
-            batch (`Mapping[str, Any]`):
-                Batch as the trainer has it, preferably on the host. One without `input_ids` of shape `(batch, length)` is
-                not counted.
-            rows (`int`, *optional*):
-                Rows that are computed, where some were added to the batch.
+        Count the tokens of a batch as the trainer has it, preferably on the host, of which `rows` are computed where
+        some were added to it. One without `input_ids` of shape `(batch, length)` is not counted.
         """
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if ids is None:
@@ -236,12 +177,7 @@ class StepStatus(TrainerCallback):
     # ---- What a log shows ----
 
     def take(self) -> dict[str, float]:
-        """
-        Say what was measured since the last call.
-
-        Returns:
-            `dict[str, float]`: By its name in a log; empty if no step has ended since.
-        """
+        """What was measured since the last call, by its name in a log; empty if no step has ended since."""
         if not self._steps:
             return {}
         now = self.clock.until_now()
@@ -249,10 +185,7 @@ class StepStatus(TrainerCallback):
         in_steps = sum(seconds for phase, seconds in spent.items() if phase not in BESIDES_STEPS)
         logs = {"step_time": round(in_steps / self._steps, 6)}
         # Sums on a device are read here, once a log; on XLA batches are counted on the host.
-        counts = {
-            shape: BatchCount(count.batches, int(count.tokens), count.padded_tokens)
-            for shape, count in self._window.items()
-        }
+        counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
         if counts:
             total = sum(counts.values(), BatchCount())
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)

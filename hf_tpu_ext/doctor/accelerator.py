@@ -24,20 +24,7 @@ print(json.dumps([backend.name, backend.reason]))
 
 
 def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path = LOCK_FILE) -> list[Check]:
-    """
-    Look for TPU chips, and for processes that hold them.
-
-    Args:
-        pci_root (`str`, *optional*):
-            Directory that lists the PCI devices.
-        proc (`Path`, *optional*):
-            Where the kernel lists processes.
-        lock_file (`Path`, *optional*):
-            File that the TPU runtime makes.
-
-    Returns:
-        `list[Check]`: What was found.
-    """
+    """Look for TPU chips, and for processes that hold them."""
     chips = tpu_chips(pci_root)
     if not chips:
         return [Check("TPU", "none", "none is attached to this machine")]
@@ -63,16 +50,8 @@ def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path =
 
 def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c", _CHOOSE)) -> Check:
     """
-    Find out what a run would train on, in a process of its own: PyTorch may not survive being imported.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU.
-        command (`Sequence[str]`, *optional*):
-            Prints the backend's name and why it was chosen.
-
-    Returns:
-        [`Check`]: What was found.
+    Find out what a run would train on, in a process of its own: PyTorch may not survive being imported. `command`
+    prints the backend's name and why it was chosen.
     """
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
@@ -99,18 +78,7 @@ def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c",
 
 
 def explain_end(status: int, output: str) -> tuple[str, str]:
-    """
-    Say how a process came to a bad end.
-
-    Args:
-        status (`int`):
-            Its exit status, negative for a signal.
-        output (`str`):
-            What it wrote.
-
-    Returns:
-        `tuple[str, str]`: What happened, and what to do.
-    """
+    """Say how a process with this exit status, negative for a signal, came to a bad end, and what to do."""
     lines = [line for line in output.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "it wrote nothing"
     if status == -Signals.SIGKILL:

@@ -6,19 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """
-    Something that was looked at.
-
-    Args:
-        name (`str`):
-            What.
-        status (`str`):
-            `"ok"`, `"failed"`, or `"none"` where there is nothing to look at.
-        text (`str`):
-            What was found.
-        fix (`str`, *optional*):
-            What to do; a failed check has one.
-    """
+    """What was looked at, and what was found: `"none"` where there is nothing to look at. A failed check has a fix."""
 
     name: str
     status: Literal["ok", "failed", "none"]

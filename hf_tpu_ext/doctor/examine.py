@@ -10,12 +10,7 @@ from .versions import check_libtpu, check_versions
 
 
 def examine_machine() -> Iterator[Check]:
-    """
-    Look at the packages and the machine. PyTorch is imported in a process of its own.
-
-    Yields:
-        [`~check.Check`]: What was found, as soon as it is known.
-    """
+    """Look at the packages and the machine. PyTorch is imported in a process of its own."""
     has_tpu = tpu_chips() > 0
     yield from check_versions(has_tpu)
     yield check_libtpu(has_tpu)

@@ -5,8 +5,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
-from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, available_memory, hugepages_setting
+from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, hugepages_setting
 from ..words import format_bytes
 from .check import Check
 
@@ -17,18 +19,7 @@ LEAST_MEMORY = 4 * 10**9
 
 
 def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
-    """
-    Look whether transparent hugepages are on.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU, whose runtime they speed up.
-        path (`Path`, *optional*):
-            The kernel's file.
-
-    Returns:
-        [`Check`]: What was found.
-    """
+    """Look whether transparent hugepages are on, which speed up the runtime of a TPU."""
     setting = hugepages_setting(path)
     if setting is None:
         return Check("hugepages", "none", "this kernel has no transparent hugepages")
@@ -42,29 +33,13 @@ def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
 
 
 def places() -> dict[str, Path]:
-    """
-    Name the directories that a run writes much to.
-
-    Returns:
-        `dict[str, Path]`: The directories, by what they are for.
-    """
+    """The directories that a run writes much to, by the setting that moves them elsewhere."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     return {"output_dir": Path.cwd(), "HF_HOME": home, "TMPDIR": Path(os.environ.get("TMPDIR") or "/tmp")}
 
 
 def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list[Check]:
-    """
-    Look how much room there is.
-
-    Args:
-        directories (`Mapping[str, Path]`):
-            Directories, by the setting that moves them elsewhere.
-        least (`int`, *optional*):
-            Bytes that are needed.
-
-    Returns:
-        `list[Check]`: One for each disk.
-    """
+    """Look how much room there is on each disk of some directories, named by the setting that moves them elsewhere."""
     disks: dict[int, tuple[int, list[str], Path]] = {}
     for name, directory in directories.items():
         place = next(path for path in (directory, *directory.parents) if path.is_dir())
@@ -81,22 +56,9 @@ def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list
     return checks
 
 
-def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo")) -> Check:
-    """
-    Look how much memory there is.
-
-    Args:
-        least (`int`, *optional*):
-            Bytes that are needed.
-        meminfo (`Path`, *optional*):
-            The kernel's file.
-
-    Returns:
-        [`Check`]: What was found.
-    """
-    available = available_memory(meminfo)
-    if available is None:
-        return Check("memory", "none", "this system does not say")
+def check_memory(least: int = LEAST_MEMORY) -> Check:
+    """Look how much memory there is."""
+    available = psutil.virtual_memory().available
     text = f"{format_bytes(available)} available"
     if available >= least:
         return Check("memory", "ok", text)
@@ -107,16 +69,8 @@ def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo"
 
 def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
     """
-    Look at the compiled programs on disk.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU, for which programs are kept without being asked to.
-        setting (`str`, *optional*, defaults to `"auto"`):
-            As `compile_cache_dir`.
-
-    Returns:
-        [`Check`]: What was found.
+    Look at the compiled programs on disk, which are kept for a TPU without being asked to. `setting` is as
+    `compile_cache_dir`.
     """
     name = "compile cache"
     root, chosen = cache_root(setting)

@@ -16,17 +16,7 @@ from .check import Check
 
 
 #: What is tried, in this order.
-PHASES = (
-    "runtime",
-    "data",
-    "forward",
-    "backward",
-    "step",
-    "gradient sync",
-    "save",
-    "resume",
-    "export",
-)
+PHASES = ("runtime", "data", "forward", "backward", "step", "gradient sync", "save", "resume", "export")
 #: Seconds without a new tick after which the training is ended. A first program on a TPU may take a minute.
 PATIENCE = 180
 _TRAINING = (sys.executable, "-m", "hf_tpu_ext.doctor.training")
@@ -39,14 +29,10 @@ _FIXES = {
 @dataclass
 class SmokeTest:
     """
-    A small training in a process of its own.
+    A small training in a process of its own, which is ended after `patience` seconds without a new tick.
 
-    Args:
-        command (`Sequence[str]`, *optional*):
-            The training. It gets two more arguments: a directory for itself, and a file to which it adds a line of JSON for
-            each phase that it has finished, with `name`, `status`, `text` and, if it failed, `fix`.
-        patience (`float`, *optional*):
-            Seconds without a new tick after which it is ended.
+    Its command gets two more arguments: a directory for itself, and a file to which it adds a line of JSON for each
+    phase that it has finished, with `name`, `status`, `text` and, if it failed, `fix`.
     """
 
     command: Sequence[str] = _TRAINING
@@ -57,12 +43,7 @@ class SmokeTest:
         self.output = ""
 
     def run(self) -> Iterator[Check]:
-        """
-        Train.
-
-        Yields:
-            [`Check`]: One for each phase, as soon as it is known. After one that failed there is none.
-        """
+        """Train. Yields a check for each phase, as soon as it is known. After one that failed there is none."""
         with tempfile.TemporaryDirectory(prefix="hf_tpu_doctor_") as directory:
             ticks, log = Path(directory) / "ticks.jsonl", Path(directory) / "output.txt"
             ticks.touch()

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,21 +35,12 @@ _SAVE_STEPS = 2
 _TOLERANCE = 0.05
 
 
+@dataclass(eq=False)
 class WrongError(Exception):
-    """
-    What was computed is wrong.
+    """What was computed is wrong: what it is and what it should be, and what to do."""
 
-    Args:
-        text (`str`):
-            What it is, and what it should be.
-        fix (`str`):
-            What to do.
-    """
-
-    def __init__(self, text: str, fix: str):
-        super().__init__(text)
-        self.text = text
-        self.fix = fix
+    text: str
+    fix: str
 
 
 class _Ticks(TrainerCallback):
@@ -125,16 +117,8 @@ def _compute_on_cpu(adapter: Path, batch: dict) -> tuple[float, float]:
 
 def train(directory: Path, tick: Callable[[str, str], None]) -> None:
     """
-    Train, save, resume and export, and tick off each phase.
-
-    Args:
-        directory (`Path`):
-            Where to.
-        tick (`Callable[[str, str], None]`):
-            Called with a status and a text at the end of each phase.
-
-    Raises:
-        [`WrongError`]: Something that was computed is wrong.
+    Train, save, resume and export, and tick off each phase with a status and a text. Raises [`WrongError`] where
+    something that was computed is wrong.
     """
     started = time.monotonic()
     backend = select_backend()
@@ -185,18 +169,7 @@ def _compare(run: Path, resumed: Path) -> str:
 
 
 def main(directory: str, ticks: str) -> int:
-    """
-    Train, and write what happens.
-
-    Args:
-        directory (`str`):
-            A directory for it alone.
-        ticks (`str`):
-            File to add a line of JSON to for each phase.
-
-    Returns:
-        `int`: Exit status.
-    """
+    """Train in a directory, write a line of JSON to `ticks` for each phase, and return the exit status."""
     phases = iter(PHASES)
 
     def tick(status: str, text: str, fix: str | None = None) -> None:

@@ -18,16 +18,7 @@ _LIBTPU_VARIABLES = ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH")
 
 
 def installed_version(name: str) -> str | None:
-    """
-    Look up the version of an installed package.
-
-    Args:
-        name (`str`):
-            The package.
-
-    Returns:
-        `str` or `None`: Its version, or `None` where it is not installed.
-    """
+    """The version of an installed package, or `None` where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -41,20 +32,8 @@ def check_versions(
     python: str | None = None,
 ) -> list[Check]:
     """
-    Set installed versions beside those that this package asks for.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU, which makes the packages of the extra `[tpu]` necessary.
-        requires (`Sequence[str]`, *optional*):
-            What is asked for, as `importlib.metadata.requires` gives it.
-        find_version (`Callable[[str], str | None]`, *optional*):
-            Tells which version is installed.
-        python (`str`, *optional*):
-            Version of Python.
-
-    Returns:
-        `list[Check]`: One for each package.
+    Set installed versions beside those that this package asks for, as `importlib.metadata.requires` gives them. A TPU
+    makes the packages of the extra `[tpu]` necessary.
     """
     if find_version(_PACKAGE) is None:
         return [
@@ -80,18 +59,7 @@ def check_libtpu(
     find_version: Callable[[str], str | None] = installed_version,
 ) -> Check:
     """
-    Look for the TPU runtime, in the version that torch_xla asks for.
-
-    Args:
-        has_tpu (`bool`):
-            Whether the machine has a TPU.
-        requires (`Sequence[str]`, *optional*):
-            What torch_xla asks for.
-        find_version (`Callable[[str], str | None]`, *optional*):
-            Tells which version is installed.
-
-    Returns:
-        [`Check`]: What was found.
+    Look for the TPU runtime, in the version that torch_xla asks for. The arguments are as for [`check_versions`].
     """
     if not has_tpu:
         return Check("libtpu", "none", "the TPU runtime; not needed here")

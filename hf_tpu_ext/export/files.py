@@ -19,18 +19,8 @@ _ROOM_TO_SPARE = 64 * 2**20
 
 def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None:
     """
-    Make sure that an export may take a directory's place.
-
-    Args:
-        output_dir (`Path`):
-            Where to.
-        overwrite (`bool`):
-            Whether an earlier export may be replaced.
-        sources (`list[Path]`):
-            Directories that are read.
-
-    Raises:
-        `ValueError`: The directory is there and may not be replaced.
+    Raise a `ValueError` unless an export may take a directory's place: it is none of those that are read, and not
+    there, or empty, or an earlier export that may be overwritten.
     """
     target = output_dir.resolve()
     for source in sources:
@@ -57,18 +47,7 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
 
 
 def check_room(output_dir: Path, size: int) -> None:
-    """
-    Make sure that the disk has room.
-
-    Args:
-        output_dir (`Path`):
-            Where to. It need not be there.
-        size (`int`):
-            Bytes of the weights.
-
-    Raises:
-        `ValueError`: It has not.
-    """
+    """Raise a `ValueError` unless the disk of a directory, which need not be there, has room for so many bytes."""
     place = next(parent for parent in output_dir.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < size + _ROOM_TO_SPARE:
@@ -81,17 +60,8 @@ def check_room(output_dir: Path, size: int) -> None:
 @contextmanager
 def whole_directory(output_dir: Path) -> Iterator[Path]:
     """
-    Write a directory under another name, and give it its own at the end. It is removed where that is not reached.
-
-    Args:
-        output_dir (`Path`):
-            The directory. One that is there is replaced.
-
-    Yields:
-        `Path`: Where to write.
-
-    Raises:
-        `OSError`: It cannot be written.
+    Write a directory under another name, which is yielded, and give it its own at the end, in place of one that is
+    there. It is removed where that is not reached. Raises `OSError` where it cannot be written.
     """
     output_dir = output_dir.absolute()
     partial, old = (output_dir.with_name(f".{output_dir.name}.{suffix}") for suffix in ("partial", "old"))

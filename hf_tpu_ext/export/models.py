@@ -30,13 +30,8 @@ from ..trainers.checkpoint_files import MANIFEST_NAME, find_damage
 @dataclass(frozen=True)
 class BaseCheck:
     """
-    Whether an adapter is on the base that it was trained on.
-
-    Args:
-        same (`bool`, *optional*):
-            Whether it is; `None` where that is not known.
-        text (`str`):
-            Why. Empty where there is no adapter.
+    Whether an adapter is on the base that it was trained on, `None` where that is not known, and why. Without an
+    adapter there is nothing to say.
     """
 
     same: bool | None
@@ -46,17 +41,8 @@ class BaseCheck:
 @dataclass(frozen=True)
 class Source:
     """
-    What is exported.
-
-    Args:
-        directory (`Path`):
-            An output directory or a checkpoint.
-        base (`str`):
-            Name or directory of the model under the adapter; the directory itself for a model of its own.
-        revision (`str`, *optional*):
-            Of the base.
-        adapter ([`~peft.PeftConfig`], *optional*):
-            The adapter's configuration.
+    What is exported: an output directory or a checkpoint, the model under its adapter with its revision, and the
+    adapter's configuration. The base of a model of its own is the directory itself.
     """
 
     directory: Path
@@ -65,15 +51,7 @@ class Source:
     adapter: PeftConfig | None = None
 
     def read_config(self):
-        """
-        Read the configuration of the model, without its weights.
-
-        Returns:
-            [`~transformers.PreTrainedConfig`]: The configuration.
-
-        Raises:
-            `ValueError`: It is not there, or of no language model.
-        """
+        """Read the model's configuration alone. Raises `ValueError` where it is not there, or of no language model."""
         try:
             config = AutoConfig.from_pretrained(self.base, revision=self.revision)
         except OSError as error:
@@ -83,15 +61,7 @@ class Source:
         return config
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """
-        Load the run's tokenizer, or that of the base where the run has none.
-
-        Returns:
-            [`~transformers.PreTrainedTokenizerBase`]: The tokenizer, with its chat template.
-
-        Raises:
-            `ValueError`: There is none.
-        """
+        """The run's tokenizer, or its base's where the run has none. Raises `ValueError` where there is none."""
         own = (self.directory / "tokenizer_config.json").is_file()
         place = self.directory if own else self.base
         try:
@@ -104,17 +74,9 @@ class Source:
 
     def load_trained(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel | PeftModel, BaseCheck]:
         """
-        Load what was trained, in float32: an adapter on its base.
-
-        Args:
-            tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-                The run's tokenizer. Where it has tokens that the base has not, the run has added them.
-
-        Returns:
-            `tuple`: The model, a [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`], and the [`BaseCheck`].
-
-        Raises:
-            `ValueError`: A file is missing or cannot be read, or the adapter is that of another model.
+        Load what was trained, in float32: an adapter on its base, with the [`BaseCheck`] of it. Tokens that the run's
+        tokenizer has and the base has not, the run has added. Raises `ValueError` where a file is missing or cannot be
+        read, or the adapter is that of another model.
         """
         try:
             model = AutoModelForCausalLM.from_pretrained(self.base, revision=self.revision, dtype=torch.float32)
@@ -177,21 +139,8 @@ class Source:
 
 def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
     """
-    Find out what a run has left.
-
-    Args:
-        run_dir (`Path`):
-            An output directory or a checkpoint.
-        merge (`bool`):
-            Whether an adapter is expected.
-        base_model (`str`, *optional*):
-            Name or directory of the model under the adapter, in place of what the adapter says.
-
-    Returns:
-        [`Source`]: What there is.
-
-    Raises:
-        `ValueError`: It is not what is expected.
+    Find out what a run has left in its output directory or a checkpoint: an adapter, if one is to be merged, on the
+    base that it names or `base_model`, or a whole model. Raises `ValueError` where it is not what is expected.
     """
     if not run_dir.is_dir():
         raise ValueError(
@@ -240,17 +189,8 @@ def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
 
 def merge(trained: PeftModel) -> PreTrainedModel:
     """
-    Merge an adapter into its base, in the dtype that the weights have.
-
-    Args:
-        trained ([`~peft.PeftModel`]):
-            The adapter on its base. It is not to be used afterwards.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model. Its embeddings are tied if they still are one.
-
-    Raises:
-        `ValueError`: The adapter has weights that are no numbers.
+    Merge an adapter, which is not to be used afterwards, into its base, in the dtype that the weights have. Embeddings
+    are tied if they still are one. Raises `ValueError` where the adapter has weights that are no numbers.
     """
     base = trained.get_base_model()
     embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]

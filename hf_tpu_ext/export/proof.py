@@ -45,18 +45,7 @@ class Difference:
 
 
 def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[torch.Tensor]:
-    """
-    Tokenize prompts, as a user's turn where the tokenizer has a chat template.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The run's tokenizer.
-        prompts (`Sequence[str]`):
-            The prompts.
-
-    Returns:
-        `list[torch.Tensor]` of shapes `(1, length)`: Their tokens.
-    """
+    """Tokenize prompts to shapes `(1, length)`, as a user's turn where the tokenizer has a chat template."""
     if tokenizer.chat_template is None:
         return [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
     return [
@@ -69,18 +58,7 @@ def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str])
 
 @torch.no_grad()
 def answer(model: nn.Module, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """
-    Let a model go on after prompts, with its first choices.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-        prompts (`list[torch.Tensor]` of shapes `(1, length)`):
-            Tokens of the prompts.
-
-    Returns:
-        `list[torch.Tensor]` of shapes `(1, length)`: Tokens of the prompts and the answers.
-    """
+    """Let a model go on after prompts of shapes `(1, length)`, with its first choices. Returns the tokens of both."""
     # Not the model's own settings, which may sample.
     settings = GenerationConfig(
         max_new_tokens=_ANSWER_TOKENS,
@@ -97,32 +75,14 @@ def answer(model: nn.Module, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
 @torch.no_grad()
 def logits(model: nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     """
-    Run a model.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-        rows (`list[torch.Tensor]` of shapes `(1, length)`):
-            Tokens.
-
-    Returns:
-        `list[torch.Tensor]` of shapes `(length, vocabulary)`: Its logits, float32.
+    The logits of a model in float32, of shapes `(length, vocabulary)`, for rows of tokens of shapes `(1, length)`.
     """
     return [model(input_ids=tokens, use_cache=False).logits[0].float() for tokens in rows]
 
 
 def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Difference:
     """
-    Set logits beside those of the trained model.
-
-    Args:
-        trained (`list[torch.Tensor]` of shapes `(length, vocabulary)`):
-            Logits of the trained model.
-        other (`list[torch.Tensor]` of shapes `(length, vocabulary)`):
-            Those of another; tokens that only one of the two has are left out.
-
-    Returns:
-        [`Difference`]: What differs.
+    Set logits, `(length, vocabulary)`, beside those of the trained model, but for tokens that only one of the two has.
     """
     size = min(trained[0].shape[-1], other[0].shape[-1])
     pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(trained, other, strict=True)]
@@ -142,18 +102,8 @@ def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Differenc
 
 def judge(dtype: str, exported: Difference, training: Difference | None) -> tuple[bool, str]:
     """
-    Say whether an export may be used in place of the trained model.
-
-    Args:
-        dtype (`str`):
-            Dtype of its weights.
-        exported ([`Difference`]):
-            The exported model, in that dtype.
-        training ([`Difference`], *optional*):
-            The base, where there is one: what training changed.
-
-    Returns:
-        `tuple[bool, str]`: Whether it may, and why.
+    Say whether an export with weights of a dtype may be used in place of the trained model, and why, from what it
+    changed and from what training changed, where the base is known.
     """
     if training is not None and training.max_abs == 0:
         return False, (

@@ -16,19 +16,7 @@ _EXAMPLE = (
 
 @dataclass(frozen=True)
 class Price:
-    """
-    Price of a chip.
-
-    Args:
-        dollars_per_chip_hour (`float`):
-            US dollars for a chip and an hour.
-        region (`str`):
-            Where.
-        date (`str`):
-            When it was so: a year, month or day, e.g. `"2026-11-20"`.
-        source (`str`):
-            Who says so.
-    """
+    """US dollars for a chip and an hour: where, when (a year, month or day, e.g. `"2026-11-20"`), and who says so."""
 
     dollars_per_chip_hour: float
     region: str
@@ -38,17 +26,8 @@ class Price:
 
 def read_prices(path: str | Path = PRICES) -> dict[str, Price]:
     """
-    Read a file of prices.
-
-    Args:
-        path (`str` or `Path`, *optional*):
-            A JSON object: of each kind of chip the fields of [`Price`]. By default the package's own.
-
-    Returns:
-        `dict[str, Price]`: By kind of chip, e.g. `"v5e"`.
-
-    Raises:
-        `ValueError`: The file cannot be read, or a price in it is not one.
+    Read a file of prices: a JSON object with the fields of [`Price`] by kind of chip, e.g. `"v5e"`. Raises
+    `ValueError` where it cannot be read, or a price in it is not one.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

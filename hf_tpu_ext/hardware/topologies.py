@@ -13,23 +13,11 @@ _CHIPS = Path(__file__).with_name("chips.json")
 @dataclass(frozen=True)
 class Chip:
     """
-    A kind of chip.
+    A kind of chip, e.g. `"v5e"`, `"TPU v5e"`, with the sources of its figures.
 
-    Args:
-        name (`str`):
-            E.g. `"v5e"`.
-        title (`str`):
-            E.g. `"TPU v5e"`.
-        flops_per_second (`float`):
-            Highest rate of bfloat16 matrix products; an addition and a multiplication are two.
-        memory_bytes (`int`):
-            What the compiler lets a program have of the chip's memory (HBM).
-        memory_bytes_per_second (`float`):
-            Bandwidth of that memory.
-        link_bytes_per_second (`float`):
-            What one link to a neighbour carries in one direction.
-        sources (`dict[str, str]`):
-            Where each of these figures is from.
+    The rate is the highest of bfloat16 matrix products, of which an addition and a multiplication are two. The memory
+    is what the compiler lets a program have of the chip's (HBM), and a link what one to a neighbour carries in one
+    direction.
     """
 
     name: str
@@ -43,17 +31,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Topology:
-    """
-    Chips of one host.
-
-    Args:
-        name (`str`):
-            What people call it, e.g. `"v5e-8"`.
-        layout (`tuple[int, ...]`):
-            How the chips lie, e.g. `(2, 4)`.
-        chip ([`Chip`]):
-            What they are.
-    """
+    """Chips of one host: what people call them, e.g. `"v5e-8"`, and how they lie, e.g. `(2, 4)`."""
 
     name: str
     layout: tuple[int, ...]
@@ -85,12 +63,7 @@ class Topology:
 
 
 def read_topologies() -> dict[str, Topology]:
-    """
-    Read what is known.
-
-    Returns:
-        `dict[str, Topology]`: By all names, those of people first.
-    """
+    """Read what is known, by all names, those of people first."""
     named: dict[str, Topology] = {}
     aliases: dict[str, Topology] = {}
     for name, values in json.loads(_CHIPS.read_text(encoding="utf-8")).items():
@@ -104,32 +77,14 @@ def read_topologies() -> dict[str, Topology]:
 
 
 def find_chip(title: str) -> Chip | None:
-    """
-    Find the chip that a machine says it has.
-
-    Args:
-        title (`str`):
-            E.g. `"TPU v5e"`.
-
-    Returns:
-        [`Chip`] or `None`: The chip, where it is known.
-    """
+    """The chip of a title that a machine gives it, e.g. `"TPU v5e"`; `None` where it is not known."""
     return next((topology.chip for topology in read_topologies().values() if topology.chip.title == title), None)
 
 
 def find_topology(name: str) -> Topology:
     """
-    Find the TPU of a name.
-
-    Args:
-        name (`str`):
-            E.g. `"v5e-8"`, `"v5litepod-8"`, `"v5e:2x4"`.
-
-    Returns:
-        [`Topology`]: The TPU.
-
-    Raises:
-        `ValueError`: There is none of that name with all its chips on one host.
+    The TPU of a name, e.g. `"v5e-8"`, `"v5litepod-8"`, `"v5e:2x4"`. Raises `ValueError` where there is none of that
+    name with all its chips on one host.
     """
     topologies = read_topologies()
     given = name.strip().lower()

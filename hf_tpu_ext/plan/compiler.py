@@ -1,7 +1,6 @@
 """The compiler for TPU, in processes of its own."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,10 @@ from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 
+import psutil
+
 from ..hardware.topologies import Topology
+from ..words import format_bytes
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
 
@@ -28,27 +30,16 @@ _HOW_TO_INSTALL = (
 
 def required_versions() -> dict[str, str]:
     """
-    Versions of the packages that compile.
-
-    Returns:
-        `dict[str, str]`: Version by name. The client that compiles without a TPU is an internal interface of jaxlib, and these
-        are the versions that torch_xla's own extras ask for, so that a plan is made by the compiler of the run.
+    Versions of the packages that compile, by name. The client that compiles without a TPU is an internal interface of
+    jaxlib, and these are the versions that torch_xla's own extras ask for, so that a plan is made by the compiler of
+    the run.
     """
     found = (re.fullmatch(r"(\w+)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext"))
     return {match[1]: match[2] for match in found if match}
 
 
 def why_no_compiler(python: str) -> str | None:
-    """
-    Say why a Python cannot compile for TPU.
-
-    Args:
-        python (`str`):
-            Path of the interpreter.
-
-    Returns:
-        `str` or `None`: What is missing, and what to type.
-    """
+    """Say why a Python, given by its path, cannot compile for TPU, and what to type; `None` if it can."""
     required = required_versions()
     how = _HOW_TO_INSTALL.format(packages=" ".join(f"{name}=={version}" for name, version in required.items()))
     try:
@@ -114,21 +105,23 @@ def _compile(program: TracedProgram, topology: Topology, python: str) -> Compile
         if done.returncode:
             raise ValueError(_why_stopped(done, topology))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
-        made = partial(CompiledProgram, program.kind, program.batch_shape, result["seconds"])
+        made = partial(
+            CompiledProgram, program.kind, program.batch_shape, result["seconds"], cpu_seconds=result["cpu_seconds"]
+        )
         if "error" in result:
-            return made(result["error"], cpu_seconds=result["cpu_seconds"])
+            return made(result["error"])
         text = (directory / "optimized.txt").read_text(encoding="utf-8")
     held: Counter[str] = Counter()
     for argument, shape in zip(program.arguments, argument_shapes(text), strict=True):
         held[argument.role] += shape.num_bytes
-    return made(None, text, result["memory"], dict(held), result["cpu_seconds"])
+    return made(memory=result["memory"], arguments=dict(held), text=text)
 
 
 def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
     if done.returncode == -signal.SIGKILL:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 1e9
+        free = format_bytes(psutil.virtual_memory().available)
         return (
-            f"The compiler for TPU was killed, most likely for want of memory ({free:.1f} GB are free). Plan on a machine "
+            f"The compiler for TPU was killed, most likely for want of memory ({free} are free). Plan on a machine "
             "with more memory, or compile one program at a time: --jobs 1"
         )
     return f"The compiler for TPU failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"

@@ -20,15 +20,8 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.-]+)|\bbranch_c
 @dataclass(frozen=True)
 class Shape:
     """
-    Shape of a tensor on one device.
-
-    Args:
-        dtype (`str`):
-            XLA's name of the type, e.g. `"f32"`, `"bf16"`, `"pred"`.
-        dims (`tuple[int, ...]`):
-            Its dimensions.
-        space (`int`, *optional*, defaults to `0`):
-            Number of the memory that holds it: `0` is the main one, of a TPU its HBM.
+    Shape of a tensor on one device, with XLA's name of its type, e.g. `"f32"`, `"bf16"`, `"pred"`, and the number of
+    the memory that holds it: `0` is the main one, of a TPU its HBM.
     """
 
     dtype: str
@@ -50,19 +43,8 @@ class Shape:
 @dataclass(frozen=True)
 class Instruction:
     """
-    A line of a program.
-
-    Args:
-        name (`str`):
-            Name of its result.
-        type_text (`str`):
-            Type of its result.
-        opcode (`str`):
-            What it does, e.g. `"convolution"`.
-        rest (`str`):
-            Operands and attributes.
-        is_root (`bool`):
-            Whether it is the result of its computation.
+    A line of a program: the name and type of its result, what it does, its operands and attributes, and whether its
+    result is that of its computation.
     """
 
     name: str
@@ -89,16 +71,7 @@ class Instruction:
         )
 
     def attribute(self, name: str) -> str | None:
-        """
-        Find an attribute.
-
-        Args:
-            name (`str`):
-                E.g. `"dim_labels"`.
-
-        Returns:
-            `str` or `None`: Its text, without braces.
-        """
+        """The text of an attribute, e.g. of `"dim_labels"`, without braces."""
         found = re.search(rf"[, ]{name}=(?:\{{([^}}]*)\}}|([^, ]+))", self.rest)
         return found and (found[2] if found[1] is None else found[1])
 
@@ -106,47 +79,25 @@ class Instruction:
 @dataclass(frozen=True)
 class Module:
     """
-    A program.
-
-    Args:
-        computations (`dict[str, dict[str, Instruction]]`):
-            The instructions of each computation, by name and in order.
-        entry (`str`):
-            Name of the computation that is the program.
+    A program: the instructions of each computation, by name and in order, and the name of the one that it enters.
     """
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
 
     def root(self, computation: str) -> Instruction:
-        """
-        Find the result of a computation.
-
-        Args:
-            computation (`str`):
-                Its name.
-
-        Returns:
-            [`Instruction`]: The instruction that makes the result.
-        """
+        """The instruction that makes the result of a computation."""
         return next(line for line in self.computations[computation].values() if line.is_root)
 
 
 @dataclass(frozen=True)
 class Collective:
     """
-    An operation in which devices exchange data.
+    An operation in which devices exchange data, one of [`KINDS`], in a computation.
 
-    Args:
-        kind (`str`):
-            One of [`KINDS`].
-        tensors (`tuple[Shape, ...]`):
-            The tensors exchanged, as one device has them whole: what an all-gather makes, what the others take. Compilers
-            combine several tensors into one operation.
-        group_size (`int`, *optional*):
-            Number of devices that exchange with each other, where the program says it.
-        computation (`str`, *optional*, defaults to `""`):
-            Name of the computation that it is in.
+    Its tensors are as one device has them whole: what an all-gather makes, what the others take; compilers combine
+    several into one operation. The size of the group is the number of devices that exchange with each other, where the
+    program says it.
     """
 
     kind: str
@@ -160,26 +111,15 @@ class Collective:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def describe(self) -> str:
-        """
-        Words for what is exchanged.
-
-        Returns:
-            `str`: E.g. `"pred[64,64]"`, `"8 x f32[512,32]"`.
-        """
+        """What is exchanged, e.g. `"pred[64,64]"`, `"8 x f32[512,32]"`."""
         counts = Counter(f"{tensor.dtype}[{','.join(map(str, tensor.dims))}]" for tensor in self.tensors)
         return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items())
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """
-    Read the type of an instruction.
-
-    Args:
-        text (`str`):
-            As HLO writes it, e.g. `"f32[2,3]{1,0}"` or `"(bf16[8]{0}, pred[])"`.
-
-    Returns:
-        `tuple[Shape, ...]`: The shape, or those of a tuple's elements.
+    Read the type of an instruction, e.g. `"f32[2,3]{1,0}"` or `"(bf16[8]{0}, pred[])"`: its shape, or those of a
+    tuple's elements.
     """
     return tuple(
         Shape(dtype, tuple(int(size) for size in dims.split(",") if size), int(space or 0))
@@ -188,16 +128,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def parse_module(text: str) -> Module:
-    """
-    Read a program.
-
-    Args:
-        text (`str`):
-            An optimized HLO module.
-
-    Returns:
-        [`Module`]: The program.
-    """
+    """Read a program from an optimized HLO module."""
     computations, entry = {}, ""
     for computation in _COMPUTATION.finditer(text):
         computations[computation[2]] = {
@@ -211,30 +142,14 @@ def parse_module(text: str) -> Module:
 
 def parse_collectives(text: str) -> list[Collective]:
     """
-    Find the collectives of a program. Each is listed once, also inside of a loop.
-
-    Args:
-        text (`str`):
-            An optimized HLO module.
-
-    Returns:
-        `list[Collective]`: In the order of the text. Of an asynchronous pair only the start is listed, and of operations
-        that are parts of one exchange the first.
+    Find the collectives of an optimized HLO module, in the order of the text. Each is listed once, also inside of a
+    loop; of an asynchronous pair only the start is, and of operations that are parts of one exchange the first.
     """
     return list(find_collectives(parse_module(text)))
 
 
 def find_collectives(module: Module) -> Iterator[Collective]:
-    """
-    Find the collectives of a program, as [`parse_collectives`] does.
-
-    Args:
-        module ([`Module`]):
-            The program.
-
-    Yields:
-        [`Collective`]: One of them.
-    """
+    """Find the collectives of a program, as [`parse_collectives`] does."""
     channels = set()
     for computation, lines in module.computations.items():
         # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
@@ -256,16 +171,7 @@ def find_collectives(module: Module) -> Iterator[Collective]:
 
 
 def argument_shapes(text: str) -> list[Shape]:
-    """
-    What each device holds when a program starts.
-
-    Args:
-        text (`str`):
-            An optimized HLO module, in which shapes are those of one device.
-
-    Returns:
-        `list[Shape]`: The entry computation's parameters, in their order.
-    """
+    """The parameters of a program, in their order, as each device holds them when it starts."""
     module = parse_module(text)
     found = [line for line in module.computations[module.entry].values() if line.opcode == "parameter"]
     return [
@@ -274,16 +180,7 @@ def argument_shapes(text: str) -> list[Shape]:
 
 
 def argument_bytes(text: str) -> int:
-    """
-    Bytes that each device holds when a program starts.
-
-    Args:
-        text (`str`):
-            An optimized HLO module, in which shapes are those of one device.
-
-    Returns:
-        `int`: Size of the entry computation's parameters.
-    """
+    """Bytes that each device holds when a program starts."""
     return sum(shape.num_bytes for shape in argument_shapes(text))
 
 

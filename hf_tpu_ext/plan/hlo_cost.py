@@ -11,11 +11,6 @@ from .hlo import Instruction, Module, Shape, find_collectives, parse_module
 from .hlo_loops import count_turns
 
 
-_ARITHMETIC = set(
-    "abs add and ceil clamp compare convert divide floor maximum minimum multiply negate not or remainder "
-    "round-nearest-afz round-nearest-even select shift-left shift-right-arithmetic shift-right-logical sign subtract "
-    "xor".split()
-)
 #: Instructions that move nothing, or whose traffic is counted elsewhere: in what they call, at the other end of a pair.
 _FREE = set(
     "add-dependency after-all bitcast call conditional constant get-tuple-element opt-barrier parameter partition-id "
@@ -29,17 +24,8 @@ _KERNEL = 'custom_call_target="tpu_custom_call"'
 @dataclass(frozen=True)
 class Exchange:
     """
-    All collectives of a kind in one run of a program.
-
-    Args:
-        kind (`str`):
-            As in [`Collective`](hlo.Collective).
-        count (`int`):
-            Number of operations.
-        num_bytes (`int`):
-            Size of their tensors, as [`Collective`](hlo.Collective) has them.
-        link_bytes (`int`):
-            Bytes that a chip must send at least, with the best of algorithms.
+    All collectives of a kind in one run of a program: how many, the bytes of their tensors as
+    [`Collective`](hlo.Collective) has them, and what a chip must send at least, with the best of algorithms.
     """
 
     kind: str
@@ -51,23 +37,13 @@ class Exchange:
 @dataclass(frozen=True)
 class Cost:
     """
-    What one chip does in one run of a program. Bodies of loops count for each turn.
+    What one chip does in one run of a program, and what could not be counted, in words. Bodies of loops count for each
+    turn.
 
-    Args:
-        flops (`int`):
-            Additions, multiplications and so on, as the compiler's own analysis counts them.
-        matrix_flops (`int`):
-            Those of matrix products.
-        memory_bytes (`int`):
-            What is read from and written to the chip's main memory. Tensors that the compiler keeps on the chip are left
-            out, and of a tensor of which a part is taken, the rest.
-        exchanges (`list[Exchange]`):
-            Its collectives, by kind.
-        unknown (`list[str]`):
-            What could not be counted, in words.
+    FLOPs are those of matrix products. Memory traffic is that of the chip's main memory: tensors that the compiler
+    keeps on the chip are left out, and of a tensor of which a part is taken, the rest.
     """
 
-    flops: int
     matrix_flops: int
     memory_bytes: int
     exchanges: list[Exchange]
@@ -81,30 +57,21 @@ class Cost:
 
 def measure_cost(text: str) -> Cost:
     """
-    Count what a program does.
-
-    Args:
-        text (`str`):
-            An optimized HLO module.
-
-    Returns:
-        [`Cost`]: Its cost. Loops whose number of turns is not in the program count once, kernels not at all; `unknown`
-        names them.
+    Count what a program, an optimized HLO module, does. Loops whose number of turns is not in the program count once,
+    kernels not at all; `unknown` names them.
     """
     module = parse_module(text)
     runs, unknown = _count_runs(module)
-    flops = matrix_flops = memory_bytes = 0
+    matrix_flops = memory_bytes = 0
     for (computation, fused), times in runs.items():
         lines = module.computations[computation]
         for line in lines.values():
-            products = _matrix_flops(line, lines)
-            matrix_flops += times * products
-            flops += times * (products + _other_flops(line, lines, module))
+            matrix_flops += times * _matrix_flops(line, lines)
             if not fused:
                 memory_bytes += times * _memory_bytes(line, lines, module)
             if _KERNEL in line.rest:
                 unknown[f"what the kernel {line.name} does"] += 1
-    return Cost(flops, matrix_flops, memory_bytes, _exchanges(module, runs), list(unknown))
+    return Cost(matrix_flops, memory_bytes, _exchanges(module, runs), list(unknown))
 
 
 def _count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
@@ -192,22 +159,6 @@ def _count_positions(
         output * stride + offset * window_dilation - padding for output in range(outputs) for offset in range(window)
     )
     return sum(0 <= place <= last and place % dilation == 0 for place in places)
-
-
-def _other_flops(line: Instruction, lines: dict[str, Instruction], module: Module) -> int:
-    if line.opcode in _ARITHMETIC:
-        return line.shapes[0].size
-    if line.opcode in ("reduce", "reduce-window", "scatter", "all-reduce", "reduce-scatter", "map") and line.called:
-        applied = sum(part.opcode in _ARITHMETIC for part in module.computations[line.called[0]].values())
-        if line.opcode in ("reduce", "reduce-window"):
-            # A window as large as the input is what compilers for TPU make of a sum that is spread out again.
-            taken = lines[line.operands[0]].shapes[0].size
-        elif line.opcode == "scatter":
-            taken = lines[line.operands[-1]].shapes[0].size
-        else:
-            taken = sum(shape.size for shape in line.shapes)
-        return taken * applied
-    return 0
 
 
 def _in_memory(shape: Shape) -> int:

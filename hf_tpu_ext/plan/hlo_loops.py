@@ -3,6 +3,7 @@
 import operator
 import re
 from collections.abc import Callable
+from functools import cache
 
 from .hlo import Instruction, Module
 
@@ -20,47 +21,27 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "maximum": max,
     "minimum": min,
 }
-_DIRECTIONS: dict[str, Callable[[int, int], bool]] = {
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-}
+_DIRECTIONS = {name: vars(operator)[name.lower()] for name in ("LT", "LE", "GT", "GE", "EQ", "NE")}
 
 
 def count_turns(module: Module, computation: str, loop: Instruction) -> int | None:
     """
-    Count how often the body of a loop runs.
+    Count how often the body of a loop in a computation runs; `None` if it depends on data, or is above [`MAX_TURNS`].
 
-    Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop's condition depends on
-    are followed, turn by turn, from what the loop starts with.
-
-    Args:
-        module ([`Module`]):
-            The program.
-        computation (`str`):
-            Name of the computation that the loop is in.
-        loop ([`Instruction`]):
-            The loop.
-
-    Returns:
-        `int` or `None`: Number of turns. `None` if it depends on data, or is above [`MAX_TURNS`].
+    Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop's condition
+    depends on are followed, turn by turn, from what the loop starts with.
     """
     if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest):
         return int(known[1])
     condition, body = loop.attribute("condition").strip("%"), loop.attribute("body").strip("%")
     lines = module.computations[computation]
-    starts: dict[int, int] = {}
 
+    @cache
     def start(index: int) -> int:
-        if index not in starts:
-            given = lines[loop.operands[0]]
-            if given.opcode != "tuple":
-                raise _NotKnown
-            starts[index] = _Evaluation(module, computation, _unknown).value(given.operands[index])
-        return starts[index]
+        given = lines[loop.operands[0]]
+        if given.opcode != "tuple":
+            raise _NotKnown
+        return _Evaluation(module, computation, _unknown).value(given.operands[index])
 
     element = start
     try:
@@ -104,15 +85,8 @@ class _Turn:
 
 class _Evaluation:
     """
-    Works out integers of a computation.
-
-    Args:
-        module ([`Module`]):
-            The program.
-        computation (`str`):
-            Name of the computation.
-        argument (`Callable[[int], int]`):
-            Gives its arguments, or the elements of its only argument if that is a tuple.
+    Works out integers of a computation. `argument` gives its arguments, or the elements of its only argument if that
+    is a tuple.
     """
 
     def __init__(self, module: Module, computation: str, argument: Callable[[int], int]):

@@ -8,18 +8,8 @@ from typing import Any
 
 def write_rows(directory: Path, lengths: Sequence[int], values: dict[str, Any]) -> dict[str, str]:
     """
-    Write a dataset of one row for each length.
-
-    Args:
-        directory (`Path`):
-            Where to.
-        lengths (`Sequence[int]`):
-            Tokens of the rows.
-        values (`dict[str, Any]`):
-            Keys of the recipe that is to take it.
-
-    Returns:
-        `dict[str, str]`: The keys that name the dataset, in place of those of the recipe.
+    Write a dataset with a row of each length for a recipe with these keys. Returns the keys that name the dataset, in
+    place of those of the recipe.
     """
     masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
     columns = ["input_ids", *(column for setting, column in masks.items() if values.get(setting))]

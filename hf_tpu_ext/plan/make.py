@@ -15,7 +15,6 @@ from ..sharding import describe_mesh
 from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs, required_versions, why_no_compiler
-from .memory_estimate import MemoryEstimate, estimate_memory
 from .page import format_count
 from .programs import CompiledProgram, TracedProgram
 from .result import Plan, PlannedProgram
@@ -25,15 +24,7 @@ from .trace import Run
 @dataclass(frozen=True)
 class Compiler:
     """
-    How programs are compiled.
-
-    Args:
-        python (`str`, *optional*):
-            Python that has the compiler's packages, by default this one.
-        jobs (`int`, *optional*, defaults to `1`):
-            Programs to compile at once.
-        output_dir (`Path`, *optional*):
-            Where to write the compiled programs, as text.
+    How programs are compiled: by which Python, how many at once, and where the compiled programs are written as text.
     """
 
     python: str = sys.executable
@@ -52,25 +43,8 @@ def make_plan(
     """
     Compile the programs of a run, and put together what is known of it.
 
-    Args:
-        title (`str`):
-            Which run.
-        topology ([`Topology`]):
-            The TPU.
-        programs (`Sequence[TracedProgram]`):
-            Its programs.
-        run ([`Run`]):
-            The run.
-        compiler ([`Compiler`]):
-            How to compile.
-        prices (`Path`, *optional*):
-            File of prices, by default the package's.
-
-    Returns:
-        [`Plan`]: The plan. Without programs, where the compiler is not there.
-
-    Raises:
-        `ValueError`: The compiler was stopped or does not know the topology, or the prices cannot be read.
+    Where the compiler is not there, the plan has no programs and says how to install it. Raises `ValueError` if the
+    compiler was stopped or does not know the topology, or the prices cannot be read.
     """
     price = read_prices(prices).get(topology.chip.name)
     missing = why_no_compiler(compiler.python)
@@ -81,7 +55,7 @@ def make_plan(
                 if compiler.output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
                     (compiler.output_dir / name).write_text(compiled.text, encoding="utf-8")
-                planned.append(PlannedProgram.of(compiled, *_analytic_flops(run, compiled, topology)))
+                planned.append(PlannedProgram.of(compiled, *_analytic_flops(run, compiled)))
                 bar.update()
     unknown = [] if missing is None else [missing]
     if price is None:
@@ -101,42 +75,19 @@ def make_plan(
         optimizer_steps=run.optimizer_steps,
         token_share=run.token_share,
         price=price,
-        estimate=None if missing is None else _estimate(run, programs, topology),
         unknown=unknown,
     )
 
 
-def _is_counted(run: Run) -> bool:
-    return read_dimensions(run.config) is not None and not run.has_teacher
-
-
-def _adapters(run: Run) -> int | None:
-    return run.trained_parameters if run.trained_parameters < run.parameters else None
-
-
-def _analytic_flops(run: Run, program: CompiledProgram, topology: Topology) -> tuple[float | None, float | None]:
+def _analytic_flops(run: Run, program: CompiledProgram) -> tuple[float | None, float | None]:
     """Of a training program, without and with what is computed again, where the model can be counted."""
-    if not _is_counted(run) or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
+    dimensions = read_dimensions(run.config)
+    if dimensions is None or run.has_teacher or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
         return None, None
-    count = partial(step_flops, read_dimensions(run.config), program.batch_shape, _adapters(run))
+    adapters = run.trained_parameters if run.trained_parameters < run.parameters else None
+    count = partial(step_flops, dimensions, program.batch_shape, adapters)
     again = "head" if run.rematerialization == "none" else run.rematerialization
     return count(), count(again, sliced_attention=run.sliced_attention)
-
-
-def _estimate(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> MemoryEstimate | None:
-    """By formulas, where each chip has the whole model and the model can be counted."""
-    if not _is_counted(run) or run.mesh["fsdp"] > 1:
-        return None
-    rows, length = max(program.batch_shape for program in programs if program.kind == OPTIMIZER_STEP)
-    return estimate_memory(
-        read_dimensions(run.config),
-        (rows // topology.num_chips, length),
-        _adapters(run),
-        run.rematerialization,
-        layers_in_loop=run.layers_in_loop,
-        accumulates=run.gradient_accumulation_steps > 1,
-        sliced_attention=run.sliced_attention,
-    )
 
 
 def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:

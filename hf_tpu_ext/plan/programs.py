@@ -10,17 +10,8 @@ ROLES = ("weights", "optimizer state", "gradients", "batch", "other")
 @dataclass(frozen=True)
 class Argument:
     """
-    An argument of a traced program.
-
-    Args:
-        role (`str`):
-            One of [`ROLES`].
-        num_bytes (`int`):
-            Its whole size.
-        donated (`bool`):
-            Whether a result takes its place.
-        sharding (`str`, *optional*):
-            How it is split over the chips, as HLO writes it, where the module does not say.
+    An argument of a traced program: what it is for, one of [`ROLES`], its whole size, whether a result takes its
+    place, and how it is split over the chips, as HLO writes it, where the module does not say.
     """
 
     role: str
@@ -32,19 +23,8 @@ class Argument:
 @dataclass(frozen=True)
 class TracedProgram:
     """
-    A program of a run, as it is handed to the compiler.
-
-    Args:
-        kind (`str`):
-            What it does: `"micro-step"`, `"training step"`.
-        batch_shape (`tuple[int, ...]`):
-            Shape of its batch, `(batch, length)`, of all chips.
-        module (`bytes`):
-            Serialized `HloModuleProto`, with shardings.
-        arguments (`list[Argument]`):
-            Its arguments.
-        num_chips (`int`):
-            Chips that it runs on.
+    A program of a run, as it is handed to the compiler: a serialized `HloModuleProto` with shardings, and its
+    arguments. It does e.g. a `"micro-step"` for a batch of all chips of shape `(batch, length)`.
     """
 
     kind: str
@@ -57,33 +37,20 @@ class TracedProgram:
 @dataclass(frozen=True)
 class CompiledProgram:
     """
-    A program of a run, as the compiler for TPU made it.
+    A program of a run, as the compiler for TPU made it: as in [`TracedProgram`], and the seconds that compiling took,
+    with the processor time of all cores.
 
-    Args:
-        kind (`str`):
-            As in [`TracedProgram`].
-        batch_shape (`tuple[int, ...]`):
-            As in [`TracedProgram`].
-        seconds (`float`):
-            Time that compiling took.
-        error (`str`, *optional*):
-            What the compiler says where it refuses the program. Nothing below is known then.
-        text (`str`, *optional*, defaults to `""`):
-            The optimized HLO of one chip.
-        memory (`dict[str, int]`, *optional*):
-            Bytes of a chip's memory: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp`
-            (the most that is there at once beside these), `generated_code`.
-        arguments (`dict[str, int]`, *optional*):
-            Bytes of the arguments on a chip, by role.
-        cpu_seconds (`float`, *optional*):
-            Processor time that compiling took, of all cores.
+    Where the compiler refuses the program, `error` is what it says, and nothing below is known. `memory` is bytes of a
+    chip: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp` (the most that is there at
+    once beside these), `generated_code`; `arguments` bytes of these on a chip, by role; `text` the optimized HLO of
+    one chip.
     """
 
     kind: str
     batch_shape: tuple[int, ...]
     seconds: float
     error: str | None = None
-    text: str = ""
     memory: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, int] = field(default_factory=dict)
     cpu_seconds: float | None = None
+    text: str = ""

@@ -10,7 +10,6 @@ from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .hlo_cost import Cost, measure_cost
-from .memory_estimate import MemoryEstimate
 from .programs import CompiledProgram
 from .roofline import Roofline, measure_roofline
 
@@ -24,74 +23,21 @@ FLOPS_RATIO = 1.1
 
 
 @dataclass(frozen=True)
-class PlannedProgram:
+class PlannedProgram(CompiledProgram):
     """
-    A program of a plan.
-
-    Args:
-        kind (`str`):
-            What it does, e.g. `"micro-step"`, `"training step"`.
-        batch_shape (`tuple[int, ...]`):
-            Shape of its batch, `(batch, length)`, of all chips.
-        seconds (`float`):
-            Time that compiling took.
-        error (`str`, *optional*):
-            What the compiler says where it refuses the program.
-        memory (`dict[str, int]`, *optional*):
-            As in [`CompiledProgram`].
-        arguments (`dict[str, int]`, *optional*):
-            Bytes of the arguments on a chip, by role.
-        cost ([`Cost`], *optional*):
-            What one run does on a chip.
-        model_flops (`float`, *optional*):
-            Analytic operations of one run on all chips, without what is computed twice.
-        expected_flops (`float`, *optional*):
-            The same, with what is computed twice on purpose.
-        cpu_seconds (`float`, *optional*):
-            Processor time that compiling took, of all cores.
+    A program of a plan, without its text: what one run does on a chip, and the analytic FLOPs of one run on all chips,
+    without and with what is computed twice on purpose.
     """
 
-    kind: str
-    batch_shape: tuple[int, ...]
-    seconds: float
-    error: str | None = None
-    memory: dict[str, int] = field(default_factory=dict)
-    arguments: dict[str, int] = field(default_factory=dict)
     cost: Cost | None = None
     model_flops: float | None = None
     expected_flops: float | None = None
-    cpu_seconds: float | None = None
 
     @classmethod
-    def of(
-        cls, program: CompiledProgram, model_flops: float | None = None, expected_flops: float | None = None
-    ) -> "PlannedProgram":
-        """
-        Measure a compiled program.
-
-        Args:
-            program ([`CompiledProgram`]):
-                The program.
-            model_flops (`float`, *optional*):
-                As above.
-            expected_flops (`float`, *optional*):
-                As above.
-
-        Returns:
-            [`PlannedProgram`]: What is known of it.
-        """
-        return cls(
-            program.kind,
-            program.batch_shape,
-            program.seconds,
-            program.error,
-            program.memory,
-            program.arguments,
-            measure_cost(program.text) if program.error is None else None,
-            model_flops,
-            expected_flops,
-            program.cpu_seconds,
-        )
+    def of(cls, program: CompiledProgram, model_flops: float | None, expected_flops: float | None) -> "PlannedProgram":
+        """Measure a compiled program."""
+        cost = measure_cost(program.text) if program.error is None else None
+        return cls(**vars(program) | {"text": ""}, cost=cost, model_flops=model_flops, expected_flops=expected_flops)
 
     @property
     def tokens(self) -> int:
@@ -125,21 +71,9 @@ class PlannedProgram:
 @dataclass(frozen=True)
 class Trial:
     """
-    A variant of the run that was compiled as well.
-
-    Args:
-        settings (`dict[str, str]`):
-            What is different, by name of the setting.
-        fits (`bool`, *optional*):
-            Whether it fits. `None`: it could not be told.
-        peak_bytes (`int`, *optional*):
-            Highest use of a chip's memory; of a variant that the compiler refused, as it says.
-        seconds (`float`, *optional*):
-            Least time of an optimizer step.
-        tokens_per_second (`float`, *optional*):
-            Tokens per second and chip in that time.
-        error (`str`, *optional*):
-            Why it is not known.
+    A variant of the run that was compiled as well: what is different by name of the setting, whether it fits (`None`:
+    it could not be told), its least time of an optimizer step and tokens per second and chip in that time, or why that
+    is not known. Of a variant that the compiler refused, the memory is what it says.
     """
 
     settings: dict[str, str]
@@ -174,8 +108,6 @@ class Plan:
             Share of tokens that are not padding.
         price ([`Price`], *optional*):
             What a chip costs.
-        estimate ([`MemoryEstimate`], *optional*):
-            Analytic memory of a chip.
         trials (`list[Trial]`, *optional*):
             Variants that are worth it, of those that were tried.
         advice (`list[str]`, *optional*):
@@ -193,7 +125,6 @@ class Plan:
     optimizer_steps: int | None = None
     token_share: float | None = None
     price: Price | None = None
-    estimate: MemoryEstimate | None = None
     trials: list[Trial] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -220,15 +151,9 @@ class Plan:
 
     def parts(self, program: PlannedProgram) -> dict[str, int]:
         """
-        What a chip holds while a program runs.
-
-        Args:
-            program ([`PlannedProgram`]):
-                A compiled program.
-
-        Returns:
-            `dict[str, int]`: Bytes by [`PARTS`]: the program's own, what stays on the chip although this program does not
-            use it (the optimizer's state during a micro-step), and the code of all programs.
+        What a chip holds while a compiled program runs, in bytes by [`PARTS`]: the program's own, what stays on the
+        chip although this program does not use it (the optimizer's state during a micro-step), and the code of all
+        programs.
         """
         kept = {role: max(other.parts[role] for other in self.compiled) for role in KEPT}
         code = sum(other.parts["generated code"] for other in self.compiled)
@@ -309,12 +234,7 @@ class Plan:
         return list(dict.fromkeys([*self.unknown, *told]))
 
     def to_json(self) -> str:
-        """
-        Write down all of it.
-
-        Returns:
-            `str`: JSON, with the derived figures under `"derived"`.
-        """
+        """All of it as JSON, with the derived figures under `"derived"`."""
         derived = (
             "fits peak_bytes tokens_per_step tokens_per_second mfu flops_ratio run_seconds run_dollars unknowns"
         ).split()
@@ -323,14 +243,9 @@ class Plan:
             expected = self.roofline.expected_seconds
             values["roofline"] = asdict(self.roofline) | {"wall": self.roofline.wall, "expected_seconds": expected}
         values["parts"] = self.largest and self.parts(self.largest)
-        return json.dumps(asdict(self) | {"derived": values}, indent=2)
+        plan = asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "text"})
+        return json.dumps(plan | {"derived": values}, indent=2)
 
     def save(self, path: str | Path) -> None:
-        """
-        Write the JSON to a file, which is whole or not there.
-
-        Args:
-            path (`str` or `Path`):
-                The file.
-        """
+        """Write the JSON to a file, which is whole or not there."""
         write_atomically(path, self.to_json())

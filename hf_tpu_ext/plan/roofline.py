@@ -20,17 +20,9 @@ WALLS = ("arithmetic", "memory bandwidth", "links between chips")
 @dataclass(frozen=True)
 class Roofline:
     """
-    The least time that a chip needs for something, by what limits it.
-
-    Args:
-        arithmetic (`float`):
-            Seconds of matrix products at the peak rate.
-        memory (`float`):
-            Seconds of memory traffic at full bandwidth.
-        links (`float`):
-            Seconds of sending to other chips, over the links of the chip that has fewest.
-        seconds (`float`):
-            The least time: of each program the longest of the three, summed over programs.
+    The least seconds that a chip needs for something, by what limits it: matrix products at the peak rate, memory
+    traffic at full bandwidth, sending over the links of the chip that has fewest; and the least of all, of each
+    program the longest of the three.
     """
 
     arithmetic: float
@@ -52,16 +44,7 @@ class Roofline:
 
 def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) -> Roofline:
     """
-    Bound the time of programs that run one after the other.
-
-    Args:
-        costs (`Iterable[tuple[Cost, float]]`):
-            Cost of each program on a chip, and how often it runs.
-        topology ([`Topology`]):
-            The TPU.
-
-    Returns:
-        [`Roofline`]: The bound.
+    Bound the time of programs that run one after the other, given the cost of each on a chip and how often it runs.
     """
     chip, exchange = topology.chip, topology.exchange_bytes_per_second
     arithmetic = memory = links = seconds = 0.0

@@ -96,15 +96,8 @@ def _outcome(trial: Trial, limit: int) -> str:
 
 def find_largest_batch(start: int, limit: int, attempt: Callable[[int], Trial]) -> None:
     """
-    Try batches until the largest that fits is known to a tenth of it, or until one cannot be told.
-
-    Args:
-        start (`int`):
-            Rows of the first.
-        limit (`int`):
-            Bytes of memory.
-        attempt (`Callable[[int], Trial]`):
-            Compiles with so many rows.
+    Try batches, from one of `start` rows, until the largest that fits into `limit` bytes is known to a tenth of it, or
+    until one cannot be told. `attempt` compiles with so many rows.
     """
     needed: dict[int, int] = {}
     largest, too_large = 0, None

@@ -31,12 +31,7 @@ MEMORY = ("argument", "output", "alias", "generated_code")
 
 
 def installed_versions() -> dict[str, str | None]:
-    """
-    Look up the packages that compile.
-
-    Returns:
-        `dict[str, str | None]`: Version by name, `None` where there is none.
-    """
+    """Versions of the packages that compile, by name; `None` where there is none."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -48,18 +43,8 @@ def installed_versions() -> dict[str, str | None]:
 
 def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -> bytes:
     """
-    Take up a traced program.
-
-    Args:
-        module (`bytes`):
-            Serialized `HloModuleProto`.
-        donated (`list[int]`):
-            Arguments that results may take the place of.
-        shardings (`dict[int, str]`):
-            How arguments are split over the chips, as HLO writes it, where the module does not say.
-
-    Returns:
-        `bytes`: The same program as StableHLO.
+    Make StableHLO of a serialized `HloModuleProto`: with the indices of arguments that results may take the place of,
+    and how arguments are split over the chips, as HLO writes it, where the module does not say.
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -82,18 +67,7 @@ def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -
 
 
 def compile_program(program: bytes, topology: dict):
-    """
-    Compile for the chips of a topology.
-
-    Args:
-        program (`bytes`):
-            StableHLO.
-        topology (`dict`):
-            Keyword arguments of `jax.experimental.topologies.get_topology_desc`.
-
-    Returns:
-        The executable of one chip.
-    """
+    """Compile StableHLO for the chips of a topology, given as for `jax.experimental.topologies.get_topology_desc`."""
     import numpy as np
     from jax._src.lib import xla_client
     from jax.experimental import topologies
@@ -111,13 +85,7 @@ def compile_program(program: bytes, topology: dict):
 
 
 def main(directory: Path) -> None:
-    """
-    Compile the program of a directory.
-
-    Args:
-        directory (`Path`):
-            Where it is, and where the result goes.
-    """
+    """Compile the program of a directory, where the result goes, too."""
     options = json.loads((directory / "options.json").read_text(encoding="utf-8"))
     os.environ |= ENVIRONMENT
     # torch_xla leaves the path of another libtpu there.

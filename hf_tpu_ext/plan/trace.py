@@ -55,8 +55,6 @@ class Run:
             Share of the tokens in batches that are not padding, where the data was read.
         has_teacher (`bool`):
             Whether another model runs in each step.
-        layers_in_loop (`bool`):
-            Whether the layers are the turns of one loop.
         sliced_attention (`bool`):
             Whether attention goes through its scores slice by slice.
     """
@@ -74,7 +72,6 @@ class Run:
     max_steps: int | None
     token_share: float | None
     has_teacher: bool
-    layers_in_loop: bool
     sliced_attention: bool
 
     @property
@@ -92,38 +89,22 @@ class Run:
         return replace(self, rows=None, token_share=None, optimizer_steps=self.max_steps)
 
 
+@dataclass(eq=False)
 class Traced(Exception):
     """
-    Ends the tracing of a run, in place of a return into a script that would save what was not trained.
-
-    Args:
-        programs (`list[TracedProgram]`):
-            The programs, in the order of their first use.
-        run ([`Run`]):
-            The run.
+    Ends the tracing of a run, in place of a return into a script that would save what was not trained. It carries the
+    programs, in the order of their first use, and the run.
     """
 
-    def __init__(self, programs: list[TracedProgram], run: Run):
-        super().__init__()
-        self.programs = programs
-        self.run = run
+    programs: list[TracedProgram]
+    run: Run
 
 
 class TracingMixin(EveryLengthMixin):
     """
     Makes `train` of a trainer trace the programs of training and evaluation, for every length that they need.
 
-    The backend has to be a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`].
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `str`):
-            As upstream.
-        args ([`ExtensionArguments`]):
-            Arguments of the run. They are changed.
-        *rest:
-            Upstream's other positional arguments.
-        **kwargs:
-            Upstream's other keyword arguments.
+    The backend has to be a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`]. The trainer's arguments are changed.
     """
 
     steps_per_length = 1
@@ -138,13 +119,7 @@ class TracingMixin(EveryLengthMixin):
 
     def train(self, *args, **kwargs) -> None:
         """
-        Trace the programs, in place of training.
-
-        Args:
-            *args:
-                Not used.
-            **kwargs:
-                Not used.
+        Trace the programs, in place of training; arguments are not used.
 
         Raises:
             [`Traced`]: When they are traced.
@@ -176,7 +151,6 @@ class TracingMixin(EveryLengthMixin):
             max_steps=self._max_steps,
             token_share=facts.token_share,
             has_teacher=bool(self._further_models()),
-            layers_in_loop=self.layers.stack is not None,
             sliced_attention=self.model.config._attn_implementation == SLICED_EAGER,
         )
 
@@ -236,14 +210,8 @@ class TracingMixin(EveryLengthMixin):
 
 def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:
     """
-    Trace the programs of a run.
-
-    Args:
-        train (`Callable[[Callable[[type], type]], Any]`):
-            Makes the trainer and trains with it. Called with what makes its class from that of the recipe.
-
-    Returns:
-        `tuple[list[TracedProgram], Run]`: The programs, in the order of their first use, and the run.
+    Trace the programs of a run, in the order of their first use. `train` makes the trainer and trains with it; it is
+    called with what makes its class from that of the recipe.
     """
     with tempfile.TemporaryDirectory() as directory, weights_left_out():
         try:

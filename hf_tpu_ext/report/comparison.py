@@ -11,18 +11,7 @@ from .sections import headline
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
-    """
-    Put together how runs differ.
-
-    Args:
-        runs (`Sequence[Run]`):
-            The runs.
-        prices (`Mapping[str, Price]`):
-            By kind of chip.
-
-    Returns:
-        [`Report`]: The report.
-    """
+    """Put together how runs differ, with prices by kind of chip."""
     section = Section("Training", [] if can_draw() else [f"{HOW_TO_DRAW} again."])
     if can_draw():
         for name, title, smooth in (

@@ -1,16 +1,27 @@
 """Making the report of a run, or of several."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from ..atomic_write import write_atomically
 from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
-from .markdown import render_markdown
 from .planned import compare_if_planned, compare_with_plan, read_plan
 from .record import read_run
 from .sections import describe_run
-from .web_page import render_html
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=select_autoescape(["html"]),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+)
+# Text that Markdown does not take for its own signs, on one line.
+_TEMPLATES.filters["plain"] = lambda text: re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))
 
 
 def make_report(
@@ -57,8 +68,8 @@ def make_report(
         report, name = compare_runs(runs, known), "comparison"
         output_dir = "." if output_dir is None else output_dir
     page = Path(output_dir, f"{name}.html")
-    _write(page, render_html(report))
-    _write(page.with_suffix(".md"), render_markdown(report))
+    for path in (page, page.with_suffix(".md")):
+        _write(path, _TEMPLATES.get_template(f"report{path.suffix}").render(report=report))
     return page
 
 

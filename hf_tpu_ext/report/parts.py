@@ -5,17 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Table:
-    """
-    A table.
-
-    Args:
-        columns (`list[str]`):
-            Their names.
-        rows (`list[list[str]]`):
-            The cells.
-        title (`str`, *optional*):
-            What it holds, where it is folded away until somebody asks for it.
-    """
+    """A table. One that has a title is folded away under it until somebody asks for it."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -24,19 +14,7 @@ class Table:
 
 @dataclass
 class Section:
-    """
-    A part of a report.
-
-    Args:
-        title (`str`):
-            Its heading.
-        lines (`list[str]`):
-            Text.
-        figures (`list[str]`):
-            SVG elements.
-        tables (`list[Table]`):
-            Tables.
-    """
+    """A part of a report: lines of text, figures as SVG elements, and tables."""
 
     title: str
     lines: list[str] = field(default_factory=list)
@@ -46,19 +24,7 @@ class Section:
 
 @dataclass
 class Report:
-    """
-    A report.
-
-    Args:
-        title (`str`):
-            Its heading.
-        subtitle (`str`):
-            What it is about.
-        headline (`dict[str, str]`):
-            The numbers to see first, by what they are.
-        sections (`list[Section]`):
-            Its parts.
-    """
+    """A report. Its headline is the numbers to see first, by what they are."""
 
     title: str
     subtitle: str

@@ -25,14 +25,7 @@ CLASSES_PER_DECADE = 20
 
 def class_of(seconds: float) -> int:
     """
-    The class that a time is counted in: `class_of(s)` is `k` if `s` is at least `10 ** (k / CLASSES_PER_DECADE)` seconds,
-    and less than that of `k + 1`.
-
-    Args:
-        seconds (`float`):
-            A time above 0.
-
-    Returns:
-        `int`: The class.
+    The class that a time above 0 is counted in: `class_of(s)` is `k` if `s` is at least `10 ** (k /
+    CLASSES_PER_DECADE)` seconds, and less than that of `k + 1`.
     """
     return math.floor(CLASSES_PER_DECADE * math.log10(seconds))

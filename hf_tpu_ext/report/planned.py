@@ -20,17 +20,8 @@ _NEEDED_DERIVED = {"mfu", "peak_bytes", "roofline", "tokens_per_second"}
 
 def read_plan(path: str | Path) -> dict[str, Any]:
     """
-    Read a plan.
-
-    Args:
-        path (`str` or `Path`):
-            What `hf-tpu plan --json` wrote.
-
-    Returns:
-        `dict[str, Any]`: The plan.
-
-    Raises:
-        `ValueError`: The file cannot be read, or is something else.
+    Read a plan that `hf-tpu plan --json` wrote. Raises `ValueError` where the file cannot be read, or is something
+    else.
     """
     fix = "Give a file that `hf-tpu plan --json FILE` wrote."
     try:
@@ -46,17 +37,8 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 def compare_if_planned(run: Run, directory: str | Path) -> Section | None:
     """
-    Put a run beside the plan in its output directory.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        directory (`str` or `Path`):
-            Its output directory.
-
-    Returns:
-        [`Section`] or `None`: See [`compare_with_plan`]; `None` where there is no plan. One that cannot be read is said, since
-        a report does not depend on it.
+    [`compare_with_plan`] with the plan in a run's output directory; `None` where there is none. One that cannot be
+    read is said, since a report does not depend on it.
     """
     path = Path(directory, PLAN_NAME)
     if not path.is_file():
@@ -69,16 +51,8 @@ def compare_if_planned(run: Run, directory: str | Path) -> Section | None:
 
 def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     """
-    Put what was planned beside what was measured.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        plan (`Mapping[str, Any]`):
-            See [`read_plan`].
-
-    Returns:
-        [`Section`]: A table. What either does not know is left empty.
+    Put what was planned, see [`read_plan`], beside what a run measured, in a table. What either does not know is left
+    empty.
     """
     derived, chip, backend = plan["derived"], plan["topology"]["chip"], run.facts["backend"]
     section = Section(_TITLE)
@@ -123,16 +97,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
 
 
 def describe_in_lines(section: Section) -> list[str]:
-    """
-    Write a comparison without a page.
-
-    Args:
-        section ([`Section`]):
-            See [`compare_with_plan`].
-
-    Returns:
-        `list[str]`: A line for each figure that was measured.
-    """
+    """Write a comparison without a page: a line for each figure that was measured."""
     lines = [
         f"  {name}: {measured} measured; planned {planned or 'nothing'}"
         for table in section.tables

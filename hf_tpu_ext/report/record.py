@@ -21,16 +21,8 @@ _FACTS = {"time", "max_steps", "versions", "arguments", "changed", "model", "row
 
 class RecordWriter:
     """
-    Writes the record of a run. Whatever ends the run, what was written before can be read.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Directory of the run.
-        anew (`bool`):
-            Whether the run begins, so that an earlier record in this directory is replaced. Otherwise it goes on.
-
-    Raises:
-        `OSError`: The record cannot be written.
+    Writes the record of a run. Whatever ends the run, what was written before can be read. A run that begins `anew`
+    replaces an earlier record in its directory, others go on with it. Raises `OSError` where it cannot be written.
     """
 
     def __init__(self, output_dir: str | Path, anew: bool):
@@ -42,16 +34,8 @@ class RecordWriter:
 
     def write(self, event: str, **values: Any) -> None:
         """
-        Add a line.
-
-        Args:
-            event (`str`):
-                What it tells of.
-            **values:
-                What it says, as JSON. What is no JSON is written as text.
-
-        Raises:
-            `OSError`: It cannot be written.
+        Add a line of what an event says, as JSON. What is no JSON is written as text. Raises `OSError` where it cannot
+        be.
         """
         line = json.dumps({"event": event, **values}, default=str)
         with self._path.open("ab") as file:
@@ -69,17 +53,9 @@ class RecordWriter:
 @dataclass
 class Session:
     """
-    One call of `train`: a run that was resumed has several.
-
-    Args:
-        facts (`dict[str, Any]`):
-            What was known when it began.
-        seconds (`float`):
-            How long it took, as far as it is recorded.
-        last_step (`int`):
-            The last optimizer step that is recorded.
-        end (`dict[str, Any]`, *optional*):
-            What was known when it ended; `None` if it was killed or failed.
+    One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds and its
+    last optimizer step as far as they are recorded, and what was known when it ended; `None` if it was killed or
+    failed.
     """
 
     facts: dict[str, Any]
@@ -137,15 +113,8 @@ class Run:
 
     def middle(self, key: str) -> float | None:
         """
-        The median of what was logged under a name.
-
-        Args:
-            key (`str`):
-                The name.
-
-        Returns:
-            `float` or `None`: `None` where nothing was. The first log has the steps that are traced in it, and counts only
-            where it is the only one.
+        The median of what was logged under a name; `None` where nothing was. The first log has the steps that are
+        traced in it, and counts only where it is the only one.
         """
         values = [value for _, value in points(self.logs[1:] or self.logs, key)]
         return statistics.median(values) if values else None
@@ -206,20 +175,7 @@ def read_run(directory: str | Path) -> Run:
 
 
 def points(logs: Sequence[Mapping[str, Any]], key: str, over: str = "step") -> list[tuple[float, float]]:
-    """
-    What was logged under a name.
-
-    Args:
-        logs (`Sequence[Mapping[str, Any]]`):
-            Logs, each with its `step`.
-        key (`str`):
-            The name.
-        over (`str`, *optional*, defaults to `"step"`):
-            The name of what goes with it.
-
-    Returns:
-        `list[tuple[float, float]]`: Steps, or what `over` names, and numbers that are finite.
-    """
+    """The steps, or what `over` names, at which finite numbers were logged under a name, with these numbers."""
     values = [(log[over], log.get(key)) for log in logs]
     return [(place, value) for place, value in values if isinstance(value, int | float) and math.isfinite(value)]
 

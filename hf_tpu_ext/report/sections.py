@@ -8,27 +8,14 @@ from typing import Any
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
 from ..words import count, format_number, format_seconds, format_size
-from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_phases, draw_programs, draw_step_times, draw_tokens
+from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_step_times
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
 from .record import Run, points
 
 
 def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None = None) -> Report:
-    """
-    Put together what is known of a run.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        prices (`Mapping[str, Price]`):
-            By kind of chip.
-        planned ([`Section`], *optional*):
-            What was planned beside what was measured, see [`compare_if_planned`].
-
-    Returns:
-        [`Report`]: The report.
-    """
+    """Put together what is known of a run, with prices by kind of chip, and what was planned beside what was measured."""
     sections = [
         _curves(run),
         _speed(run),
@@ -53,18 +40,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
 
 
 def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
-    """
-    The numbers to see first.
-
-    Args:
-        run ([`Run`]):
-            The run.
-        prices (`Mapping[str, Price]`):
-            By kind of chip.
-
-    Returns:
-        `dict[str, str]`: By what they are. What is not known is left out.
-    """
+    """The numbers to see first, by what they are. What is not known is left out."""
     numbers = {}
     for name, logs, key in (("loss", run.logs, "loss"), ("held-out loss", run.evaluations, "eval_loss")):
         values = [value for _, value in points(logs, key)]
@@ -86,8 +62,8 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
         numbers["programs"] = f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
     if (memory := run.peak_memory_gib) is not None:
         numbers["peak memory"] = f"{memory:.3g} GiB"
-    if (price := _price(run, prices)) is not None:
-        numbers["cost so far"] = f"${_dollars(run, price):,.2f}"
+    if (known := _price(run, prices)) is not None:
+        numbers["cost so far"] = f"${known[1]:,.2f}"
     return numbers
 
 
@@ -109,9 +85,8 @@ def _curves(run: Run) -> Section:
     section = Section("Training")
     losses, held_out = points(run.logs, "loss"), points(run.evaluations, "eval_loss")
     if can_draw():
-        curves = {name: values for name, values in (("training", losses),) if values}
-        marked = {"held out": held_out} if held_out else {}
-        if curves or marked:
+        if losses or held_out:
+            curves, marked = {"training": losses} if losses else {}, {"held out": held_out} if held_out else {}
             section.figures.append(draw_curves("loss", "Loss", curves, marked, smooth=True))
         for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
             if values := points(run.logs, name):
@@ -147,7 +122,6 @@ def _speed(run: Run) -> Section:
         "where the host has to wait for it."
     )
     if can_draw():
-        section.figures.append(draw_phases(phases))
         if run.step_times:
             names = ["total", *(name for name in PHASES if name in run.step_times)]
             section.figures.append(draw_step_times({name: run.step_times[name] for name in names}))
@@ -170,21 +144,19 @@ def _speed(run: Run) -> Section:
 def _programs(run: Run) -> Section:
     section = Section("Programs")
     if run.programs:
-        if can_draw():
-            bars = [(_program_name(one), one["at"], one["seconds"], one["compiled"]) for one in run.programs]
-            section.figures.append(draw_programs(bars, run.seconds))
         rows = [
             [
                 one["kind"],
                 format_size(one["shape"]),
                 str(one["step"]),
+                format_seconds(one["at"]),
                 format_seconds(one["seconds"]),
                 "compiled" if one["compiled"] else "loaded",
                 one["cause"] or "",
             ]
             for one in run.programs
         ]
-        section.tables.append(Table(["program", "batch", "at step", "took", "how", "why again"], rows))
+        section.tables.append(Table(["program", "batch", "at step", "after", "took", "how", "why again"], rows))
     ends = [session.end for session in run.sessions if session.end is not None]
     counters = Counter()
     for end in ends:
@@ -203,21 +175,13 @@ def _programs(run: Run) -> Section:
     return section
 
 
-def _program_name(program: Mapping[str, Any]) -> str:
-    return f"{program['kind']} {format_size(program['shape'])}".strip()
-
-
 def _tokens(run: Run) -> Section:
     section = Section("Tokens")
     if not run.batches:
         return section
-    batches = dict(sorted(run.batches.items()))
-    if can_draw():
-        section.figures.append(draw_tokens(batches))
-    total = [sum(column) for column in zip(*batches.values(), strict=True)]
-    shown = {format_size(shape) or "all": counts for shape, counts in batches.items()}
+    shown = {format_size(shape) or "all": counts for shape, counts in sorted(run.batches.items())}
     if len(shown) > 1:
-        shown["all"] = total
+        shown["all"] = [sum(column) for column in zip(*shown.values(), strict=True)]
     rows = [
         [name, f"{number:,}", f"{tokens:,}", f"{padded - tokens:,}", f"{100 * (1 - tokens / padded):.1f} %"]
         for name, (number, tokens, padded) in shown.items()
@@ -229,14 +193,13 @@ def _tokens(run: Run) -> Section:
     return section
 
 
-def _price(run: Run, prices: Mapping[str, Price]) -> Price | None:
+def _price(run: Run, prices: Mapping[str, Price]) -> tuple[Price, float] | None:
+    """The price of the chip that a run is on, and what the run has cost, where it is known."""
     chip = find_chip(run.facts["backend"]["device"])
-    return None if chip is None else prices.get(chip.name)
-
-
-def _dollars(run: Run, price: Price) -> float:
+    if chip is None or chip.name not in prices:
+        return None
     hours = sum(session.seconds * session.facts["backend"]["chips"] for session in run.sessions) / 3600
-    return hours * price.dollars_per_chip_hour
+    return prices[chip.name], hours * prices[chip.name].dollars_per_chip_hour
 
 
 def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
@@ -245,14 +208,15 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
         limit = run.facts["backend"]["memory_per_chip"]
         of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB that a chip has for programs"
         section.lines.append(f"At most {memory:.3g} GiB {of} were in use.")
-    if (price := _price(run, prices)) is None:
+    if (known := _price(run, prices)) is None:
         section.lines.append(
             f"No price of {run.facts['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "
             "RUN_DIR --prices FILE."
         )
     else:
+        price, dollars = known
         section.lines.append(
-            f"${_dollars(run, price):,.2f} so far, from the beginning to the end of training: ${price.dollars_per_chip_hour:g} a "
+            f"${dollars:,.2f} so far, from the beginning to the end of training: ${price.dollars_per_chip_hour:g} a "
             f"chip and hour, {price.region}, {price.date} ({price.source})."
         )
     if len(run.sessions) > 1:

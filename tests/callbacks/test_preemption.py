@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -99,7 +100,7 @@ def test_only_the_main_thread_listens():
 def test_a_forked_worker_dies_of_sigterm_and_outlives_ctrl_c():
     stop = Preemption()
     with stop.listen():
-        worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         worker.start()
         os.kill(worker.pid, signal.SIGINT)
         worker.join(0.3)

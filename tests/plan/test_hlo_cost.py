@@ -51,10 +51,6 @@ def test_layers_one_by_one_count_like_a_loop_of_them():
     assert measure("unrolled_v5e_1").matrix_flops == 3 * LAYER - PROJECTION
 
 
-def test_without_loops_the_count_is_that_of_the_compiler():
-    assert measure("unrolled_v5e_1").flops == pytest.approx(11551637504, rel=1e-3)
-
-
 def test_collectives_in_a_loop_count_for_each_turn():
     cost = measure("loop_fsdp_v5e_8")
     # A layer's weight is gathered for each pass, and its gradient reduced; each chip keeps an eighth.
@@ -126,7 +122,7 @@ def test_products_as_compilers_for_tpu_write_them(result, left, right, attribute
         f"%r = {right}{{1,0}} parameter(1)",
         f'ROOT %c = {result}{{1,0:T(8,128)(2,1)}} convolution(%l, %r), {attributes}, metadata={{op_name="dot.1"}}',
     )
-    assert (cost.matrix_flops, cost.flops) == (flops, flops)
+    assert cost.matrix_flops == flops
 
 
 def test_a_dot():
@@ -138,17 +134,6 @@ def test_a_dot():
     )
     assert cost.matrix_flops == 2 * 3 * 8 * 5 * 4
     assert cost.memory_bytes == 4 * (3 * 8 * 4 + 3 * 4 * 5 + 3 * 8 * 5)
-
-
-def test_other_arithmetic():
-    cost = program(
-        "%p = f32[8,16]{1,0} parameter(0)",
-        "%s = f32[] constant(0)",
-        "%e = f32[8,16]{1,0} exponential(%p)",
-        "%m = f32[8,16]{1,0} multiply(%p, %e)",
-        "ROOT %r = f32[8]{0} reduce(%m, %s), dimensions={1}, to_apply=%add",
-    )
-    assert (cost.flops, cost.matrix_flops) == (2 * 8 * 16, 0)
 
 
 FUSED = """\
@@ -176,7 +161,6 @@ def test_a_fusion_moves_the_parts_that_it_takes():
     )
     # A row read, a row written, and the index, for both.
     assert 2 * 256 <= cost.memory_bytes <= 2 * 256 + 8
-    assert cost.flops == 64
 
 
 def test_asynchronous_copies_move_what_they_copy():

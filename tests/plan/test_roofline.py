@@ -9,7 +9,7 @@ EIGHT = find_topology("v5e-8")
 
 
 def cost(matrix_flops=0, memory_bytes=0, link_bytes=0):
-    return Cost(matrix_flops, matrix_flops, memory_bytes, [Exchange("all-gather", 1, link_bytes, link_bytes)], [])
+    return Cost(matrix_flops, memory_bytes, [Exchange("all-gather", 1, link_bytes, link_bytes)], [])
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def make(topology, settings):
     else:
         memory = {"argument": STATE[mesh], "output": 0, "alias": 0, "temp": temp, "generated_code": 0}
         # Weights are read once, whatever the batch is.
-        cost = Cost(int(rows * flops), int(rows * flops), STATE[mesh] + rows * 10**8, [], [])
+        cost = Cost(int(rows * flops), STATE[mesh] + rows * 10**8, [], [])
         program = replace(program, memory=memory, arguments={"weights": STATE[mesh]}, cost=cost)
     return Plan("recipe", {}, chip, [program], {})
 

@@ -44,7 +44,7 @@ def test_a_page_is_whole_and_asks_for_nothing(browser, pages, which, width, dark
     figures = browser.evaluate(
         "[...document.querySelectorAll('svg')].map(svg => svg.getBoundingClientRect()).map(box => [box.width, box.height])"
     )
-    assert len(figures) == (8 if which == 0 else 6)
+    assert len(figures) == (5 if which == 0 else 6)
     assert all(width >= 250 and height >= 60 for width, height in figures)
     # One id each: the clips of a figure are not those of another.
     ids = browser.evaluate("[...document.querySelectorAll('[id]')].map(element => element.id)")

@@ -28,7 +28,7 @@ def write_plan():
             21.5,
             memory={"argument": 2 * GB, "output": GB, "alias": GB, "temp": GB // 2, "generated_code": 0},
             arguments={"weights": 2 * GB},
-            cost=Cost(394 * 10**11, 394 * 10**11, GB, [], []),
+            cost=Cost(394 * 10**11, GB, [], []),
             model_flops=8 * 197e11,
         )
         chosen = [program] if programs is None else programs
