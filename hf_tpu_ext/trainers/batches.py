@@ -45,6 +45,8 @@ class BatchesMixin:
     def _arrange_batches(self) -> None:
         self._shape_guards: dict[str, ShapeGuard] = {}
         self._last_batch_guards: dict[str, ShapeGuard] = {}
+        # By the first batch of a pass over data, which is full if any is.
+        self._rows_of_example: dict[str, int] = {}
         # What a line was said about already.
         self._said: set[str] = set()
 
@@ -57,6 +59,7 @@ class BatchesMixin:
                 `"train"` or `"eval"`.
         """
         limit = max(1, len(self.lengths))
+        self._rows_of_example.pop(mode, None)
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
         self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
 
@@ -78,10 +81,15 @@ class BatchesMixin:
             ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
         )
         rows, guards = count_rows(inputs), self._shape_guards
+        # A pair is two rows, one after the chosen ones and one after the rejected ones.
+        rows_of_example = self._rows_of_example.setdefault(mode, max(1, rows // wanted))
+        wanted *= rows_of_example
         if rows < wanted:
             # Chips that compute gradients by themselves take as many rows each.
             local = mode == "train" and self.local_gradients is not None
             reason = None if local else self.why_not_complete(mode, inputs)
+            if reason is None and rows_of_example > 1:
+                reason = f"{rows_of_example} rows are one example"
             if reason is None:
                 inputs = complete_rows(inputs, wanted, self._pad_token_id)
             else:
