@@ -5,8 +5,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
-from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, available_memory, hugepages_setting
+from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, hugepages_setting
 from ..words import format_bytes
 from .check import Check
 
@@ -81,22 +83,9 @@ def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list
     return checks
 
 
-def check_memory(least: int = LEAST_MEMORY, meminfo: Path = Path("/proc/meminfo")) -> Check:
-    """
-    Look how much memory there is.
-
-    Args:
-        least (`int`, *optional*):
-            Bytes that are needed.
-        meminfo (`Path`, *optional*):
-            The kernel's file.
-
-    Returns:
-        [`Check`]: What was found.
-    """
-    available = available_memory(meminfo)
-    if available is None:
-        return Check("memory", "none", "this system does not say")
+def check_memory(least: int = LEAST_MEMORY) -> Check:
+    """Look whether programs can still take that many bytes of memory."""
+    available = psutil.virtual_memory().available
     text = f"{format_bytes(available)} available"
     if available >= least:
         return Check("memory", "ok", text)
@@ -133,6 +122,4 @@ def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
     if not has_tpu and not chosen:
         return Check(name, "none", f"programs are kept on a TPU, in {root}")
     text = f"{state.programs} programs, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
-    if state.incomplete:
-        text += f"; {state.incomplete} that were not written to their end, which the next run removes"
     return Check(name, "ok", text)
