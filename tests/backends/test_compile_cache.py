@@ -212,11 +212,15 @@ def test_host_stores_and_finds_again(tmp_path):
     assert said[str(other)] == [f"compile_cache_dir={other} has no effect: this process keeps its programs in {cache}"]
     assert use == {"misses": 1, "unreadable": 0, "programs": 1}
 
+    # What a full disk leaves: the runtime finds it, cannot load it, and stores it anew.
+    (program,) = cache.glob("*/[0-9]*")
+    program.write_bytes(program.read_bytes()[:100])
     said, use = in_a_process("auto", HF_TPU_EXT_COMPILE_CACHE=str(cache))
     assert said["auto"] == [
         f"compile_cache_dir={cache} saves nothing here: XLA on the host stores programs, but cannot load them"
     ]
     assert use == {"misses": 0, "unreadable": 1, "programs": 1}
+    assert program.stat().st_size > 100
 
 
 def test_too_late(tmp_path):
