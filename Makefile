@@ -20,7 +20,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 	@touch $@
 
 $(QUICKSTART)/ready.json: | setup
-	$(BIN)/hf-tpu prepare quickstart --output_dir $(QUICKSTART)
+	$(BIN)/python recipes/prepare_quickstart.py --output_dir $(QUICKSTART)
 
 quickstart: setup $(QUICKSTART)/ready.json  ## Fine-tune SmolLM2-135M on this machine with the stock `trl` command
 	HF_TPU_EXT_BACKEND=xla $(BIN)/trl sft --config recipes/quickstart.yaml

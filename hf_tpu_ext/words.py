@@ -6,16 +6,7 @@ from collections.abc import Sequence
 
 
 def format_seconds(seconds: float) -> str:
-    """
-    A duration.
-
-    Args:
-        seconds (`float`):
-            How long.
-
-    Returns:
-        `str`: E.g. `"2.3 ms"`, `"12.0 s"`, `"3 min 5 s"`, `"2 h 10 min"`.
-    """
+    """A duration, e.g. `"2.3 ms"`, `"12.0 s"`, `"3 min 5 s"`, `"2 h 10 min"`."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 99.95:
@@ -28,32 +19,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """
-    A number with at least four digits that count.
-
-    Args:
-        value (`float`):
-            The number.
-
-    Returns:
-        `str`: E.g. `"12,345"`, `"1.234"`, `"2e-05"`.
-    """
+    """A number with at least four digits that count, e.g. `"12,345"`, `"1.234"`, `"2e-05"`."""
     if isinstance(value, int) or (math.isfinite(value) and abs(value) >= 1000):
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """
-    A size for people.
-
-    Args:
-        num_bytes (`int`):
-            Number of bytes.
-
-    Returns:
-        `str`: E.g. `"1.20 GB"`, with 1 GB = 10^9 bytes.
-    """
+    """A size, e.g. `"1.20 GB"`, with 1 GB = 10^9 bytes."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -61,44 +34,15 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_size(shape: Sequence[int]) -> str:
-    """
-    A shape.
-
-    Args:
-        shape (`Sequence[int]`):
-            Its sizes.
-
-    Returns:
-        `str`: E.g. `"8 x 512"`.
-    """
+    """A shape, e.g. `"8 x 512"`."""
     return " x ".join(map(str, shape))
 
 
 def count(number: int, what: str) -> str:
-    """
-    A number of things.
-
-    Args:
-        number (`int`):
-            How many.
-        what (`str`):
-            One of them.
-
-    Returns:
-        `str`: E.g. `"1 program"`, `"1,200 programs"`.
-    """
+    """A number of things, e.g. `"1 program"`, `"1,200 programs"`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def name_of_any_layer(name: str) -> str:
-    """
-    The name of a parameter without the number of its layer.
-
-    Args:
-        name (`str`):
-            Its name.
-
-    Returns:
-        `str`: E.g. `"model.layers.*.mlp.up_proj.weight"`.
-    """
+    """The name of a parameter without the number of its layer, e.g. `"model.layers.*.mlp.up_proj.weight"`."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -112,9 +112,6 @@ class Backend(ABC):
             return []
         return [f"compile_cache_dir={directory} has no effect on {self.name}: nothing is compiled"]
 
-    def note_programs(self) -> None:  # noqa: B027
-        """Note what the compile cache should know about programs that were compiled since the last call. Cheap."""
-
     def cache_use(self) -> CacheUse | None:
         """What this process has had of its compile cache so far, or `None` where there is none."""
         return None

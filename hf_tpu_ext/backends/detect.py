@@ -26,31 +26,15 @@ _pjrt_device_before_torch_xla: list[str | None] = []
 
 
 def tpu_chips(pci_root: str = "/sys/bus/pci/devices") -> int:
-    """
-    Count the TPU chips attached to this machine.
-
-    Args:
-        pci_root (`str`, *optional*, defaults to `"/sys/bus/pci/devices"`):
-            Directory that lists the PCI devices.
-
-    Returns:
-        `int`: Number of chips; `0` where there is none.
-    """
+    """Count the TPU chips attached to this machine, `0` where there is none."""
     return len(_tpu_kinds(pci_root))
 
 
 def tpu_kind(pci_root: str = "/sys/bus/pci/devices") -> str:
     """
-    Name the kind of TPU chip that is attached to this machine.
+    Name the kind of TPU chip that is attached to this machine, e.g. `"TPU v5e"`; `"TPU"` where it is not known.
 
     torch_xla does not say where one device stands for all chips (SPMD): `xla_device_kind` and `get_memory_info` fail.
-
-    Args:
-        pci_root (`str`, *optional*, defaults to `"/sys/bus/pci/devices"`):
-            Directory that lists the PCI devices.
-
-    Returns:
-        `str`: Its name, e.g. `"TPU v5e"`; `"TPU"` where it is not known.
     """
     return next(iter(_tpu_kinds(pci_root)), "TPU")
 
@@ -65,19 +49,7 @@ def _tpu_kinds(pci_root: str) -> list[str]:
 
 
 def local_chips(pjrt_device: str) -> int:
-    """
-    Count the devices that the XLA runtime of this process will see, before it is started.
-
-    Args:
-        pjrt_device (`str`):
-            `"TPU"` or `"CPU"`.
-
-    Returns:
-        `int`: Number of devices, at least 1.
-
-    Raises:
-        `ValueError`: `CPU_NUM_DEVICES` is not a number of devices.
-    """
+    """Count the devices, at least 1, that the XLA runtime of this process will see, before it is started."""
     if pjrt_device == "TPU":
         visible = os.environ.get("TPU_VISIBLE_CHIPS")
         return max(1, tpu_chips() if visible is None else len(visible.split(",")))
@@ -92,18 +64,10 @@ def local_chips(pjrt_device: str) -> int:
 
 def show_chips(pjrt_device: str, num_chips: int, all_chips: int) -> None:
     """
-    Let the XLA runtime of this process see only the first chips. It reads this when it starts.
+    Let the XLA runtime of this process see only the first `num_chips` of `all_chips`. It reads this when it starts.
 
     On a TPU these are the variables of libtpu for a process with a part of the host's chips, as in
     `torch_xla/_internal/tpu.py` and https://cloud.google.com/tpu/docs/run-calculation-jax.
-
-    Args:
-        pjrt_device (`str`):
-            `"TPU"` or `"CPU"`.
-        num_chips (`int`):
-            How many to show.
-        all_chips (`int`):
-            How many the process would see.
 
     Raises:
         `ValueError`: The chips cannot be cut this way.
@@ -143,12 +107,7 @@ def remember_pjrt_device() -> None:
 
 
 def pjrt_device_asked_for() -> str | None:
-    """
-    The value of `PJRT_DEVICE` that a person set, or `None`.
-
-    Returns:
-        `str` or `None`: `"CPU"`, `"TPU"`, ...; `None` where the variable is unset or was set by torch_xla's own import.
-    """
+    """The value of `PJRT_DEVICE` that a person set; `None` where it is unset or was set by torch_xla's own import."""
     if "torch_xla" in sys.modules and _pjrt_device_before_torch_xla:
         return _pjrt_device_before_torch_xla[0]
     return os.environ.get("PJRT_DEVICE")
@@ -156,16 +115,9 @@ def pjrt_device_asked_for() -> str | None:
 
 def find_pjrt_mistake(pjrt_device: str | None, chips: int) -> tuple[str, str] | None:
     """
-    Look whether the device that `PJRT_DEVICE` asks for can be had. The runtime itself would wait for a TPU for minutes.
+    What is wrong with the device that `PJRT_DEVICE` asks for, and what to do; `None` where nothing is.
 
-    Args:
-        pjrt_device (`str`, *optional*):
-            What [`pjrt_device_asked_for`] says.
-        chips (`int`):
-            TPU chips of this machine.
-
-    Returns:
-        `tuple[str, str]` or `None`: What is wrong, and what to do; `None` where nothing is.
+    The runtime itself would wait for a TPU for minutes.
     """
     if pjrt_device and pjrt_device not in PJRT_DEVICES:
         return (

@@ -20,16 +20,7 @@ _NO = {"", "off", "false", "f", "no", "n", "0"}
 
 
 def hugepages_setting(path: Path = HUGEPAGES) -> str | None:
-    """
-    Read when the kernel uses transparent hugepages.
-
-    Args:
-        path (`Path`, *optional*):
-            The kernel's file.
-
-    Returns:
-        `str` or `None`: `"always"`, `"madvise"` or `"never"`; `None` where the kernel has none.
-    """
+    """When the kernel uses transparent hugepages: `"always"`, `"madvise"`, `"never"`; `None` where it has none."""
     try:
         chosen = re.search(r"\[(\w+)\]", path.read_text(encoding="utf-8"))
     except OSError:
@@ -40,10 +31,6 @@ def hugepages_setting(path: Path = HUGEPAGES) -> str | None:
 def enable_hugepages(path: Path = HUGEPAGES) -> list[str]:
     """
     Turn transparent hugepages on, if this process may. The TPU runtime then starts and stops faster, on v5e and newer.
-
-    Args:
-        path (`Path`, *optional*):
-            The kernel's file.
 
     Returns:
         `list[str]`: A line that says what was done or is to be done; none where they are on.
@@ -60,17 +47,7 @@ def enable_hugepages(path: Path = HUGEPAGES) -> list[str]:
 
 @dataclass(frozen=True)
 class ChipHolder:
-    """
-    A process that has opened a TPU chip, which belongs to one process at a time.
-
-    Args:
-        pid (`int`):
-            Its id.
-        command (`str`):
-            Its command line.
-        chips (`list[str]`):
-            Files of the chips.
-    """
+    """A process that has opened the files of TPU chips, each of which belongs to one process at a time."""
 
     pid: int
     command: str
@@ -81,12 +58,10 @@ def find_chip_holders(proc: Path = Path("/proc")) -> tuple[list[ChipHolder], int
     """
     Find the processes that have opened a TPU chip, except for this one.
 
-    Args:
-        proc (`Path`, *optional*):
-            Where the kernel lists processes.
+    psutil lists the regular files that a process has opened, and a chip's is a device.
 
     Returns:
-        `tuple[list[ChipHolder], int]`: The processes, and how many others belong to somebody else and cannot be looked at.
+        `tuple[list[ChipHolder], int]`: The processes, and how many others cannot be looked at: somebody else's.
     """
     holders, hidden = [], 0
     for process in proc.glob("[0-9]*"):
@@ -106,36 +81,16 @@ def find_chip_holders(proc: Path = Path("/proc")) -> tuple[list[ChipHolder], int
     return sorted(holders, key=lambda holder: holder.pid), hidden
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """
-    Read how much memory programs can still take.
-
-    Args:
-        meminfo (`Path`, *optional*):
-            The kernel's file.
-
-    Returns:
-        `int` or `None`: Bytes; `None` where the system does not say.
-    """
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
-
-
 def let_forks_tokenize(num_workers: int, start_method: str | None) -> list[str]:
     """
     Keep the workers of a dataloader from waiting forever for threads that they do not have.
 
-    A fork of a process has one of its threads. Told by `TOKENIZERS_PARALLELISM=true` to use the others, a tokenizer in a fork
-    waits for them. Where the variable is not set, the tokenizers library tells a fork by itself.
+    A fork of a process has one of its threads. Told by `TOKENIZERS_PARALLELISM=true` to use the others, a tokenizer in
+    a fork waits for them. Where the variable is not set, the tokenizers library tells a fork by itself.
 
     Args:
-        num_workers (`int`):
-            As `dataloader_num_workers`.
-        start_method (`str`, *optional*):
-            As `dataloader_multiprocessing_context`; `None` is that of Python.
+        num_workers (`int`): As `dataloader_num_workers`.
+        start_method (`str`, *optional*): As `dataloader_multiprocessing_context`; `None` is that of Python.
 
     Returns:
         `list[str]`: A line that says what was done, if anything was.

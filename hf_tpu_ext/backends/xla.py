@@ -233,7 +233,6 @@ class XLABackend(XLALoops, XLACompileCache):
         state = xm.get_rng_state()
         torch_xla.sync(wait=wait)
         xm.set_rng_state(state)
-        self.note_programs()
 
     def end_step(self) -> None:
         self._sync()

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: which of them the runtime may use, and what they saved."""
+"""Compiled programs on disk: which of them the runtime may use."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ import torch_xla.runtime as xr
 from torch_xla.backends import get_mat_mul_precision
 
 from .base import Backend
-from .compile_cache import CacheUse, CompileCache, cache_root, compiler_settings, library_id
+from .compile_cache import CacheUse, CompileCache, cache_root, cache_state, compiler_settings, library_id
 
 
 def metric(name: str) -> tuple[int, float]:
@@ -20,21 +20,12 @@ def metric(name: str) -> tuple[int, float]:
 
 
 class XLACompileCache(Backend):
-    """
-    The part of [`XLABackend`] that keeps compiled programs on disk.
-
-    Args:
-        reason (`str`):
-            Why this backend was chosen.
-        pjrt_device (`str`):
-            `"TPU"` or `"CPU"`.
-    """
+    """The part of [`XLABackend`] that keeps compiled programs on disk."""
 
     def __init__(self, reason: str, pjrt_device: str):
         super().__init__(reason)
         self._pjrt_device = pjrt_device
         self._compile_cache: CompileCache | None = None
-        self._noted_compiles = self._noted_times = 0
 
     def use_compile_cache(self, setting: str) -> list[str]:
         root, chosen = cache_root(setting)
@@ -59,10 +50,10 @@ class XLACompileCache(Backend):
                 f"Compiled programs are not kept on disk: {root} cannot be made ({error.strerror}). Set compile_cache_dir "
                 "to another directory, or to off"
             ]
-        xr.initialize_cache(str(cache.directory), readonly=cache.read_only)
+        xr.initialize_cache(str(cache.directory), readonly=cache.problem is not None)
         self._compile_cache = cache
         lines = []
-        if cache.read_only:
+        if cache.problem is not None:
             lines.append(f"{cache.directory} cannot be written ({cache.problem}): programs are only loaded from it")
         if on_host:
             lines.append(
@@ -83,22 +74,18 @@ class XLACompileCache(Backend):
             "environment": compiler_settings(),
         }
 
-    def note_programs(self) -> None:
-        if self._compile_cache is None or self.compiles() == self._noted_compiles:
-            return
-        self._noted_compiles = self.compiles()
-        measured, _, times = met.metric_data("CompileTime")
-        self._compile_cache.note([ns / 1e9 for _, ns in times[self._noted_times - measured :]])
-        self._noted_times = measured
-
     def cache_use(self) -> CacheUse | None:
         if self._compile_cache is None:
             return None
-        self.note_programs()
-        return self._compile_cache.use(
+        directory = self._compile_cache.directory
+        state = cache_state(directory.parent, directory.name)
+        return CacheUse(
+            directory=directory,
+            programs=state.programs,
+            size=state.size,
             hits=self.counters().loads,
             misses=met.counter_value("PersistentCacheMiss") or 0,
             unreadable=met.counter_value("PersistentCacheDeserializeFailure") or 0,
             compile_seconds=metric("CompileTime")[1] / 1e9,
-            load_seconds=metric("PersistentCacheLoad")[1] / 1e9,
+            problem=self._compile_cache.problem,
         )

@@ -168,7 +168,6 @@ class ProgramWatch:
             self._explain_later(kind, known, operations)
         if operations:
             known.operations = operations
-        self._backend.note_programs()
         return program
 
     def note_others(self) -> None:

@@ -93,12 +93,10 @@ def describe_cache_use(cache: CacheUse) -> str:
     found = f"hits: {cache.hits}, misses: {cache.misses}"
     if cache.unreadable:
         found += f", found but not loaded: {cache.unreadable}"
-    saved = "unknown" if cache.saved_seconds is None else f"{cache.saved_seconds:.1f} s"
-    line = (
-        f"Compile cache: {found}; compiling: {cache.compile_seconds:.1f} s, saved: {saved}; programs: {cache.programs}, "
+    return (
+        f"Compile cache: {found}; compiling: {cache.compile_seconds:.1f} s; programs: {cache.programs}, "
         f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"
     )
-    return line if cache.problem is None else f"{line}; new ones cannot be stored: {cache.problem}"
 
 
 def _say(line: str) -> None:

@@ -22,19 +22,7 @@ DEFAULT_TOP_K = 128
 
 @dataclass
 class CacheArguments:
-    """
-    What `hf-tpu cache-teacher` takes besides the keys of a recipe.
-
-    Args:
-        temperatures (`list[float]`, *optional*):
-            Temperatures that the cache can be used at. By default 1 and the recipe's `kd_temperature`.
-        compact (`bool`, *optional*, defaults to `False`):
-            Fewer than half the bytes, with rounded log-probabilities.
-        overwrite (`bool`, *optional*, defaults to `False`):
-            Begin anew where there is a cache with other settings.
-        batch_size (`int`, *optional*):
-            Rows that each chip takes at once. By default the recipe's `per_device_eval_batch_size`.
-    """
+    """What `hf-tpu cache-teacher` takes besides the keys of a recipe."""
 
     temperatures: list[float] | None = field(
         default=None,
@@ -51,16 +39,7 @@ class CacheArguments:
 
 
 def run(argv: list[str]) -> None:
-    """
-    Make a teacher's cache.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `hf-tpu cache-teacher`.
-
-    Raises:
-        `ValueError`: Something in the recipe is missing, unknown or does not fit, or there is no room.
-    """
+    """Make a teacher's cache with the recipe that the arguments after `hf-tpu cache-teacher` name."""
     recipe = open_recipe(argv, tiny_data="data")
     if recipe.smoke is not None:
         recipe.values.setdefault("kd_teacher", str(Path(recipe.smoke) / "teacher"))

@@ -24,13 +24,7 @@ _PLAIN_MARKS = {"ok": "ok", "failed": "FAILED", "none": "-"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """
-    Register the `doctor` subcommand.
-
-    Args:
-        subparsers (`argparse._SubParsersAction`):
-            What `add_subparsers` of the main parser returned.
-    """
+    """Register the `doctor` subcommand."""
     parser = subparsers.add_parser(
         "doctor",
         help="examine this machine, and try a small training on it",
@@ -45,19 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Examine this machine.
-
-    Args:
-        args (`argparse.Namespace`):
-            With `no_smoke` and `json`.
-
-    Returns:
-        `int`: `0` if all is well, `1` if something failed.
-
-    Raises:
-        `ValueError`: The file for the result cannot be written.
-    """
+    """Examine this machine, and return the exit status: `0` if all is well, `1` if something failed."""
     from ..doctor.examine import examine_machine
     from ..doctor.smoke import SmokeTest
 

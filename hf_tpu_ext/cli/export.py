@@ -20,13 +20,7 @@ or its base is not the one of the training, and 2 if nothing was written.
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """
-    Register the `export` subcommand.
-
-    Args:
-        subparsers (`argparse._SubParsersAction`):
-            What `add_subparsers` of the main parser returned.
-    """
+    """Register the `export` subcommand."""
     parser = subparsers.add_parser(
         "export",
         help="merge an adapter, convert weights, and compare the result with what was trained",
@@ -48,20 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Export a run, and say what that changed.
-
-    Args:
-        args (`argparse.Namespace`):
-            With the options above.
-
-    Returns:
-        `int`: `0` if the export may be used in place of the trained model, `1` if it differs much or its base is another.
-
-    Raises:
-        `ValueError`: Something is missing or does not fit.
-        `OSError`: The export cannot be written.
-    """
+    """Export a run, say what that changed, and return the exit status."""
     from transformers.utils import logging
 
     from ..export.make import export_run

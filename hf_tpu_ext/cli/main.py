@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     Any other error keeps its traceback.
 
     Args:
-        argv (`list[str]`, *optional*):
-            Arguments after `hf-tpu`. By default those of the process.
+        argv (`list[str]`, *optional*): Arguments after `hf-tpu`. By default those of the process.
 
     Returns:
         `int`: Exit status: `0`, or `2` for a mistake in what was asked for. `1` says of a plan that the

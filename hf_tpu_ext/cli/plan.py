@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import pretrain, sft
-from .recipe import Recipe, load_recipe
+from .recipe import OptionParser, Recipe, load_recipe
 
 
 DESCRIPTION = """\
@@ -51,13 +51,8 @@ _COMMANDS = {"sft": sft, "pretrain": pretrain}
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ValueError(f"command line: {message}")
-
-
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = OptionParser()
     parser.add_argument("--topology", default="v5e-8")
     parser.add_argument("--seq-lengths", type=int, nargs="+")
     parser.add_argument("--search", nargs="*", choices=_SEARCHED)
@@ -80,19 +75,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run(argv: list[str]) -> int:
-    """
-    Plan a recipe.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `hf-tpu plan`.
-
-    Returns:
-        `int`: `0` if it fits, `1` if it does not, `2` if that could not be told.
-
-    Raises:
-        `ValueError`: Something in the recipe is missing, unknown or does not fit, or the topology is unknown.
-    """
+    """Plan a recipe, and return the exit status: `0` if it fits, `1` if it does not, `2` if that could not be told."""
     named = [argv[0]] if argv[:1] and argv[0] in _COMMANDS else []
     command = named[0] if named else "sft"
     options, rest = _options(argv[len(named) :])

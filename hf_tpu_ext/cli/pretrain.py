@@ -22,19 +22,7 @@ TINY_DATA = "stories"
 
 @dataclass
 class PretrainArguments:
-    """
-    The model and the text of `hf-tpu pretrain`.
-
-    Args:
-        model_name_or_path (`str`):
-            Model and tokenizer to load.
-        model_revision (`str`, *optional*, defaults to `"main"`):
-            Branch, tag or commit of the model.
-        from_scratch (`bool`, *optional*, defaults to `False`):
-            Take the model's architecture and tokenizer, but start from random weights.
-        dataset_text_field (`str`, *optional*, defaults to `"text"`):
-            Column of the dataset that holds the text.
-    """
+    """The model and the text of `hf-tpu pretrain`."""
 
     model_name_or_path: str = field(metadata={"help": "Model and tokenizer to load."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
@@ -47,17 +35,13 @@ class PretrainArguments:
 
 def token_rows(dataset, tokenizer, text_field: str, max_length: int):
     """
-    Tokenize documents, join them and cut the result into rows of one length.
+    Tokenize documents, each closed by an end-of-sequence token, join them and cut the result into rows of one length.
 
     Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Documents.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer; its end-of-sequence token closes each document.
-        text_field (`str`):
-            Column that holds the text.
-        max_length (`int`):
-            Length of a row. What each thousand documents leave over is dropped.
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Documents.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer.
+        text_field (`str`): Column that holds the text.
+        max_length (`int`): Length of a row. What each thousand documents leave over is dropped.
 
     Returns:
         [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: Rows of `input_ids` and `labels`, each `(max_length,)`.
@@ -77,16 +61,7 @@ def token_rows(dataset, tokenizer, text_field: str, max_length: int):
 
 
 def run(argv: list[str]) -> None:
-    """
-    Train from a recipe.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `hf-tpu pretrain`.
-
-    Raises:
-        `ValueError`: Something in the recipe is missing, unknown or does not fit.
-    """
+    """Train from the recipe that the arguments after `hf-tpu pretrain` name."""
     train(open_recipe(argv, TINY_DATA), "pretrain", DESCRIPTION)
 
 
@@ -95,17 +70,10 @@ def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callabl
     Train with a recipe, and save the model.
 
     Args:
-        recipe ([`Recipe`]):
-            The recipe.
-        command (`str`):
-            Name of the command, for its help.
-        description (`str`):
-            First part of its help.
-        adapt_trainer (`Callable[[type], type]`, *optional*):
-            Makes the trainer class from [`TPUTrainer`], which it is by default.
-
-    Raises:
-        `ValueError`: Something in the recipe is missing, unknown or does not fit.
+        recipe ([`Recipe`]): The recipe.
+        command (`str`): Name of the command, for its help.
+        description (`str`): First part of its help.
+        adapt_trainer (`Callable[[type], type]`, *optional*): Makes the trainer class from [`TPUTrainer`].
     """
     import torch
     from datasets import Dataset, load_dataset

@@ -40,16 +40,11 @@ class Recipe:
     What a person asked for, before it is known which keys there are.
 
     Args:
-        path (`str` or `None`):
-            The YAML file given by `--config`.
-        values (`dict[str, Any]`):
-            Its keys, without `env`.
-        env (`dict[str, str]`):
-            Environment variables under its `env` key.
-        argv (`list[str]`):
-            The rest of the command line.
-        smoke (`str` or `None`):
-            Directory given by `--smoke`.
+        path (`str` or `None`): The YAML file given by `--config`.
+        values (`dict[str, Any]`): Its keys, without `env`.
+        env (`dict[str, str]`): Environment variables under its `env` key.
+        argv (`list[str]`): The rest of the command line.
+        smoke (`str` or `None`): Directory given by `--smoke`.
     """
 
     path: str | None
@@ -60,14 +55,7 @@ class Recipe:
 
     def use_tiny(self, data: str) -> None:
         """
-        Put the tiny model and made data of the `--smoke` directory in place of the recipe's, for a few steps.
-
-        Args:
-            data (`str`):
-                Name of the dataset in that directory.
-
-        Raises:
-            `ValueError`: The directory does not hold them.
+        Put the tiny model and the dataset `data` of the `--smoke` directory in place of the recipe's, for a few steps.
         """
         directory = Path(self.smoke)
         if not (directory / "model").is_dir():
@@ -101,31 +89,33 @@ class Recipe:
             self.values["kd_top_k"] = 16
 
 
-class _Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
+    """Takes the options it knows out of a command line. What argparse would exit for is a `ValueError`."""
+
+    def __init__(self):
+        super().__init__(add_help=False, allow_abbrev=False)
+
     def error(self, message):
         raise ValueError(f"command line: {message}")
 
 
-def read_recipe(argv: list[str]) -> Recipe:
+def read_recipe(argv: list[str], loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Recipe:
     """
-    Read the YAML file of a command line. PyTorch is not imported, so that the recipe's `env` can be applied before it is.
+    Read the YAML file of a command line, without PyTorch: the recipe's `env` is to be applied before its import.
 
     Args:
-        argv (`list[str]`):
-            Arguments of the command. `--config`, `--smoke` and `--backend` are taken out of them.
-
-    Returns:
-        [`Recipe`]: The recipe.
+        argv (`list[str]`): Arguments of the command. `--config`, `--smoke` and `--backend` are taken out of them.
+        loader (`type`, *optional*): What reads the file.
 
     Raises:
         `ValueError`: The file is missing or is not a YAML mapping.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = OptionParser()
     parser.add_argument("--config")
     parser.add_argument("--smoke", nargs="?", const=SMOKE_DIR)
     parser.add_argument("--backend")
     known, rest = parser.parse_known_args(argv)
-    values = _read_yaml(known.config) if known.config is not None else {}
+    values = _read_yaml(known.config, loader) if known.config is not None else {}
     env = values.pop("env", {})
     if not isinstance(env, dict):
         raise ValueError(f"{known.config}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
@@ -136,24 +126,8 @@ def read_recipe(argv: list[str]) -> Recipe:
 
 
 def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
-    """
-    Read a recipe and set its environment variables.
-
-    Args:
-        argv (`list[str]`):
-            Arguments of the command.
-        tiny_data (`str`):
-            Name of the dataset that `--smoke` puts in place of the recipe's.
-
-    Returns:
-        [`Recipe`]: The recipe.
-
-    Raises:
-        `ValueError`: The file cannot be read, or a key stands in it twice.
-    """
-    recipe = read_recipe(argv)
-    if recipe.path is not None:
-        _refuse_duplicates(recipe.path)
+    """Read a recipe and set its environment variables; `tiny_data` is the dataset that `--smoke` puts in its place."""
+    recipe = read_recipe(argv, _StrictLoader)
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)
@@ -161,21 +135,7 @@ def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
 
 
 def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
-    """
-    Read a recipe and set up the process for it: its environment variables, and the backend.
-
-    Args:
-        argv (`list[str]`):
-            Arguments of the command.
-        tiny_data (`str`):
-            Name of the dataset that `--smoke` puts in place of the recipe's.
-
-    Returns:
-        [`Recipe`]: The recipe.
-
-    Raises:
-        `ValueError`: The file cannot be read, or the backend that it asks for is absent.
-    """
+    """[`load_recipe`], and select the backend that it asks for."""
     recipe = load_recipe(argv, tiny_data)
     # Imported here: PyTorch comes with it, and reads the environment.
     from ..backends import select_backend
@@ -186,9 +146,27 @@ def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
     return recipe
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML's own loader takes the last."""
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, list[int]] = {}
+        for key, _ in node.value:
+            # `<<` takes over the keys of another mapping.
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
+        for key, places in lines.items():
+            if len(places) > 1:
+                where = " and ".join(map(str, places))
+                raise ValueError(f"--config {self.name}: the key {key!r} stands in lines {where}. Leave one of them.")
+        return node
+
+
+def _read_yaml(path: str, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, loader)
     except FileNotFoundError:
         raise ValueError(f"--config {path}: there is no such file.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -198,32 +176,6 @@ def _read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(values).__name__}.")
     return values
-
-
-def _refuse_duplicates(path: str) -> None:
-    """Of a key that stands twice, YAML's reader takes the last."""
-    nodes = [yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        # An alias is the node that it names.
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        if not isinstance(node, yaml.MappingNode):
-            continue
-        lines: dict[str, list[int]] = {}
-        for key, value in node.value:
-            nodes.append(value)
-            # `<<` takes over the keys of another mapping.
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
-        for key, places in lines.items():
-            if len(places) > 1:
-                where = " and ".join(map(str, places))
-                raise ValueError(f"--config {path}: the key {key!r} stands in lines {where}. Leave one of them.")
 
 
 _KEYS = f"""
@@ -241,16 +193,13 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 
 class RecipeParser(TrlParser):
     """
-    A [`~trl.TrlParser`] whose errors are `ValueError`s that say which key and value, what was expected, and where it was
-    found.
+    A [`~trl.TrlParser`] whose errors are `ValueError`s that say which key and value, what was expected, and where it
+    was found.
 
     Args:
-        dataclass_types (`tuple[type, ...]`):
-            Dataclasses whose fields are the keys of the recipe.
-        command (`str`):
-            Name of the sub-command.
-        description (`str`):
-            First part of its help.
+        dataclass_types (`tuple[type, ...]`): Dataclasses whose fields are the keys of the recipe.
+        command (`str`): Name of the sub-command.
+        description (`str`): First part of its help.
     """
 
     def __init__(self, dataclass_types: tuple[type, ...], command: str, description: str):
@@ -268,19 +217,7 @@ class RecipeParser(TrlParser):
         raise ValueError(f"command line: {message}")
 
     def parse(self, recipe: Recipe) -> tuple[Any, ...]:
-        """
-        Make the dataclasses from a recipe. The command line counts more than the YAML file.
-
-        Args:
-            recipe ([`Recipe`]):
-                The recipe.
-
-        Returns:
-            `tuple`: One object for each of the dataclass types.
-
-        Raises:
-            `ValueError`: A key is unknown, or a value does not fit.
-        """
+        """Make the dataclasses from a recipe. The command line counts more than the YAML file."""
         # A boolean has a second action with the same destination: `--no_KEY`, which takes no value.
         actions = {action.dest: action for action in self._actions if action.nargs != 0}
         values = {
@@ -350,23 +287,7 @@ def _launcher_keys() -> list[str]:
 
 
 def _convert(action: argparse.Action, hint: Any, value: Any) -> Any:
-    """
-    A YAML value as the command line would give it; `TrlParser` converts the strings among them only.
-
-    Args:
-        action (`argparse.Action`):
-            The parser's action for the key.
-        hint (`Any`):
-            Type of the dataclass field.
-        value (`Any`):
-            Value in the YAML file.
-
-    Returns:
-        `Any`: The value for the field.
-
-    Raises:
-        `TypeError` or `ValueError` or `argparse.ArgumentTypeError`: The value does not fit.
-    """
+    """A YAML value as the command line would give it; `TrlParser` converts the strings among them only."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if is_union else (hint,))]
     if action.nargs == "+" and value is not None:

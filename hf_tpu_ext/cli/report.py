@@ -5,13 +5,7 @@ from pathlib import Path
 
 
 def add_parser(commands) -> None:
-    """
-    Add the sub-command.
-
-    Args:
-        commands (`argparse._SubParsersAction`):
-            The sub-commands of `hf-tpu`.
-    """
+    """Register the `report` subcommand."""
     parser = commands.add_parser(
         "report",
         help="show a run, or compare several",
@@ -34,19 +28,7 @@ def add_parser(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Make a report.
-
-    Args:
-        args (`argparse.Namespace`):
-            With `run_dirs`, `output_dir`, `prices` and `plan`.
-
-    Returns:
-        `int`: `0`.
-
-    Raises:
-        `ValueError`: A directory holds no run, or the report cannot be written.
-    """
+    """Make a report, and return the exit status `0`."""
     from ..hardware.prices import PRICES
     from ..report.make import make_report
 

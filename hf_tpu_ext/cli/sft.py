@@ -21,16 +21,7 @@ TINY_DATA = "data"
 
 
 def run(argv: list[str]) -> None:
-    """
-    Train from a recipe.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `hf-tpu sft`.
-
-    Raises:
-        `ValueError`: Something in the recipe is missing, unknown or does not fit.
-    """
+    """Train from the recipe that the arguments after `hf-tpu sft` name."""
     _, training_args, model_args, _ = train(open_recipe(argv, TINY_DATA), "sft", DESCRIPTION)
     loader = "peft.AutoPeftModelForCausalLM" if model_args.use_peft else "transformers.AutoModelForCausalLM"
     print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r})")
@@ -44,20 +35,13 @@ def train(
     Run TRL's script with a recipe.
 
     Args:
-        recipe ([`Recipe`]):
-            The recipe.
-        command (`str`):
-            Name of the command, for its help.
-        description (`str`):
-            First part of its help.
-        adapt_trainer (`Callable[[type], type]`, *optional*):
-            Makes the trainer class from [`TPUSFTTrainer`], which it is by default.
+        recipe ([`Recipe`]): The recipe.
+        command (`str`): Name of the command, for its help.
+        description (`str`): First part of its help.
+        adapt_trainer (`Callable[[type], type]`, *optional*): Makes the trainer class from [`TPUSFTTrainer`].
 
     Returns:
         `tuple`: The arguments of the script.
-
-    Raises:
-        `ValueError`: Something in the recipe is missing, unknown or does not fit.
     """
     import trl
     from trl.scripts.sft import main

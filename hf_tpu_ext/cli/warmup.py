@@ -27,16 +27,7 @@ _COMMANDS = {"sft": sft, "pretrain": pretrain}
 
 
 def run(argv: list[str]) -> None:
-    """
-    Compile the programs of a recipe.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `hf-tpu warmup`.
-
-    Raises:
-        `ValueError`: Something in the recipe is missing, unknown or does not fit, or there is nowhere to keep programs.
-    """
+    """Compile the programs of the recipe that the arguments after `hf-tpu warmup` name."""
     named = [argv[0]] if argv[:1] and argv[0] in _COMMANDS else []
     command = named[0] if named else "sft"
     module = _COMMANDS[command]

@@ -9,22 +9,11 @@ from torch import Tensor
 
 def round_up_length(length: int, max_length: int, multiple_of: int | None = None) -> int:
     """
-    Rounds a length up to one that the hardware handles well.
+    Rounds a length up to a multiple that the hardware handles well, at most to `max_length`.
 
     By default a length below 512 goes up to a multiple of 8 (the rows of a TPU tile) and a longer one to a multiple of
     128 (its columns, and what blockwise attention kernels ask for). Multiples of 128 everywhere would double the cost
     of short rows, whose attention scores, the only tensor with the length in its columns, are small anyway.
-
-    Args:
-        length (`int`):
-            Length to round up.
-        max_length (`int`):
-            Greatest length returned.
-        multiple_of (`int`, *optional*):
-            Multiple to round up to, in place of 8 and 128.
-
-    Returns:
-        `int`: The smallest such multiple that is at least `length`, or `max_length` if that is smaller.
     """
     multiple_of = multiple_of or (8 if length < 512 else 128)
     return min(-(-length // multiple_of) * multiple_of, max_length)
@@ -35,10 +24,8 @@ def group_batches(lengths: Iterable[int], batch_size: int, train_sampling_strate
     Groups row lengths into batches as the sampler of the dataloader would, for one fixed shuffle.
 
     Args:
-        lengths (`Iterable[int]`):
-            Length of each row, in the order of the dataset, which counts for `"sequential"` only.
-        batch_size (`int`):
-            Rows of one batch.
+        lengths (`Iterable[int]`): Length of each row, in their order, which counts for `"sequential"` only.
+        batch_size (`int`): Rows of one batch.
         train_sampling_strategy (`str`, *optional*, defaults to `"random"`):
             As in [`~transformers.TrainingArguments`]. `"group_by_length"` and `"sequential"` are told apart; every
             other strategy is taken for `"random"`.
@@ -61,20 +48,7 @@ def group_batches(lengths: Iterable[int], batch_size: int, train_sampling_strate
 
 
 def batch_lengths(lengths: Iterable[int], batch_size: int, train_sampling_strategy: str = "random") -> list[int]:
-    """
-    Length of the longest row of each batch: what has to fit into a bucket.
-
-    Args:
-        lengths (`Iterable[int]`):
-            Length of each row, in the order of the dataset.
-        batch_size (`int`):
-            Rows of one batch.
-        train_sampling_strategy (`str`, *optional*, defaults to `"random"`):
-            As in [`~transformers.TrainingArguments`].
-
-    Returns:
-        `list[int]`: One length per batch.
-    """
+    """Length of the longest row of each batch that [`group_batches`] makes: what has to fit into a bucket."""
     return group_batches(lengths, batch_size, train_sampling_strategy).amax(1).tolist()
 
 
@@ -84,20 +58,17 @@ def percentile_buckets(
     """
     Chooses bucket lengths from the percentiles of the data.
 
-    Candidates are the 100 percentiles of `lengths`, rounded up by [`round_up_length`]. Of these, the `num_buckets` that
-    pad the least are taken (found exactly, by dynamic programming), which evens out what the buckets waste: evenly
-    spaced percentiles would leave a long tail of lengths to the last bucket alone.
+    Candidates are the 100 percentiles of `lengths`, rounded up by [`round_up_length`]. Of these, the `num_buckets`
+    that pad the least are taken (found exactly, by dynamic programming), which evens out what the buckets waste:
+    evenly spaced percentiles would leave a long tail of lengths to the last bucket alone.
 
     A batch goes to the bucket of its longest row, so give the lengths of batches ([`batch_lengths`]) rather than those
     of rows.
 
     Args:
-        lengths (`Iterable[int]`):
-            Lengths that have to fit.
-        num_buckets (`int`):
-            Greatest number of buckets. Each one compiles one program.
-        max_length (`int`):
-            Greatest length of a bucket; longer lengths count as truncated to it.
+        lengths (`Iterable[int]`): Lengths that have to fit.
+        num_buckets (`int`): Greatest number of buckets. Each one compiles one program.
+        max_length (`int`): Greatest length of a bucket; longer lengths count as truncated to it.
         multiple_of (`int`, *optional*):
             Multiple that buckets are rounded up to. By default 8 below 512 and 128 from there on.
 
@@ -131,21 +102,7 @@ def percentile_buckets(
 
 
 def validate_buckets(buckets: Sequence[int], max_length: int) -> list[int]:
-    """
-    Checks bucket lengths that were given by hand.
-
-    Args:
-        buckets (`Sequence[int]`):
-            Bucket lengths.
-        max_length (`int`):
-            Greatest length of a row.
-
-    Returns:
-        `list[int]`: The distinct bucket lengths, ascending.
-
-    Raises:
-        `ValueError`: If there is no bucket, if one is not a positive integer, or if one is longer than `max_length`.
-    """
+    """Checks bucket lengths that were given by hand; the distinct ones, ascending."""
     example = f"for example `length_buckets={[-(-max_length // 4), -(-max_length // 2), max_length]}`"
     if not buckets:
         raise ValueError(f"`length_buckets` is empty. Give at least one length, {example}.")

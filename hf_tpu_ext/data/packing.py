@@ -16,10 +16,8 @@ class PackedCollator:
     where documents begin; a row without it (`strategy="wrapped"`, or no packing) is one document.
 
     Args:
-        pad_token_id (`int`):
-            Token id that `input_ids` is padded with.
-        max_length (`int`):
-            Length of every row.
+        pad_token_id (`int`): Token id that `input_ids` is padded with.
+        max_length (`int`): Length of every row.
         count_tokens (`bool`, *optional*, defaults to `False`):
             Whether to note the number of tokens of a batch under [`NUM_TOKENS`].
 
@@ -39,12 +37,8 @@ class PackedCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         """
-        Collates packed rows.
-
-        Args:
-            examples (`list[dict[str, Any]]`):
-                Rows with `input_ids` (`list[int]`), optionally `labels` (`list[int]`, by default the `input_ids`) and
-                `seq_lengths` (`list[int]`, lengths of the documents, by default one document).
+        Collates packed rows with `input_ids`, and optionally `labels` (by default the `input_ids`) and `seq_lengths`
+        (lengths of the documents, by default one document).
 
         Returns:
             `dict[str, Tensor]`: int64 tensors of shape `(batch, max_length)`:

@@ -45,16 +45,14 @@ class StaticShapeCollator:
     with 0. No `attention_mask` is added where `collator` yields none.
 
     Args:
-        collator (`Callable`):
-            Data collator to wrap. It yields at least `input_ids` of shape `(batch, length)`.
-        lengths (`Sequence[int]`):
-            Declared lengths: one for a fixed length, several for buckets.
-        pad_token_id (`int`):
-            Token id that `input_ids` is padded with.
+        collator (`Callable`): Data collator to wrap. It yields at least `input_ids` of shape `(batch, length)`.
+        lengths (`Sequence[int]`): Declared lengths: one for a fixed length, several for buckets.
+        pad_token_id (`int`): Token id that `input_ids` is padded with.
         config_name (`str`, *optional*):
             Class of the arguments that have `max_length` and `length_buckets`, for messages.
         count_tokens (`bool`, *optional*, defaults to `False`):
-            Whether to note the number of tokens that `collator` yields, its own padding included, under [`NUM_TOKENS`].
+            Whether to note the number of tokens that `collator` yields, its own padding included, under
+            [`NUM_TOKENS`].
 
     Example:
     ```python
@@ -83,17 +81,7 @@ class StaticShapeCollator:
 
     def __call__(self, examples: list) -> dict[str, Any]:
         """
-        Collates `examples` and pads the batch.
-
-        Args:
-            examples (`list`):
-                Examples as `collator` takes them.
-
-        Returns:
-            `dict[str, Any]`: The batch of `collator`, its `(batch, length, ...)` tensors padded to a declared length.
-
-        Raises:
-            `ValueError`: If the batch is longer than the greatest declared length.
+        Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if none of the lengths fits.
         """
         batch = dict(self.collator(examples))
         if self.count_tokens:
@@ -128,16 +116,7 @@ class StaticShapeCollator:
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
-    """
-    Count the rows of a batch.
-
-    Args:
-        batch (`Mapping[str, Any]`):
-            Batch whose first tensor tells the number of rows.
-
-    Returns:
-        `int`: The number.
-    """
+    """Number of rows of a batch, which its first tensor tells."""
     return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
 
 
@@ -145,19 +124,17 @@ def complete_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) 
     """
     Adds rows at the end of a batch until it has `batch_size` of them, masked out of a loss over `labels`.
 
-    The added rows hold pad tokens, `attention_mask` 0 and `labels` -100, so no token of them is counted. Where a row has
-    one label, the added ones repeat the last row with `labels` -100: what models make of a row, such as the mean over its
-    tokens, may not be finite without tokens. Tensors of any other first dimension, scalars and non-tensors are left alone.
+    The added rows hold pad tokens, `attention_mask` 0 and `labels` -100, so no token of them is counted. Where a row
+    has one label, the added ones repeat the last row with `labels` -100: what models make of a row, such as the mean
+    over its tokens, may not be finite without tokens. Tensors of any other first dimension, scalars and non-tensors
+    are left alone.
 
     It is for the caller to know that the loss leaves labels of -100 out.
 
     Args:
-        batch (`Mapping[str, Any]`):
-            Batch whose first tensor tells the number of rows.
-        batch_size (`int`):
-            Number of rows wanted. A batch that has as many or more is returned as it is.
-        pad_token_id (`int`):
-            Token id of the added rows.
+        batch (`Mapping[str, Any]`): Batch whose first tensor tells the number of rows.
+        batch_size (`int`): Number of rows wanted. A batch that has as many or more is returned as it is.
+        pad_token_id (`int`): Token id of the added rows.
 
     Returns:
         `dict[str, Any]`: The batch with `batch_size` rows.
@@ -185,12 +162,9 @@ class ShapeGuard:
     One guard watches one dataloader: training and evaluation batches have different numbers of rows.
 
     Args:
-        limit (`int`):
-            Number of distinct batch shapes allowed.
-        lengths (`Sequence[int]`):
-            Declared lengths, named in the error.
-        config_name (`str`, *optional*):
-            Class of the arguments that have `max_length` and `length_buckets`, for the error.
+        limit (`int`): Number of distinct batch shapes allowed.
+        lengths (`Sequence[int]`): Declared lengths, named in the error.
+        config_name (`str`, *optional*): Class of the arguments that have `max_length`, for the error.
     """
 
     def __init__(self, limit: int, lengths: Sequence[int], config_name: str | None = None):
@@ -201,16 +175,7 @@ class ShapeGuard:
         self._seen: dict[tuple[tuple[str, torch.Size], ...], None] = {}
 
     def check(self, batch: Mapping[str, Any]) -> None:
-        """
-        Records the shapes of a batch.
-
-        Args:
-            batch (`Mapping[str, Any]`):
-                Batch as it is handed to the device.
-
-        Raises:
-            `ValueError`: If the batch brings one more distinct shape than `limit`.
-        """
+        """Records the shapes of a batch; `ValueError` if they are one more than `limit`."""
         shapes = tuple((key, value.shape) for key, value in batch.items() if isinstance(value, Tensor))
         if shapes in self._seen:
             return

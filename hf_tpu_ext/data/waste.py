@@ -29,14 +29,10 @@ class TokenWaste:
         lengths (`Iterable[int]`):
             Length of each row of the training set, in its order; longer rows than the greatest declared length count as
             truncated to it. With `packing`, of each packed row.
-        declared (`Sequence[int]`):
-            Declared lengths, the greatest of which is `max_length`.
-        batch_size (`int`):
-            Rows of one batch, over all devices that share a batch shape.
-        train_sampling_strategy (`str`, *optional*, defaults to `"random"`):
-            As in [`~transformers.TrainingArguments`].
-        packing (`bool`, *optional*, defaults to `False`):
-            Whether rows are packed already. Nothing is advised then.
+        declared (`Sequence[int]`): Declared lengths, the greatest of which is `max_length`.
+        batch_size (`int`): Rows of one batch, over all devices that share a batch shape.
+        train_sampling_strategy (`str`, *optional*, defaults to `"random"`): As in [`~transformers.TrainingArguments`].
+        packing (`bool`, *optional*, defaults to `False`): Whether rows are packed already. Nothing is advised then.
 
     Attributes:
         rows (`int`): Number of rows.
@@ -73,12 +69,7 @@ class TokenWaste:
             self.pad_share_per_length[length] = pads / (chosen.sum().item() * batch_size * length)
 
     def describe(self) -> str:
-        """
-        Words for the start of a run: the share of pads and, from 10 % on, the settings that lower it.
-
-        Returns:
-            `str`: One paragraph.
-        """
+        """Words for the start of a run: the share of pads and, from 10 % on, the settings that lower it."""
         text = (
             f"{self.rows:,} rows, {self.real_tokens:,} tokens: {self.pad_share:.0%} of the tokens computed are padding"
         )
@@ -99,9 +90,6 @@ class TokenWaste:
 
         Packing is estimated by best-fit decreasing over groups of 1,000 rows, as TRL packs them, from at most 10,000
         rows; every other setting by forming the batches of the whole set once more.
-
-        Returns:
-            `dict[str, float]`: What to set, and the share of pads it leaves.
         """
         max_length = self.declared[-1]
         estimates = {}

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset
-from safetensors import safe_open
-from safetensors.torch import load_file
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +19,7 @@ from .cache_format import (
     find_damage,
     normalised,
     read_manifest,
+    read_sequence,
     sequence_key,
     tokenizer_hash,
 )
@@ -32,8 +32,7 @@ class TeacherCache:
     Reads a cache that `hf-tpu cache-teacher` made.
 
     Args:
-        directory (`str` or `Path`):
-            Directory of the cache.
+        directory (`str` or `Path`): Directory of the cache.
         preload (`bool`, *optional*, defaults to `False`):
             Whether to read all of it into memory. By default files are mapped, and read where a sequence is looked up.
         verify (`bool`, *optional*, defaults to `True`):
@@ -53,25 +52,25 @@ class TeacherCache:
                     f"{self.directory / shard.file} {problem}. Make it anew with the command that made the cache: "
                     f"{MAKE} {self.directory} (whole files are kept)."
                 )
-        self._preloaded = [load_file(self.directory / shard.file) for shard in shards] if preload else None
-        self._open: dict[int, Any] = {}
-        self._places: dict[bytes, tuple[int, int, int]] = {}
+        self._preloaded = [(self.directory / shard.file).read_bytes() for shard in shards] if preload else None
+        self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
+        self._places: dict[bytes, tuple[int, int]] = {}
         for number in range(len(shards)):
-            offsets = self._read("offsets", number).tolist()
-            keys = self._read("keys", number).numpy()
-            for key, begin, end in zip(keys, offsets, offsets[1:], strict=False):
-                self._places[key.tobytes()] = (number, begin, end)
+            keys = self._reader(number).schema.metadata[b"keys"]
+            for place, start in enumerate(range(0, len(keys), 16)):
+                self._places[keys[start : start + 16]] = (number, place)
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers of a dataloader open the files themselves.
         return {**vars(self), "_open": {}}
 
-    def _read(self, name: str, shard: int, begin: int | None = None, end: int | None = None) -> torch.Tensor:
-        if self._preloaded is not None:
-            return self._preloaded[shard][name][begin:end]
+    def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
         if shard not in self._open:
-            self._open[shard] = safe_open(self.directory / self.manifest.shards[shard].file, framework="pt")
-        return self._open[shard].get_slice(name)[begin:end]
+            path = self.directory / self.manifest.shards[shard].file
+            source = pa.memory_map(str(path)) if self._preloaded is None else pa.py_buffer(self._preloaded[shard])
+            # A forked worker has none of the threads of its parent.
+            self._open[shard] = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False))
+        return self._open[shard]
 
     def __contains__(self, input_ids: list[int] | np.ndarray) -> bool:
         return sequence_key(input_ids) in self._places
@@ -81,12 +80,9 @@ class TeacherCache:
         Look a sequence up.
 
         Args:
-            input_ids (`list[int]`):
-                Token ids without padding.
-            temperature (`float`):
-                One of the manifest's temperatures.
-            top_k (`int`):
-                Entries of a position, at most the manifest's.
+            input_ids (`list[int]`): Token ids without padding.
+            temperature (`float`): One of the manifest's temperatures.
+            top_k (`int`): Entries of a position, at most the manifest's.
 
         Returns:
             [`TopK`]: Ids of shape `(length, top_k)` in int32, most likely first, their log-probabilities at the
@@ -102,49 +98,30 @@ class TeacherCache:
                 f"{self.directory}. It was made from other data: make one from this recipe with {MAKE} DIR."
             )
         manifest = self.manifest
+        shard, number = place
+        found = read_sequence(self._reader(shard), number)
         if manifest.compact:
-            packed = CompactTokens(*(self._read(name, *place).numpy() for name in CompactTokens._fields))
-            ids, values = map(torch.from_numpy, packed.unpack(manifest.vocab_size))
+            ids, values = CompactTokens(*(found[name] for name in CompactTokens._fields)).unpack()
         else:
-            ids, values = (self._read(name, *place) for name in ("ids", "values"))
-        log_probs = values.float() / temperature
+            ids, values = found["ids"], found["values"]
+        ids, log_probs = torch.from_numpy(ids), torch.from_numpy(values).float() / temperature
         if temperature != 1:
             column = normalised(manifest.temperatures).index(temperature)
-            log_probs = log_probs - self._read("normalisers", *place)[:, column, None]
-        log_tail = self._read("log_tails", *place)[:, manifest.temperatures.index(temperature)].float()
+            log_probs = log_probs - torch.from_numpy(found["normalisers"][:, column, None])
+        log_tail = torch.from_numpy(found["log_tails"][:, manifest.temperatures.index(temperature)]).float()
         if top_k < manifest.top_k:
             log_tail = torch.cat([log_tail[:, None], log_probs[:, top_k:]], dim=-1).logsumexp(-1)
         return TopK(ids[:, :top_k], log_probs[:, :top_k], log_tail)
 
     def missing(self, dataset: Dataset) -> int:
-        """
-        Count the rows of a prepared dataset whose sequence is not in the cache.
-
-        Args:
-            dataset ([`~datasets.Dataset`]):
-                Dataset with an `input_ids` column.
-
-        Returns:
-            `int`: Number of rows.
-        """
+        """Number of rows of a prepared dataset whose sequence is not in the cache."""
         return len(self._absent(dataset))
 
     def _absent(self, dataset: Dataset) -> list[int]:
         return [row for row, input_ids in enumerate(dataset_sequences(dataset)) if input_ids not in self]
 
     def check_dataset(self, dataset: Dataset, name: str) -> None:
-        """
-        Make sure that every row of a prepared dataset is in the cache.
-
-        Args:
-            dataset ([`~datasets.Dataset`]):
-                Dataset with an `input_ids` column.
-            name (`str`):
-                What to call it.
-
-        Raises:
-            `ValueError`: Some are not.
-        """
+        """Raise a `ValueError` if rows of a prepared dataset, called `name` in it, are not in the cache."""
         if absent := self._absent(dataset):
             raise ValueError(
                 f"{len(absent)} of {len(dataset)} sequences of {name} are not in the teacher's cache {self.directory}, "
@@ -163,16 +140,11 @@ class TeacherCache:
         Make sure that a run can use the cache.
 
         Args:
-            temperature (`float`):
-                Temperature of the distillation.
-            top_k (`int`, *optional*):
-                Entries of a position; all that are cached by default.
-            tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-                Tokenizer that prepared the run's data.
-            max_length (`int`, *optional*):
-                Length that the run's rows are cut to.
-            vocab_size (`int`):
-                Number of the student's logits.
+            temperature (`float`): Temperature of the distillation.
+            top_k (`int`, *optional*): Entries of a position; all that are cached by default.
+            tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer that prepared the run's data.
+            max_length (`int`, *optional*): Length that the run's rows are cut to.
+            vocab_size (`int`): Number of the student's logits.
 
         Returns:
             `list[str]`: Warnings.

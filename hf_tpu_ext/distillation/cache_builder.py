@@ -27,16 +27,12 @@ class TeacherRun:
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Frozen model on the backend's device, with TRL's fused head ([`~trl.trainer.utils.add_fused_lm_head`]).
-        backend ([`Backend`]):
-            The backend in use.
+        backend ([`Backend`]): The backend in use.
         collator (`Callable`):
             Makes a batch of rows with `input_ids` and `labels`, on XLA in one of the declared lengths.
-        rows (`int`):
-            Rows of a batch, over all chips.
-        pad_token_id (`int`):
-            Token id of the rows that complete a batch.
-        compute_dtype (`torch.dtype`, *optional*):
-            Dtype of the forward pass; by default that of the weights.
+        rows (`int`): Rows of a batch, over all chips.
+        pad_token_id (`int`): Token id of the rows that complete a batch.
+        compute_dtype (`torch.dtype`, *optional*): Dtype of the forward pass; by default that of the weights.
     """
 
     model: nn.Module
@@ -48,14 +44,7 @@ class TeacherRun:
 
     def batch(self, sequences: list[list[int]]) -> dict[str, torch.Tensor]:
         """
-        Make a batch, on the host.
-
-        Args:
-            sequences (`list[list[int]]`):
-                Token ids of at most `rows` sequences.
-
-        Returns:
-            `dict[str, torch.Tensor]`: `input_ids` and `attention_mask` of shape `(batch, length)`.
+        Make a batch of at most `rows` sequences, on the host: `input_ids` and `attention_mask`, `(batch, length)`.
         """
         batch = self.collator([{"input_ids": ids, "labels": ids} for ids in sequences])
         if self.backend.lazy:
@@ -66,20 +55,7 @@ class TeacherRun:
     def distributions(
         self, batch: dict[str, torch.Tensor], top_k: int, temperatures: tuple[float, ...]
     ) -> TeacherRows:
-        """
-        Run the teacher over a batch.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                What [`~TeacherRun.batch`] made.
-            top_k (`int`):
-                How many tokens of each position to take.
-            temperatures (`tuple[float, ...]`):
-                Temperatures to normalise for.
-
-        Returns:
-            [`TeacherRows`]: Tensors of shape `(batch, length, ...)` on the host.
-        """
+        """Run the teacher over a batch: [`TeacherRows`] of shape `(batch, length, ...)` on the host."""
         shape = batch["input_ids"].shape
         inputs = self.backend.send_rows(batch, shape[0])
         with static_masks(), self.backend.autocast(self.compute_dtype):
@@ -90,16 +66,7 @@ class TeacherRun:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """
-    Hash of a sample of a model's weights, which tells one training from another.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model on the host.
-
-    Returns:
-        `str`: Hexadecimal digits.
-    """
+    """Hash of a sample of a model's weights, which tells one training from another."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         sample = parameter.detach().flatten()[:64].float().numpy()
@@ -108,13 +75,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 class Sequences:
-    """
-    The different sequences of prepared datasets, in the order of their first row.
-
-    Args:
-        datasets (`Iterable[Dataset]`):
-            Datasets with an `input_ids` column.
-    """
+    """The different sequences of prepared datasets (with `input_ids`), in the order of their first row."""
 
     def __init__(self, datasets: Iterable[Dataset]):
         self._datasets = [dataset.select_columns(["input_ids"]) for dataset in datasets]
@@ -146,14 +107,10 @@ def build_cache(teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, 
     Run a teacher over all sequences that the cache does not have yet.
 
     Args:
-        teacher ([`TeacherRun`]):
-            The teacher.
-        sequences ([`Sequences`]):
-            The sequences.
-        writer ([`CacheWriter`]):
-            Writes the cache.
-        quiet (`bool`, *optional*, defaults to `False`):
-            Whether to show no progress.
+        teacher ([`TeacherRun`]): The teacher.
+        sequences ([`Sequences`]): The sequences.
+        writer ([`CacheWriter`]): Writes the cache.
+        quiet (`bool`, *optional*, defaults to `False`): Whether to show no progress.
 
     Returns:
         [`CacheManifest`]: What the complete cache holds.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from .compact import compact_bytes_per_token
 MANIFEST = "manifest.json"
 #: What stands in the place of the manifest until the last shard is written.
 PROGRESS = "progress.json"
-FORMAT = "hf_tpu_ext teacher cache 1"
+FORMAT = "hf_tpu_ext teacher cache 2"
 #: Less of the teacher's mass than this in the top K is a warning.
 LOW_COVERAGE = 0.5
 MAKE = "hf-tpu cache-teacher --config recipe.yaml --kd_cache"
@@ -30,32 +31,19 @@ class CacheSettings:
     What a cache was made from. A build continues only with the same.
 
     Args:
-        teacher (`str`):
-            Path or name of the teacher.
-        teacher_hash (`str`):
-            Hash of a sample of its weights.
-        tokenizer_hash (`str`):
-            Hash of the tokenizer's vocabulary.
-        chat_template_hash (`str`):
-            Hash of its chat template.
-        vocab_size (`int`):
-            Number of the teacher's logits.
-        top_k (`int`):
-            Entries of a position.
-        temperatures (`tuple[float, ...]`):
-            Temperatures that it can be used at, ascending.
-        max_length (`int`, *optional*):
-            Length that rows were cut to.
-        compute_dtype (`str`):
-            What the teacher computed in, e.g. `"bfloat16"`.
-        compact (`bool`):
-            Whether the compact form is used.
-        dataset_hash (`str`):
-            Hash of the keys of all sequences in their order.
-        sequences (`int`):
-            Different sequences.
-        tokens (`int`):
-            Tokens in them.
+        teacher (`str`): Path or name of the teacher.
+        teacher_hash (`str`): Hash of a sample of its weights.
+        tokenizer_hash (`str`): Hash of the tokenizer's vocabulary.
+        chat_template_hash (`str`): Hash of its chat template.
+        vocab_size (`int`): Number of the teacher's logits.
+        top_k (`int`): Entries of a position.
+        temperatures (`tuple[float, ...]`): Temperatures that it can be used at, ascending.
+        max_length (`int`, *optional*): Length that rows were cut to.
+        compute_dtype (`str`): What the teacher computed in, e.g. `"bfloat16"`.
+        compact (`bool`): Whether the compact form is used.
+        dataset_hash (`str`): Hash of the keys of all sequences in their order.
+        sequences (`int`): Different sequences.
+        tokens (`int`): Tokens in them.
     """
 
     teacher: str
@@ -74,39 +62,23 @@ class CacheSettings:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position; a sequence takes 24 more."""
+        """Bytes of one position, which compression of the compact form comes to at most."""
         entries = compact_bytes_per_token(self.top_k, self.vocab_size) if self.compact else 6 * self.top_k
         return entries + 4 * len(normalised(self.temperatures)) + 2 * len(self.temperatures)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """
-    A file of a cache.
-
-    Args:
-        file (`str`):
-            Its name.
-        sequences (`int`):
-            Sequences in it.
-        tokens (`int`):
-            Tokens in them.
-        bytes (`int`):
-            Its size.
-        sha256 (`str`):
-            Its checksum.
-        coverage_sums (`tuple[float, ...]`):
-            For each temperature, the sum over positions of the teacher's mass in the top K.
-        largest_id (`int`):
-            Largest token id among the entries.
-    """
+    """A file of a cache."""
 
     file: str
     sequences: int
     tokens: int
     bytes: int
     sha256: str
+    #: For each temperature, the sum over positions of the teacher's mass in the top K.
     coverage_sums: tuple[float, ...]
+    #: Largest token id among the entries.
     largest_id: int
 
 
@@ -116,16 +88,11 @@ class CacheManifest(CacheSettings):
     What a complete cache holds.
 
     Args:
-        coverage (`tuple[float, ...]`):
-            For each temperature, the mean of the teacher's mass in the top K.
-        bytes_per_token (`float`):
-            Size of all shards by the number of tokens.
-        largest_id (`int`):
-            Largest token id among the entries.
-        sequences_per_shard (`int`):
-            Sequences in each file but the last.
-        shards (`tuple[Shard, ...]`):
-            The files.
+        coverage (`tuple[float, ...]`): For each temperature, the mean of the teacher's mass in the top K.
+        bytes_per_token (`float`): Size of all shards by the number of tokens.
+        largest_id (`int`): Largest token id among the entries.
+        sequences_per_shard (`int`): Sequences in each file but the last.
+        shards (`tuple[Shard, ...]`): The files.
         **kwargs:
             All fields of [`CacheSettings`].
     """
@@ -138,73 +105,28 @@ class CacheManifest(CacheSettings):
 
 
 def normalised(temperatures: tuple[float, ...]) -> list[float]:
-    """
-    Temperatures that a normaliser is stored for. That of temperature 1 is 0.
-
-    Args:
-        temperatures (`tuple[float, ...]`):
-            Temperatures of the cache.
-
-    Returns:
-        `list[float]`: All others.
-    """
+    """Temperatures of a cache that a normaliser is stored for: all but 1, whose own is 0."""
     return [temperature for temperature in temperatures if temperature != 1]
 
 
 def sequence_key(input_ids: list[int] | np.ndarray) -> bytes:
-    """
-    Name of a sequence: a hash of its token ids and nothing else.
-
-    Args:
-        input_ids (`list[int]` or `np.ndarray` of shape `(length,)`):
-            Token ids without padding.
-
-    Returns:
-        `bytes`: 16 bytes.
-    """
+    """Name of a sequence without padding: 16 bytes, a hash of its token ids and nothing else."""
     return hashlib.blake2b(np.asarray(input_ids, dtype="<i4").tobytes(), digest_size=16).digest()
 
 
 def dataset_sequences(dataset: Dataset) -> Iterator[np.ndarray]:
-    """
-    Go through the sequences of a prepared dataset.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Dataset with an `input_ids` column.
-
-    Yields:
-        `np.ndarray` of shape `(length,)`: Token ids of a row.
-    """
+    """Token ids of each row of a prepared dataset, of shape `(length,)`."""
     for rows in dataset.with_format("numpy", columns=["input_ids"]).iter(batch_size=1000):
         yield from rows["input_ids"]
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """
-    Hash of which id stands for which token.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer.
-
-    Returns:
-        `str`: Hexadecimal digits.
-    """
+    """Hash of which id stands for which token."""
     return _hash(tokenizer.get_vocab())
 
 
 def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """
-    Hash of a tokenizer's chat template.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer, with or without one.
-
-    Returns:
-        `str`: Hexadecimal digits.
-    """
+    """Hash of a tokenizer's chat template, if it has one."""
     return _hash(tokenizer.chat_template)
 
 
@@ -213,20 +135,7 @@ def _hash(value: Any) -> str:
 
 
 def describe_coverage(coverage: float, temperature: float, top_k: int) -> str:
-    """
-    Words for a temperature that a cache does not support well.
-
-    Args:
-        coverage (`float`):
-            Mean of the teacher's mass in the top K.
-        temperature (`float`):
-            Temperature.
-        top_k (`int`):
-            Entries of a position.
-
-    Returns:
-        `str`: One line.
-    """
+    """The warning that the top K hold little of the teacher's mass at a temperature."""
     return (
         f"The top {top_k} tokens hold {coverage:.0%} of the teacher's mass at temperature {temperature:g}: most of what it "
         "teaches there is in the one bucket of all other tokens. Take a lower temperature or a larger kd_top_k."
@@ -234,20 +143,7 @@ def describe_coverage(coverage: float, temperature: float, top_k: int) -> str:
 
 
 def find_damage(directory: Path, shard: Shard, verify: bool) -> str | None:
-    """
-    Say what is wrong with a file.
-
-    Args:
-        directory (`Path`):
-            Directory of the cache.
-        shard ([`Shard`]):
-            The file as it was written.
-        verify (`bool`):
-            Whether to compare the checksum.
-
-    Returns:
-        `str` or `None`: What is wrong; `None` for nothing.
-    """
+    """Say what is wrong with a file, its checksum compared if `verify`; `None` for nothing."""
     path = directory / shard.file
     if not path.is_file():
         return "is missing"
@@ -260,20 +156,38 @@ def find_damage(directory: Path, shard: Shard, verify: bool) -> str | None:
     return None
 
 
+def write_shard(tensors: list[dict[str, np.ndarray]], keys: list[bytes], compression: str | None) -> bytes:
+    """An Arrow file with a record batch of `(tokens, size)` arrays for each sequence, to be read one by one."""
+    batches = [
+        pa.record_batch(
+            {
+                name: pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), array.shape[1])
+                for name, array in sequence.items()
+                if array.shape[1]
+            }
+        )
+        for sequence in tensors
+    ]
+    file = pa.BufferOutputStream()
+    schema = batches[0].schema.with_metadata({"keys": b"".join(keys)})
+    with pa.ipc.new_file(file, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return file.getvalue().to_pybytes()
+
+
+def read_sequence(shard: pa.ipc.RecordBatchFileReader, number: int) -> dict[str, np.ndarray]:
+    """The arrays of one sequence of a file, as [`write_shard`] was given them."""
+    batch = shard.get_batch(number)
+    # Copied, because what is mapped cannot be written, and PyTorch warns of that.
+    return {
+        name: np.array(batch[name].flatten().to_numpy(zero_copy_only=False)).reshape(len(batch), -1)
+        for name in batch.schema.names
+    }
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
-    """
-    Read the manifest or the progress of a cache.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `dict[str, Any]` or `None`: Its content; `None` where there is none.
-
-    Raises:
-        `ValueError`: It is not of a cache of this version.
-    """
+    """Read a manifest or a progress, `None` where there is none; `ValueError` if it is not of this version."""
     if not path.is_file():
         return None
     try:
@@ -289,33 +203,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_shards(content: dict[str, Any]) -> tuple[Shard, ...]:
-    """
-    Take the files out of what [`read_json`] gave.
-
-    Args:
-        content (`dict[str, Any]`):
-            Content of a manifest or a progress.
-
-    Returns:
-        `tuple[Shard, ...]`: The files.
-    """
+    """The files that a manifest or a progress lists."""
     return tuple(Shard(**{**shard, "coverage_sums": tuple(shard["coverage_sums"])}) for shard in content["shards"])
 
 
 def read_manifest(directory: Path) -> CacheManifest:
-    """
-    Read what a complete cache holds.
-
-    Args:
-        directory (`Path`):
-            Directory of the cache.
-
-    Returns:
-        [`CacheManifest`]: Its manifest.
-
-    Raises:
-        `ValueError`: There is no cache, or it is not complete.
-    """
+    """Read what a complete cache holds; a `ValueError` says that there is none, or how to complete it."""
     content = read_json(directory / MANIFEST)
     if content is None:
         progress = read_json(directory / PROGRESS)
@@ -331,15 +224,6 @@ def read_manifest(directory: Path) -> CacheManifest:
 
 
 def mean_coverage(shards: list[Shard]) -> tuple[float, ...]:
-    """
-    Mean of the teacher's mass in the top K.
-
-    Args:
-        shards (`list[Shard]`):
-            All files of a cache.
-
-    Returns:
-        `tuple[float, ...]`: One for each temperature.
-    """
+    """Mean of the teacher's mass in the top K over all files, for each temperature."""
     tokens = sum(shard.tokens for shard in shards)
     return tuple(math.fsum(sums) / tokens for sums in zip(*(shard.coverage_sums for shard in shards), strict=True))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 from transformers.utils import logging
 
 from ..atomic_write import write_atomically
@@ -29,6 +28,7 @@ from .cache_format import (
     read_json,
     read_manifest,
     read_shards,
+    write_shard,
 )
 from .compact import CompactTokens
 
@@ -44,8 +44,8 @@ _HASHED = {
     "dataset_hash": "the prepared data are others",
 }
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# A shard's header, and the keys and offsets of its sequences.
-_HEADER_BYTES, _SEQUENCE_BYTES = 1024, 24
+# What Arrow writes of a shard and of each sequence besides the arrays.
+_HEADER_BYTES, _SEQUENCE_BYTES = 1024, 512
 
 
 class CacheWriter:
@@ -58,14 +58,10 @@ class CacheWriter:
     never been stopped.
 
     Args:
-        directory (`str` or `Path`):
-            Directory of the cache.
-        settings ([`CacheSettings`]):
-            What it is made from.
-        keys (`list[bytes]`):
-            Key of each sequence, all different.
-        lengths (`list[int]`):
-            Number of tokens of each sequence.
+        directory (`str` or `Path`): Directory of the cache.
+        settings ([`CacheSettings`]): What it is made from.
+        keys (`list[bytes]`): Key of each sequence, all different.
+        lengths (`list[int]`): Number of tokens of each sequence.
         overwrite (`bool`, *optional*, defaults to `False`):
             Whether to begin anew where there is a cache with other settings.
         sequences_per_shard (`int`, *optional*):
@@ -114,52 +110,31 @@ class CacheWriter:
         ]
 
     def write(self, sequences: range, rows: list[Any]) -> None:
-        """
-        Write a file.
-
-        Args:
-            sequences (`range`):
-                One of [`~CacheWriter.pending`].
-            rows (`list[TeacherRows]`):
-                The teacher's distributions on each of them, on the host.
-
-        Raises:
-            `ValueError`: There is no room.
-        """
-        ids, values, normalisers, log_tails = (
-            np.concatenate([tensor.numpy() for tensor in tensors]) for tensors in zip(*rows, strict=True)
-        )
+        """Write a file: the [`TeacherRows`] of one of [`~CacheWriter.pending`]. `ValueError` if there is no room."""
         temperatures = self.settings.temperatures
-        lengths = [self._lengths[number] for number in sequences]
-        assert len(ids) == sum(lengths)
-        if self.settings.compact:
-            entries = CompactTokens.pack(ids, values, self.settings.vocab_size)._asdict()
-        else:
-            entries = {"ids": ids, "values": values}
         stored = [temperatures.index(temperature) for temperature in normalised(temperatures)]
-        data = safetensors.numpy.save(
-            {
-                **entries,
-                "normalisers": np.ascontiguousarray(normalisers[:, stored]),
-                "log_tails": log_tails,
-                "keys": np.frombuffer(b"".join(self._keys[number] for number in sequences), np.uint8).reshape(-1, 16),
-                "offsets": np.cumsum([0, *lengths], dtype=np.int64),
-            }
-        )
+        tensors, coverage_sums, largest_id = [], np.zeros(len(temperatures)), 0
+        for number, row in zip(sequences, rows, strict=True):
+            ids, values, normalisers, log_tails = (tensor.numpy() for tensor in row)
+            assert len(ids) == self._lengths[number]
+            entries = (
+                CompactTokens.pack(ids, values)._asdict() if self.settings.compact else {"ids": ids, "values": values}
+            )
+            tensors.append({**entries, "normalisers": normalisers[:, stored], "log_tails": log_tails})
+            log_probs = values.astype(np.float32)[..., None] / np.float32(temperatures) - normalisers[:, None]
+            coverage_sums += np.exp(log_probs).sum(axis=(0, 1), dtype=np.float64)
+            largest_id = max(largest_id, int(ids.max()))
+        keys = [self._keys[number] for number in sequences]
+        data = write_shard(tensors, keys, compression="zstd" if self.settings.compact else None)
         number = sequences.start // self._per_shard
         shard = Shard(
-            file=f"shard-{number:05d}.safetensors",
+            file=f"shard-{number:05d}.arrow",
             sequences=len(sequences),
-            tokens=len(ids),
+            tokens=sum(self._lengths[number] for number in sequences),
             bytes=len(data),
             sha256=hashlib.sha256(data).hexdigest(),
-            coverage_sums=tuple(
-                float(
-                    np.exp(values.astype(np.float32) / temperature - normalisers[:, index, None]).sum(dtype=np.float64)
-                )
-                for index, temperature in enumerate(temperatures)
-            ),
-            largest_id=int(ids.max()),
+            coverage_sums=tuple(coverage_sums.tolist()),
+            largest_id=largest_id,
         )
         with self._need_room():
             write_atomically(self.directory / shard.file, data)
@@ -167,12 +142,7 @@ class CacheWriter:
         self._note_progress()
 
     def finish(self) -> CacheManifest:
-        """
-        Write the manifest, which makes the cache complete.
-
-        Returns:
-            [`CacheManifest`]: What the cache holds.
-        """
+        """Write the manifest, which makes the cache complete, and return it."""
         if not self.complete:
             assert not self.pending
             shards = [self._shards[number] for number in sorted(self._shards)]
@@ -228,7 +198,7 @@ class CacheWriter:
     def _leftovers(self) -> list[Path]:
         """Files of this or another build that are no part of what it goes on from."""
         kept = {shard.file for shard in self._shards.values()}
-        found = [*self.directory.glob("shard-*.safetensors"), *self.directory.glob(".*.tmp")]
+        found = [*self.directory.glob("shard-*"), *self.directory.glob(".*.tmp")]
         return [path for path in found if path.name not in kept]
 
     def _note_progress(self) -> None:

@@ -17,12 +17,9 @@ class TeacherCollator:
     Args:
         collator (`Callable`):
             Data collator to wrap. Its batches have a row for each example, in their order, padded on the right.
-        cache ([`TeacherCache`]):
-            The teacher's answers.
-        temperature (`float`):
-            One of the cache's temperatures.
-        top_k (`int`, *optional*):
-            Tokens of each position; all that are cached by default.
+        cache ([`TeacherCache`]): The teacher's answers.
+        temperature (`float`): One of the cache's temperatures.
+        top_k (`int`, *optional*): Tokens of each position; all that are cached by default.
     """
 
     def __init__(
@@ -39,18 +36,11 @@ class TeacherCollator:
 
     def __call__(self, examples: list) -> dict[str, Any]:
         """
-        Collates `examples`.
-
-        Args:
-            examples (`list`):
-                Examples with `input_ids`.
+        Collate examples with `input_ids`; a `ValueError` names a sequence that is not in the cache.
 
         Returns:
             `dict[str, Any]`: The batch, with `teacher_ids` (int32) and `teacher_log_probs` (float32) of shape
             `(batch, length, top_k)`, and `teacher_log_tail` (float32) of shape `(batch, length)`.
-
-        Raises:
-            `ValueError`: A sequence is not in the cache.
         """
         batch = dict(self.collator(examples))
         rows, length = batch["input_ids"].shape

@@ -20,16 +20,11 @@ class Head(NamedTuple):
     What a language model computes its logits from.
 
     Args:
-        hidden (`torch.Tensor` of shape `(tokens, hidden_size)`):
-            Last hidden states.
-        weight (`torch.Tensor` of shape `(vocabulary, hidden_size)`):
-            Weight of the head.
-        bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*):
-            Its bias.
-        softcap (`float`, *optional*):
-            `final_logit_softcapping` of the model.
-        scale (`float`):
-            What the logits are multiplied by.
+        hidden (`torch.Tensor` of shape `(tokens, hidden_size)`): Last hidden states.
+        weight (`torch.Tensor` of shape `(vocabulary, hidden_size)`): Weight of the head.
+        bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*): Its bias.
+        softcap (`float`, *optional*): `final_logit_softcapping` of the model.
+        scale (`float`): What the logits are multiplied by.
     """
 
     hidden: Tensor
@@ -39,16 +34,7 @@ class Head(NamedTuple):
     scale: float = 1.0
 
     def enter_chip(self, backend: Backend) -> "Head":
-        """
-        Take it into the part of a program that each chip runs by itself, on the tokens that it has.
-
-        Args:
-            backend ([`Backend`]):
-                The backend in use.
-
-        Returns:
-            [`Head`]: What one chip holds, without its autograd history.
-        """
+        """What one chip holds of it, in the part of a program that each chip runs by itself; no autograd history."""
         return self._replace(
             hidden=backend.enter_chip(self.hidden, by_rows=True),
             weight=backend.enter_chip(self.weight),
@@ -56,16 +42,7 @@ class Head(NamedTuple):
         )
 
     def logits(self, dtype: torch.dtype) -> Tensor:
-        """
-        Compute the logits.
-
-        Args:
-            dtype (`torch.dtype`):
-                Dtype of the matrix product.
-
-        Returns:
-            `torch.Tensor` of shape `(tokens, vocabulary)`: float32, or float64 for such weights.
-        """
+        """Logits `(tokens, vocabulary)` from a product in `dtype`: float32, or float64 for such weights."""
         logits = self.hidden.to(dtype) @ self.weight.to(dtype).T
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.bias is not None:
@@ -76,21 +53,15 @@ class Head(NamedTuple):
 
 class TokenTerms(NamedTuple):
     """
-    What distillation knows about each token. The first two have gradients.
+    What distillation knows about each token, all of shape `(tokens,)`. The first two have gradients.
 
     Args:
-        log_probs (`torch.Tensor` of shape `(tokens,)`):
-            Log-probability of the target, at temperature 1.
-        kd (`torch.Tensor` of shape `(tokens,)`):
-            Divergence from the teacher, without the factor `temperature**2`.
-        entropy (`torch.Tensor` of shape `(tokens,)`):
-            Entropy of the student, at temperature 1.
-        is_top1 (`torch.Tensor` of shape `(tokens,)`):
-            1 where the target is the student's most likely token.
-        coverage (`torch.Tensor` of shape `(tokens,)`):
-            The teacher's mass in its top K; 1 for the whole vocabulary.
-        agreement (`torch.Tensor` of shape `(tokens,)`):
-            1 where the student's most likely token is the teacher's.
+        log_probs (`torch.Tensor`): Log-probability of the target, at temperature 1.
+        kd (`torch.Tensor`): Divergence from the teacher, without the factor `temperature**2`.
+        entropy (`torch.Tensor`): Entropy of the student, at temperature 1.
+        is_top1 (`torch.Tensor`): 1 where the target is the student's most likely token.
+        coverage (`torch.Tensor`): The teacher's mass in its top K; 1 for the whole vocabulary.
+        agreement (`torch.Tensor`): 1 where the student's most likely token is the teacher's.
     """
 
     log_probs: Tensor
@@ -107,12 +78,9 @@ class Distillation:
     How a student learns from a teacher.
 
     Args:
-        temperature (`float`):
-            Temperature of both distributions.
-        kd_loss (`str`):
-            `"forward_kl"`, `"reverse_kl"` or `"jsd"`.
-        beta (`float`):
-            Weight of the teacher in the mixture of `"jsd"`.
+        temperature (`float`): Temperature of both distributions.
+        kd_loss (`str`): `"forward_kl"`, `"reverse_kl"` or `"jsd"`.
+        beta (`float`): Weight of the teacher in the mixture of `"jsd"`.
         top_k (`int`, *optional*):
             Tokens of a teacher's logits to learn from, with one bucket for the others; all by default.
     """
@@ -123,22 +91,7 @@ class Distillation:
     top_k: int | None = None
 
     def terms(self, student: Head, targets: Tensor, teacher: Head | TopK, dtype: torch.dtype) -> TokenTerms:
-        """
-        Compare a student with its teacher on a few tokens, with all of their logits.
-
-        Args:
-            student ([`Head`]):
-                The student.
-            targets (`torch.Tensor` of shape `(tokens,)`):
-                Next tokens.
-            teacher ([`Head`] or [`TopK`]):
-                The teacher on the same tokens.
-            dtype (`torch.dtype`):
-                Dtype of the matrix products.
-
-        Returns:
-            [`TokenTerms`]: One entry per token.
-        """
+        """Compare a student with its teacher on a few next tokens `targets`, with all of their logits in `dtype`."""
         logits = student.logits(dtype)
         log_probs = logits.log_softmax(-1)
         if isinstance(teacher, Head):
@@ -284,18 +237,12 @@ def distill(
     Compare a student with its teacher on every token of a batch.
 
     Args:
-        student ([`Head`]):
-            The student. Gradients reach its hidden states, weight and bias.
-        targets (`torch.Tensor` of shape `(tokens,)`):
-            Next tokens, each within the vocabulary.
-        teacher ([`Head`] or [`TopK`]):
-            The teacher on the same tokens.
-        settings ([`Distillation`]):
-            How.
-        backend ([`Backend`]):
-            The backend in use.
-        dtype (`torch.dtype`, *optional*):
-            Dtype of the matrix products; that of the hidden states by default.
+        student ([`Head`]): The student. Gradients reach its hidden states, weight and bias.
+        targets (`torch.Tensor` of shape `(tokens,)`): Next tokens, each within the vocabulary.
+        teacher ([`Head`] or [`TopK`]): The teacher on the same tokens.
+        settings ([`Distillation`]): How.
+        backend ([`Backend`]): The backend in use.
+        dtype (`torch.dtype`, *optional*): Dtype of the matrix products; that of the hidden states by default.
 
     Returns:
         [`TokenTerms`]: One entry per token, `log_probs` and `kd` with gradients.

@@ -17,8 +17,7 @@ class TopK(NamedTuple):
     A teacher's most likely tokens.
 
     Args:
-        ids (`torch.Tensor` of shape `(tokens, top_k)`):
-            Their token ids.
+        ids (`torch.Tensor` of shape `(tokens, top_k)`): Their token ids.
         log_probs (`torch.Tensor` of shape `(tokens, top_k)`):
             Their exact log-probabilities at the temperature of the distillation.
         log_tail (`torch.Tensor` of shape `(tokens,)`):
@@ -31,34 +30,12 @@ class TopK(NamedTuple):
     log_tail: Tensor
 
     def enter_chip(self, backend: Backend) -> "TopK":
-        """
-        Take them into the part of a program that each chip runs by itself, for the tokens that it has.
-
-        Args:
-            backend ([`Backend`]):
-                The backend in use.
-
-        Returns:
-            [`TopK`]: What one chip holds.
-        """
+        """What one chip holds of it, in the part of a program that each chip runs by itself."""
         return TopK(*(backend.enter_chip(value, by_rows=True) for value in self))
 
     @classmethod
     def of(cls, logits: Tensor, top_k: int, temperature: float) -> "TopK":
-        """
-        Take the most likely tokens of logits.
-
-        Args:
-            logits (`torch.Tensor` of shape `(tokens, vocabulary)`):
-                Logits, before the temperature.
-            top_k (`int`):
-                How many tokens, at most the vocabulary.
-            temperature (`float`):
-                Temperature of the log-probabilities.
-
-        Returns:
-            [`TopK`]: The tokens, most likely first.
-        """
+        """The `top_k` most likely tokens of logits `(tokens, vocabulary)` at a temperature, most likely first."""
         scaled = (logits / temperature).log_softmax(-1)
         log_probs, ids = scaled.topk(top_k)
         return cls(ids, log_probs, scaled.scatter(-1, ids, -math.inf).logsumexp(-1))
@@ -66,25 +43,18 @@ class TopK(NamedTuple):
 
 def divergence(teacher: Tensor, student: Tensor, kd_loss: str, beta: float = 0.5) -> Tensor:
     """
-    Divergence between two distributions over the same classes.
+    Divergence between two distributions over the same classes, for each token: at least 0 up to rounding.
 
     Forward KL is `KL(p || q)` for a teacher `p` and a student `q`, whose gradient is that of the soft cross-entropy
-    (https://huggingface.co/papers/1503.02531); reverse KL is `KL(q || p)`; the generalized Jensen-Shannon divergence is
-    `beta * KL(p || m) + (1 - beta) * KL(q || m)` with `m = beta * p + (1 - beta) * q`
+    (https://huggingface.co/papers/1503.02531); reverse KL is `KL(q || p)`; the generalized Jensen-Shannon divergence
+    is `beta * KL(p || m) + (1 - beta) * KL(q || m)` with `m = beta * p + (1 - beta) * q`
     (https://huggingface.co/papers/2306.13649).
 
     Args:
-        teacher (`torch.Tensor` of shape `(tokens, classes)`):
-            Log-probabilities of the teacher; `-inf` is allowed.
-        student (`torch.Tensor` of shape `(tokens, classes)`):
-            Finite log-probabilities of the student.
-        kd_loss (`str`):
-            `"forward_kl"`, `"reverse_kl"` or `"jsd"`.
-        beta (`float`, *optional*, defaults to `0.5`):
-            Weight of the teacher in the mixture of `"jsd"`, above 0 and below 1.
-
-    Returns:
-        `torch.Tensor` of shape `(tokens,)`: The divergences, at least 0 up to rounding.
+        teacher (`torch.Tensor` of shape `(tokens, classes)`): Log-probabilities of the teacher; `-inf` is allowed.
+        student (`torch.Tensor` of shape `(tokens, classes)`): Finite log-probabilities of the student.
+        kd_loss (`str`): `"forward_kl"`, `"reverse_kl"` or `"jsd"`.
+        beta (`float`, *optional*, defaults to `0.5`): Weight of the teacher in the mixture, above 0 and below 1.
     """
     p = teacher.exp()
     # 0 * log 0 is 0. Where the teacher gives nothing, any finite number serves as its logarithm.
@@ -114,25 +84,11 @@ def _expectation(q: Tensor, ratio: Tensor) -> Tensor:
 
 def top_k_divergence(teacher: TopK, logits: Tensor, temperature: float, kd_loss: str, beta: float = 0.5) -> Tensor:
     """
-    Divergence over the teacher's top K tokens and one bucket for all others.
+    [`divergence`] over the teacher's top K tokens and one bucket for all others, from the student's logits.
 
-    Both distributions keep their exact probabilities in the top K, and the rest of their mass in the bucket. Renormalising
+    Both distributions keep their exact probabilities in the top K, and the rest of their mass in the bucket.
+    Renormalising
     over the top K instead would throw the tail away and bias the gradient.
-
-    Args:
-        teacher ([`TopK`]):
-            The teacher's tokens.
-        logits (`torch.Tensor` of shape `(tokens, vocabulary)`):
-            Logits of the student, before the temperature.
-        temperature (`float`):
-            Temperature of both distributions.
-        kd_loss (`str`):
-            As in [`divergence`].
-        beta (`float`, *optional*, defaults to `0.5`):
-            As in [`divergence`].
-
-    Returns:
-        `torch.Tensor` of shape `(tokens,)`: The divergences.
     """
     scaled = logits / temperature
     normaliser = scaled.logsumexp(-1, keepdim=True)
@@ -151,23 +107,9 @@ def full_divergence(
     teacher_logits: Tensor, logits: Tensor, temperature: float, kd_loss: str, beta: float = 0.5
 ) -> Tensor:
     """
-    Divergence over the whole vocabulary.
+    [`divergence`] over the whole vocabulary, from logits of shape `(tokens, vocabulary)`.
 
-    Args:
-        teacher_logits (`torch.Tensor` of shape `(tokens, teacher_vocabulary)`):
-            Logits of the teacher.
-        logits (`torch.Tensor` of shape `(tokens, vocabulary)`):
-            Logits of the student. Where the vocabularies differ in size (padding of the embedding), both distributions are
-            over the ids that both have.
-        temperature (`float`):
-            Temperature of both distributions.
-        kd_loss (`str`):
-            As in [`divergence`].
-        beta (`float`, *optional*, defaults to `0.5`):
-            As in [`divergence`].
-
-    Returns:
-        `torch.Tensor` of shape `(tokens,)`: The divergences.
+    Where the vocabularies differ in size (padding of the embedding), both distributions are over the shared ids.
     """
     shared = min(teacher_logits.shape[-1], logits.shape[-1])
     teacher = (teacher_logits[..., :shared] / temperature).log_softmax(-1)

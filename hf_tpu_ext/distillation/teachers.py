@@ -24,13 +24,7 @@ CACHED_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
 @torch.no_grad()
 def run_to_head(model: nn.Module, inputs: dict[str, Any]) -> Head:
     """
-    Run a model up to its head, through TRL's fused forward pass.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with [`~trl.trainer.utils.add_fused_lm_head`].
-        inputs (`dict[str, torch.Tensor]`):
-            A batch with `labels` of shape `(batch, length)`.
+    Run a model with [`~trl.trainer.utils.add_fused_lm_head`] up to its head, on a batch with `labels`.
 
     Returns:
         [`Head`]: What its logits are computed from, for the `batch * (length - 1)` positions that predict a label.
@@ -49,20 +43,7 @@ def run_to_head(model: nn.Module, inputs: dict[str, Any]) -> Head:
 
 
 def check_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, name: str) -> None:
-    """
-    Refuse a teacher whose token ids mean other tokens. One of the two may have more, behind those that both have.
-
-    Args:
-        teacher ([`~transformers.PreTrainedTokenizerBase`]):
-            The teacher's tokenizer.
-        student ([`~transformers.PreTrainedTokenizerBase`]):
-            The student's.
-        name (`str`):
-            Name of the teacher.
-
-    Raises:
-        `ValueError`: They differ.
-    """
+    """Refuse a teacher whose token ids mean other tokens. One of the two may have more, behind those of both."""
     theirs, ours = teacher.get_vocab(), student.get_vocab()
     shared = min(max(theirs.values()), max(ours.values()))
     other = [token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token)]
@@ -79,32 +60,11 @@ class Teacher(ABC):
 
     @abstractmethod
     def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head | TopK:
-        """
-        Look at a batch.
-
-        Args:
-            student ([`~torch.nn.Module`]):
-                The student, as it is trained.
-            inputs (`dict[str, torch.Tensor]`):
-                The batch on the device. What only the teacher needs is taken out.
-
-        Returns:
-            [`Head`] or [`TopK`]: Its answer for the `batch * (length - 1)` positions that predict a label.
-        """
+        """Answer for the `batch * (length - 1)` positions that predict a label, without the teacher's own inputs."""
 
 
 class OnlineTeacher(Teacher):
-    """
-    A frozen model that runs beside the student, in the same program.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The teacher. It is placed on the device, and split over the chips as the student's weights are.
-        backend ([`Backend`]):
-            The backend in use.
-        mesh (`dict[str, int]`):
-            Size of each axis of the mesh.
-    """
+    """A frozen model that runs beside the student, in the same program, split over the same mesh."""
 
     def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int]):
         self.model = model.eval().requires_grad_(False)
@@ -116,13 +76,7 @@ class OnlineTeacher(Teacher):
 
 
 class AnchorTeacher(Teacher):
-    """
-    The student's own base, with the adapters switched off: no second model in memory.
-
-    Args:
-        student ([`~peft.PeftModel`]):
-            The student.
-    """
+    """The student's own base, with the adapters switched off: no second model in memory."""
 
     def __init__(self, student: PeftModel):
         self._student = student

@@ -21,10 +21,8 @@ class TeacherRows(NamedTuple):
     The log-probability of an entry at temperature T is `values / T - normalisers[:, index of T]`.
 
     Args:
-        ids (`torch.Tensor` of shape `(tokens, top_k)`):
-            Token ids in int32, most likely first.
-        values (`torch.Tensor` of shape `(tokens, top_k)`):
-            Their log-probabilities at temperature 1 in float16, all finite.
+        ids (`torch.Tensor` of shape `(tokens, top_k)`): Token ids in int32, most likely first.
+        values (`torch.Tensor` of shape `(tokens, top_k)`): Finite log-probabilities at temperature 1 in float16.
         normalisers (`torch.Tensor` of shape `(tokens, num_temperatures)`):
             `logsumexp(logits / T) - logsumexp(logits) / T` in float32.
         log_tails (`torch.Tensor` of shape `(tokens, num_temperatures)`):
@@ -38,20 +36,7 @@ class TeacherRows(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, top_k: int, temperatures: tuple[float, ...]) -> "TeacherRows":
-        """
-        Take the most likely tokens of logits.
-
-        Args:
-            logits (`torch.Tensor` of shape `(tokens, vocabulary)`):
-                Logits, before any temperature.
-            top_k (`int`):
-                How many tokens, at most the vocabulary.
-            temperatures (`tuple[float, ...]`):
-                Temperatures to normalise for.
-
-        Returns:
-            [`TeacherRows`]: The tokens.
-        """
+        """The `top_k` most likely tokens of logits `(tokens, vocabulary)`, normalised for each temperature."""
         largest, ids = logits.topk(top_k)
         # Their sum, not a difference to 1, which would be rounding alone where the teacher is sure of itself.
         others = logits.scatter(-1, ids, -math.inf)
@@ -70,25 +55,10 @@ def top_k_rows(
     head: Head, top_k: int, temperatures: tuple[float, ...], backend: Backend, dtype: torch.dtype | None = None
 ) -> TeacherRows:
     """
-    Take the most likely tokens of a teacher, a chunk of tokens at a time.
+    Take the most likely tokens of a teacher's [`Head`], a chunk of tokens at a time; `dtype` is that of the product.
 
-    On XLA the chunks are the turns of one loop, so that no more than one chunk's logits exist; on several chips each goes
-    through its own rows.
-
-    Args:
-        head ([`Head`]):
-            The teacher's hidden states and head.
-        top_k (`int`):
-            How many tokens, at most the vocabulary.
-        temperatures (`tuple[float, ...]`):
-            Temperatures to normalise for.
-        backend ([`Backend`]):
-            The backend in use.
-        dtype (`torch.dtype`, *optional*):
-            Dtype of the matrix product; that of the hidden states by default.
-
-    Returns:
-        [`TeacherRows`]: The tokens.
+    On XLA the chunks are the turns of one loop, so that no more than one chunk's logits exist; on several chips each
+    goes through its own rows.
     """
     if backend.num_chips > 1:
         head = head.enter_chip(backend)

@@ -87,6 +87,4 @@ def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
     if not has_tpu and not chosen:
         return Check(name, "none", f"programs are kept on a TPU, in {root}")
     text = f"{state.programs} programs, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
-    if state.incomplete:
-        text += f"; {state.incomplete} that were not written to their end, which the next run removes"
     return Check(name, "ok", text)

@@ -7,18 +7,7 @@ from pathlib import Path
 
 
 def write_splits(output_dir: str | Path, splits: Mapping[str, Iterable[dict]]) -> Path:
-    """
-    Write each split as `<split>.jsonl`. A file appears under its name only when it is complete.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Directory to write to. Created when absent.
-        splits (`Mapping[str, Iterable[dict]]`):
-            Rows of each split, by the name of the split (`"train"`, `"test"`).
-
-    Returns:
-        `Path`: `output_dir`.
-    """
+    """Write the rows of each split as `<split>.jsonl`. A file appears under its name only when it is complete."""
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
@@ -30,16 +19,7 @@ def write_splits(output_dir: str | Path, splits: Mapping[str, Iterable[dict]]) -
 
 
 def count_rows(data_dir: str | Path) -> dict[str, int]:
-    """
-    Count the rows of each split.
-
-    Args:
-        data_dir (`str` or `Path`):
-            A directory that [`write_splits`] wrote.
-
-    Returns:
-        `dict[str, int]`: Number of rows by split.
-    """
+    """Number of rows of each split in a directory that [`write_splits`] wrote."""
     counts = {}
     for path in sorted(Path(data_dir).glob("*.jsonl")):
         with path.open(encoding="utf-8") as file:

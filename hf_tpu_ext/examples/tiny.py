@@ -54,13 +54,7 @@ def make_tokenizer(output_dir: str | Path) -> Path:
     """
     Make a byte-level tokenizer of 259 tokens: any text is encodable, one token a byte, every digit its own token.
 
-    Args:
-        output_dir (`str` or `Path`):
-            Directory to write to. Created when absent.
-
-    Returns:
-        `Path`: `output_dir`, which `AutoTokenizer.from_pretrained` loads. The tokenizer has a ChatML template, ends a turn
-        with `<|im_end|>` (its end-of-sequence token) and pads with `<|endoftext|>`.
+    It has a ChatML template, ends a turn with `<|im_end|>` (its end-of-sequence token) and pads with `<|endoftext|>`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
@@ -80,25 +74,20 @@ def make_tokenizer(output_dir: str | Path) -> Path:
 
 def make_model(output_dir: str | Path, model_type: str = "qwen3", seed: int = 0, **overrides) -> Path:
     """
-    Make a randomly initialised model of two layers and hidden size 64 together with its tokenizer ([`make_tokenizer`]).
+    Make a randomly initialised model of two layers and hidden size 64 together with its tokenizer
+    ([`make_tokenizer`]).
 
     Args:
-        output_dir (`str` or `Path`):
-            Directory to write to. Created when absent.
-        model_type (`str`, *optional*, defaults to `"qwen3"`):
-            Model family, one of [`FAMILIES`].
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the initial weights.
+        output_dir (`str` or `Path`): Directory to write to. Created when absent.
+        model_type (`str`, *optional*, defaults to `"qwen3"`): Model family, one of [`FAMILIES`].
+        seed (`int`, *optional*, defaults to `0`): Seed of the initial weights.
         **overrides:
             Fields of the family's configuration to set otherwise, for instance `num_hidden_layers=4` or
             `tie_word_embeddings=True`. Whether the embeddings are tied is the family's own default.
 
     Returns:
-        `Path`: `output_dir`, which `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load. The
-        weights are float32.
-
-    Raises:
-        ValueError: If `model_type` is not one of the families.
+        `Path`: `output_dir`, which `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
+        The weights are float32.
     """
     if model_type not in FAMILIES:
         raise ValueError(
@@ -124,18 +113,7 @@ def make_arithmetic(output_dir: str | Path, num_rows: int = 2048, seed: int = 0)
     Write additions worked digit by digit, of one to three digits, in TRL's conversational prompt-completion form.
 
     `37+85?` is answered by `7+5=12, write 2 carry 1; 3+8+1=12; 122`. A tiny model learns it because every digit of the
-    answer depends on a few characters only; no addition occurs in both splits.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Directory to write to. Created when absent.
-        num_rows (`int`, *optional*, defaults to `2048`):
-            Number of different additions; every eighth is a row of the test split.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the numbers.
-
-    Returns:
-        `Path`: `output_dir`, with `train.jsonl` and `test.jsonl`.
+    answer depends on a few characters only. No addition occurs in both splits; the test split has every eighth.
     """
     rng = random.Random(seed)
 
@@ -155,16 +133,7 @@ def make_arithmetic(output_dir: str | Path, num_rows: int = 2048, seed: int = 0)
 
 
 def work_addition(a: int, b: int) -> str:
-    """
-    Add two numbers of equally many digits in writing.
-
-    Args:
-        a (`int`): First number.
-        b (`int`): Second number.
-
-    Returns:
-        `str`: The steps from the last digit to the first, and the sum.
-    """
+    """Add two numbers of equally many digits in writing: the steps from the last digit to the first, and the sum."""
     steps, carry = [], 0
     pairs = list(zip(reversed(str(a)), reversed(str(b)), strict=True))
     for place, (x, y) in enumerate(pairs):
@@ -181,16 +150,7 @@ def make_stories(output_dir: str | Path, num_rows: int = 1024, seed: int = 0) ->
     """
     Write short stories of two to six sentences made from templates, as one column `text`, for pretraining.
 
-    Args:
-        output_dir (`str` or `Path`):
-            Directory to write to. Created when absent.
-        num_rows (`int`, *optional*, defaults to `1024`):
-            Number of different stories; every eighth is a row of the test split.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the words.
-
-    Returns:
-        `Path`: `output_dir`, with `train.jsonl` and `test.jsonl`.
+    They are all different, and every eighth is a row of the test split.
     """
     rng = random.Random(seed)
 

@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 
 from hf_tpu_ext.backends import compile_cache
-from hf_tpu_ext.backends.compile_cache import CompileCache, cache_root, compiler_settings, library_id
+from hf_tpu_ext.backends.compile_cache import (
+    CacheState,
+    CompileCache,
+    cache_root,
+    cache_state,
+    compiler_settings,
+    library_id,
+)
 from hf_tpu_ext.backends.cpu import CPUBackend
-from hf_tpu_ext.callbacks.run_lines import describe_cache_use
 
 
-USE = {"misses": 0, "unreadable": 0, "compile_seconds": 0.0, "load_seconds": 0.5}
-
-
-def store(cache, key, size=100, seconds=None):
-    """What the runtime does with a program, and then the backend."""
+def store(cache, key, size=100):
+    """What the runtime does with a program."""
     (cache.directory / key).write_bytes(b"x" * size)
-    cache.note([] if seconds is None else [seconds])
 
 
 def keys(cache):
@@ -101,86 +103,28 @@ def test_library_is_told_by_its_first_page_and_size(tmp_path):
 # ---- What is kept ----
 
 
-def test_programs_and_their_seconds_outlive_a_process(reopen):
-    store(reopen(), "12", size=10, seconds=3.0)
-    cache = reopen()
+def test_programs_outlive_a_process(reopen):
+    store(reopen(), "12", size=10)
+    cache, other = reopen(), reopen(torch="other")
+    store(other, "13", size=5)
     assert keys(cache) == ["12"]
-    assert json.loads((cache.directory / "12.json").read_text()) == {"bytes": 10, "seconds": 3.0}
-    use = cache.use(hits=0, **USE)
-    assert (use.programs, use.size, use.saved_seconds, use.problem) == (1, 10, 0.0, None)
+    root = cache.directory.parent
+    assert cache_state(root) == CacheState(programs=2, size=15, writable=True)
+    assert cache_state(root, cache.directory.name) == CacheState(programs=1, size=10, writable=True)
 
 
-def test_saved_seconds_are_those_of_the_programs_that_were_read(reopen):
-    cache = reopen()
-    for key, seconds in (("1", 10.0), ("2", 20.0), ("3", 40.0)):
-        store(cache, key, seconds=seconds)
-    cache = reopen()
-    assert cache.use(hits=0, **USE).saved_seconds == 0
-    for key in ("1", "3"):
-        (cache.directory / key).read_bytes()
-    if not (cache.directory / "1").stat().st_atime_ns:
-        pytest.skip("this file system does not keep when a file was last read")
-    assert cache.use(hits=2, **USE).saved_seconds == 49.5
-    # Another process has read one as well.
-    assert cache.use(hits=1, **USE).saved_seconds is None
-
-
-def test_seconds_are_unknown_where_another_process_stores_too(reopen):
-    cache = reopen()
-    (cache.directory / "1").write_bytes(b"of another process")
-    store(cache, "2", seconds=3.0)
-    notes = [json.loads((cache.directory / f"{key}.json").read_text()) for key in (1, 2)]
-    assert [note["seconds"] for note in notes] == [None, None]
-
-
-def test_program_stored_anew_is_noted_anew(reopen):
-    cache = reopen()
-    store(cache, "1", size=10, seconds=3.0)
-    (cache.directory / "1").unlink()
-    store(cache, "1", size=20, seconds=4.0)
-    assert json.loads((cache.directory / "1.json").read_text()) == {"bytes": 20, "seconds": 4.0}
-
-
-@pytest.mark.parametrize("damage", ["cut off", "without a note", "unreadable note"])
-def test_incomplete_program_is_removed(damage, reopen):
-    cache = reopen()
-    for key in ("1", "2"):
-        store(cache, key, seconds=1.0)
-    note = cache.directory / "1.json"
-    if damage == "cut off":
-        (cache.directory / "1").write_bytes(b"x" * 99)
-    elif damage == "without a note":
-        note.unlink()
-    else:
-        note.write_text("{")
-    assert keys(reopen()) == ["2"]
-
-
-def test_programs_not_used_for_longest_make_room(reopen, monkeypatch):
+def test_programs_not_read_for_longest_make_room(reopen, monkeypatch):
     old, new = reopen(torch="old"), reopen(torch="new")
     for cache, key, days in ((old, "1", 1), (old, "2", 9), (new, "3", 5), (new, "4", 2)):
-        store(cache, key, seconds=1.0)
+        store(cache, key)
         moment = time.time() - days * 86400
-        os.utime(cache.directory / f"{key}.json", (moment, moment))
+        os.utime(cache.directory / key, (moment, 0))
     theirs = old.directory.parent / "notes.txt"
     theirs.write_text("not ours")
     monkeypatch.setattr(compile_cache, "MOST_BYTES", 250)
     assert keys(reopen(torch="new")) == ["4"]
     assert keys(old) == ["1"]
-    assert not (old.directory / "2.json").exists()
     assert theirs.exists()
-
-
-def test_use_is_noted(reopen):
-    store(reopen(), "1", seconds=1.0)
-    cache = reopen()
-    note = cache.directory / "1.json"
-    os.utime(note, (1e9, 1e9))
-    (cache.directory / "1").read_bytes()
-    if not (cache.directory / "1").stat().st_atime_ns:
-        pytest.skip("this file system does not keep when a file was last read")
-    cache.use(hits=1, **USE)
-    assert note.stat().st_mtime > 1e9
 
 
 # ---- What goes wrong ----
@@ -192,37 +136,22 @@ def test_directory_that_cannot_be_made(tmp_path):
         CompileCache(tmp_path / "file" / "cache", "test", {})
 
 
-def test_directory_that_cannot_be_written_is_read(reopen):
+def test_directory_that_cannot_be_written_is_read(reopen, monkeypatch):
     cache = reopen()
-    store(cache, "1", seconds=1.0)
+    store(cache, "1")
     (cache.directory / "toolchain.json").unlink()
     (cache.directory / "toolchain.json").mkdir()
-    (cache.directory / "2").write_bytes(b"of a process that may write")
+    monkeypatch.setattr(compile_cache, "MOST_BYTES", 0)
     cache = reopen()
-    assert cache.read_only and cache.problem == "Is a directory"
-    cache.note([1.0])
-    assert keys(cache) == ["1", "2"]
-    assert not (cache.directory / "2.json").exists()
-
-
-def test_program_that_cannot_be_noted_is_not_kept(reopen):
-    # As on a full disk, where the program is cut off.
-    cache = reopen()
-    (cache.directory / "1.json" / "in_the_way").mkdir(parents=True)
-    (cache.directory / "1").write_bytes(b"x")
-    store(cache, "2", seconds=1.0)
-    assert keys(cache) == ["2"]
-    assert "; new ones cannot be stored: Is a directory" in describe_cache_use(cache.use(hits=0, **USE))
+    assert cache.problem == "Is a directory"
+    assert keys(cache) == ["1"]
 
 
 def test_removed_directory(reopen):
     cache = reopen()
-    store(cache, "1", seconds=1.0)
-    for path in cache.directory.iterdir():
-        path.unlink()
+    (cache.directory / "toolchain.json").unlink()
     cache.directory.rmdir()
-    cache.note([1.0])
-    assert cache.use(hits=0, **USE).programs == 0
+    assert cache_state(cache.directory.parent).programs == 0
 
 
 # ---- In a backend ----
@@ -283,11 +212,15 @@ def test_host_stores_and_finds_again(tmp_path):
     assert said[str(other)] == [f"compile_cache_dir={other} has no effect: this process keeps its programs in {cache}"]
     assert use == {"misses": 1, "unreadable": 0, "programs": 1}
 
+    # What a full disk leaves: the runtime finds it, cannot load it, and stores it anew.
+    (program,) = cache.glob("*/[0-9]*")
+    program.write_bytes(program.read_bytes()[:100])
     said, use = in_a_process("auto", HF_TPU_EXT_COMPILE_CACHE=str(cache))
     assert said["auto"] == [
         f"compile_cache_dir={cache} saves nothing here: XLA on the host stores programs, but cannot load them"
     ]
     assert use == {"misses": 0, "unreadable": 1, "programs": 1}
+    assert program.stat().st_size > 100
 
 
 def test_too_late(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 from hf_tpu_ext.backends.host import (
     HUGEPAGES_COMMAND,
     ChipHolder,
-    available_memory,
     enable_hugepages,
     find_chip_holders,
     hugepages_setting,
@@ -129,13 +128,6 @@ def test_processes_that_hold_chips():
 def test_processes_of_this_machine_are_read():
     holders, _ = find_chip_holders()
     assert os.getpid() not in [holder.pid for holder in holders]
-
-
-def test_available_memory(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:  8000 kB\nMemAvailable:   3000 kB\n")
-    assert available_memory(tmp_path / "meminfo") == 3_072_000
-    assert available_memory(tmp_path / "absent") is None
-    assert available_memory() > 2**20
 
 
 @pytest.mark.parametrize(

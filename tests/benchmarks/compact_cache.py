@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
+import pyarrow as pa
 
-from hf_tpu_ext.distillation.cache_format import normalised, read_manifest
+from hf_tpu_ext.distillation.cache_format import normalised, read_manifest, read_sequence
 from hf_tpu_ext.distillation.compact import CompactTokens, compact_bytes_per_token
 
 
@@ -31,13 +31,15 @@ def measure(directory: Path) -> dict[float, dict[str, float]]:
     manifest = read_manifest(directory)
     exact, rounded, normalisers = [], [], []
     for shard in manifest.shards:
-        tensors = load_file(directory / shard.file)
+        reader = pa.ipc.open_file(str(directory / shard.file))
+        sequences = [read_sequence(reader, number) for number in range(shard.sequences)]
+        tensors = {name: np.concatenate([sequence[name] for sequence in sequences]) for name in sequences[0]}
         ids, values = tensors["ids"], tensors["values"]
-        packed_ids, packed_values = CompactTokens.pack(ids, values, manifest.vocab_size).unpack(manifest.vocab_size)
+        packed_ids, packed_values = CompactTokens.pack(ids, values).unpack()
         # Both in the order of the ids: entries that are rounded to the same value may change places.
         exact.append(np.take_along_axis(values.astype(np.float64), ids.argsort(1), 1))
         rounded.append(np.take_along_axis(packed_values.astype(np.float64), packed_ids.argsort(1), 1))
-        normalisers.append(tensors["normalisers"].astype(np.float64))
+        normalisers.append(tensors.get("normalisers", np.empty((len(ids), 0))).astype(np.float64))
     exact, rounded, normalisers = map(np.concatenate, (exact, rounded, normalisers))
     results = {}
     for temperature in manifest.temperatures:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from datasets import DatasetDict, load_dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_tpu_ext.examples.docstrings import make_docstrings
-from hf_tpu_ext.examples.smollm2 import prepare_model
 
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "distillation.md"
+sys.path.insert(0, str(ROOT / "recipes"))
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "distillation.md"
+from prepare_quickstart import make_docstrings, prepare_model  # noqa: E402
 
 
 def round_group_wise(weight: Tensor, bits: int, group_size: int) -> Tensor:
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser (`argparse.ArgumentParser`):
             Parser of a benchmark.
     """
-    where = "made there when it is absent, as `hf-tpu prepare quickstart` makes it"
+    where = "made there when it is absent, as `make quickstart` makes it"
     parser.add_argument(
         "--model_dir", type=Path, default=Path(".cache/quickstart/model"), help=f"SmolLM2-135M-Instruct; {where}"
     )
@@ -109,7 +111,7 @@ def to_text(row: dict) -> dict[str, str]:
 
     Args:
         row (`dict`):
-            Row of [`~hf_tpu_ext.examples.docstrings.make_docstrings`].
+            Row of [`make_docstrings`].
 
     Returns:
         `dict[str, str]`: The `text`.

@@ -72,7 +72,7 @@ def test_manifest_tells_coverage_and_size(make_cache, teacher_logits, rows, tmp_
         mass = [(teacher_logits(ids) / temperature).softmax(-1).topk(16).values.sum(-1) for ids in different]
         expected.append(torch.cat(mass).mean().item())
     assert manifest.coverage == pytest.approx(expected, rel=1e-3)
-    files = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    files = [path.stat().st_size for path in tmp_path.glob("*.arrow")]
     assert manifest.bytes_per_token == sum(files) / manifest.tokens
     assert [shard.sequences for shard in manifest.shards] == [8, 8, 8, 1]
 
@@ -139,7 +139,7 @@ def truncate(path):
 
 def flip_bit(path):
     data = bytearray(path.read_bytes())
-    data[-40] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
@@ -152,8 +152,8 @@ def flip_bit(path):
     ],
 )
 def test_damaged_file_is_named_and_made_anew(make_cache, own_cache_dir, cache_dir, caplog, damage, message):
-    damage(own_cache_dir / "shard-00001.safetensors")
-    with pytest.raises(ValueError, match=rf"shard-00001\.safetensors {message}\. Make it anew"):
+    damage(own_cache_dir / "shard-00001.arrow")
+    with pytest.raises(ValueError, match=rf"shard-00001\.arrow {message}\. Make it anew"):
         TeacherCache(own_cache_dir)
     make_cache(own_cache_dir)
     for path in cache_dir.iterdir():
@@ -162,11 +162,11 @@ def test_damaged_file_is_named_and_made_anew(make_cache, own_cache_dir, cache_di
 
 
 def test_checksums_are_only_compared_on_request(own_cache_dir):
-    flip_bit(own_cache_dir / "shard-00001.safetensors")
+    flip_bit(own_cache_dir / "shard-00001.arrow")
     TeacherCache(own_cache_dir, verify=False)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": "something else"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": "hf_tpu_ext teacher cache 1"}'])
 def test_manifest_of_something_else(own_cache_dir, content):
     (own_cache_dir / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match="manifest.json was not written by this version"):
@@ -244,7 +244,7 @@ def test_build_with_other_settings_is_refused(own_cache_dir, tiny_teacher, rows,
 def test_overwriting(own_cache_dir, make_cache, rows):
     manifest = make_cache(own_cache_dir, dataset=rows.select(range(5)), overwrite=True, top_k=8)
     assert manifest.top_k == 8 and manifest.sequences == 5
-    assert sorted(path.name for path in own_cache_dir.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
+    assert sorted(path.name for path in own_cache_dir.iterdir()) == ["manifest.json", "shard-00000.arrow"]
 
 
 def test_overwriting_takes_the_manifest_first(own_cache_dir, tiny_teacher, rows):
@@ -254,7 +254,7 @@ def test_overwriting_takes_the_manifest_first(own_cache_dir, tiny_teacher, rows)
 
 
 def test_overwriting_that_was_stopped_continues(own_cache_dir, tiny_teacher, rows):
-    lost = own_cache_dir / "shard-00003.safetensors"
+    lost = own_cache_dir / "shard-00003.arrow"
     lost.unlink()
     _, writer = make_writer(own_cache_dir, tiny_teacher, rows, overwrite=True)
     assert writer.pending == [range(24, 25)]

@@ -34,7 +34,7 @@ def test_killed_build_is_the_same_byte_for_byte(xla, tiny_teacher, rows, tmp_pat
     cache_driver.build(*arguments, tmp_path / "undisturbed", moments.append)
     # `progress.json` is written many times; and before the first file is written there is nothing to go on from.
     once = [moment for moment in moments if moments.count(moment) == 1]
-    after_first = once[once.index("renamed to shard-00000.safetensors") :]
+    after_first = once[once.index("renamed to shard-00000.arrow") :]
 
     rng = random.Random(kills)
     for moment in sorted(rng.sample(after_first, kills), key=once.index):
@@ -48,4 +48,4 @@ def test_killed_build_is_the_same_byte_for_byte(xla, tiny_teacher, rows, tmp_pat
         return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
     assert content("killed") == content("undisturbed")
-    assert sorted(content("killed")) == ["manifest.json", *(f"shard-{n:05d}.safetensors" for n in range(7))]
+    assert sorted(content("killed")) == ["manifest.json", *(f"shard-{n:05d}.arrow" for n in range(7))]

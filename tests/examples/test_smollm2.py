@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
+from prepare_quickstart import ANSWER, QUESTION, ask, prepare_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from hf_tpu_ext.examples.smollm2 import ANSWER, QUESTION, ask, prepare_model
 
 
 @pytest.fixture(scope="module")
