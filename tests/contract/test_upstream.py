@@ -126,7 +126,6 @@ def test_every_override_is_a_hook_and_every_other_name_is_free():
 SET = {
     "_globalstep_last_logged",
     "_total_loss_scalar",
-    "_total_train_tokens",
     "_train_batch_size",
     "_tr_loss",
     "control",
@@ -172,7 +171,7 @@ def test_attributes(stock):
 
 
 def test_a_log_shows_the_mean_of_what_was_collected_and_empties_it(stock):
-    """trainers/sft.py, _take_metrics."""
+    """trainers/metrics.py, DeferredMetrics.take."""
     trainer = stock.trainer()
     assert set(trainer._metrics) == {"train", "eval"} and trainer._total_train_tokens == 0
     for mode, prefix in (("train", ""), ("eval", "eval_")):
@@ -296,7 +295,7 @@ def test_a_log_that_is_noted_as_the_last_is_not_repeated(stock):
 
 
 def test_fused_head(stock):
-    """trainers/sft.py computes the loss and the metrics from it, without the logits."""
+    """step/looped_head.py computes what the loss and the metrics are made from, without the logits."""
     model = stock.trainer().model
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     labels = torch.where(ids == 7, -100, ids)
@@ -311,13 +310,6 @@ def test_fused_head(stock):
     assert torch.equal(outputs.label_mask, mask)
     assert torch.equal(outputs.is_top1.bool(), (logits.argmax(-1) == ids[:, 1:]) & mask)
     assert outputs.aux_loss is None and outputs.log_probs.requires_grad
-
-
-def test_label_smoother_takes_the_number_of_items(stock):
-    smoother = stock.trainer(label_smoothing_factor=0.1).label_smoother
-    assert parameters(smoother.__call__) == ["model_output", "labels", "shift_labels", "num_items_in_batch"], (
-        "trainers/sft.py, _compute_loss"
-    )
 
 
 def test_columns_of_a_prepared_dataset(stock):

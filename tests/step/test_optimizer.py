@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_tpu_ext.step.optimizer import LazyAdamW, check_optimizer, clip_gradients, create_gradients
+from hf_tpu_ext.step.optimizer import LazyAdamW, check_optimizer, clip_gradients
 
 
 STEPS = 20
@@ -249,13 +249,3 @@ def test_optimizer_of_other_weights(backend):
     stale = [*model[0].parameters(), nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="optimizer_cls_and_kwargs=\\(SGD, {'lr': 0.1}\\)"):
         check_optimizer(torch.optim.SGD(stale, lr=0.1), model)
-
-
-def test_create_gradients(backend):
-    model = backend.place(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    model[0].weight.requires_grad_(False)
-    kept = model[0].bias.grad = torch.ones_like(model[0].bias)
-    create_gradients(model)
-    assert model[0].weight.grad is None
-    assert model[0].bias.grad is kept
-    assert backend.fetch(model[1].weight.grad).tolist() == [[0, 0], [0, 0]]

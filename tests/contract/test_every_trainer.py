@@ -1,0 +1,114 @@
+"""Names of this package's and of upstream's in one trainer; and how the losses of TRL's trainers read their metrics."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+import transformers
+import trl.trainer
+from transformers import Trainer
+
+from hf_tpu_ext import TPUSFTTrainer, TPUTrainer
+from hf_tpu_ext.step.deferred_reads import _branches
+from hf_tpu_ext.trainers import TPUTrainerMixin
+from hf_tpu_ext.trainers.metrics import _metrics_of
+
+
+MODULES = [
+    importlib.import_module(f"trl.trainer.{found.name}") for found in pkgutil.iter_modules(trl.trainer.__path__)
+]
+UPSTREAM = {
+    cls
+    for module in MODULES
+    for cls in vars(module).values()
+    if inspect.isclass(cls) and issubclass(cls, Trainer) and cls.__module__ == module.__name__
+}
+# What this package overrides or sets on purpose.
+OVERRIDES = {name for cls in Trainer.__mro__ for name in vars(cls)}
+
+
+def set_on_self(cls):
+    """Names that the methods of a class assign to on `self`."""
+    nodes = ast.walk(ast.parse(inspect.getsource(cls)))
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+OURS = {
+    cls
+    for trainer in (TPUTrainerMixin, TPUSFTTrainer, TPUTrainer)
+    for cls in trainer.__mro__
+    if cls.__module__.startswith("hf_tpu_ext.")
+}
+OF_TRAINER = OVERRIDES | set_on_self(Trainer)
+
+
+def test_trainers_are_found():
+    names = {cls.__name__ for cls in UPSTREAM}
+    assert {"SFTTrainer", "RewardTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"} <= names
+
+
+@pytest.mark.parametrize("upstream", sorted(UPSTREAM, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+def test_no_hook_has_a_name_of_upstreams(upstream):
+    """Of a method of TRL's with the name of a hook, one would be called in place of the other."""
+    theirs = (set(vars(upstream)) | set_on_self(upstream)) - OF_TRAINER
+    for cls in OURS:
+        ours = {name for name in set(vars(cls)) | set_on_self(cls) if not name.startswith("__")}
+        assert not (ours - {"_total_train_tokens", "_metrics"}) & theirs, f"{cls.__name__} and {upstream.__name__}"
+
+
+def test_no_two_classes_of_ours_define_a_private_name_twice():
+    seen = {}
+    for cls in OURS - {TPUSFTTrainer, TPUTrainer}:
+        for name in vars(cls):
+            if name.startswith("_") and not name.startswith("__") and name not in OVERRIDES and name in seen:
+                owners = sorted([seen[name], cls], key=lambda owner: owner.__name__)
+                assert any(
+                    issubclass(TPUSFTTrainer, owner) and owner.__name__ == "DistillationMixin" for owner in owners
+                ), f"{name} of {owners}"
+            seen[name] = cls
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto"])
+def test_losses_read_what_is_deferred(name):
+    """
+    Every condition on metrics in a loss is one that `step/deferred_reads.py` knows: `value if tensor else constant`, or an
+    `if` around nothing but metrics.
+    """
+    module = importlib.import_module(f"trl.trainer.{name}_trainer")
+    known = {(branch.test[0], branch.constant is None) for branch in _branches(module.__file__)}
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    losses = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.endswith("compute_loss")
+    ]
+    assert losses
+    counted = 0
+    for node in (node for loss in losses for node in ast.walk(loss) if isinstance(node, (ast.If, ast.IfExp))):
+        compares = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
+        for compare in compares:
+            # Such as `total_tokens > 0`: the number comes from the device.
+            is_count = isinstance(compare.ops[0], ast.Gt) and ast.unparse(compare.comparators[0]) == "0"
+            if is_count:
+                assert ((node.test.lineno, node.test.col_offset), isinstance(node, ast.If)) in known, ast.unparse(node)
+                counted += 1
+    assert counted or name == "reward"
+
+
+@pytest.mark.parametrize(
+    "name, metrics",
+    [
+        ("SFTTrainer", {"entropy", "mean_token_accuracy", "aux_loss"}),
+        ("RewardTrainer", {"min_reward", "mean_reward", "max_reward", "accuracy", "margin"}),
+        ("DPOTrainer", {"rewards/margins", "logps/chosen", "entropy"}),
+        ("KTOTrainer", {"kl", "rewards/chosen", "logits/rejected"}),
+    ],
+)
+def test_names_of_metrics_are_found_in_the_source(name, metrics):
+    assert metrics <= set(_metrics_of(getattr(trl, name)))
+    assert list(_metrics_of(transformers.Trainer)) == []
