@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..backends.folded_numbers import ANY_FOLDED_NUMBER, FOLDED_NUMBERS
 from ..backends.insight import Operation
 from .source_lines import describe_line
 
@@ -198,7 +199,7 @@ def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
             )
         return Cause(
             what,
-            "The optimizer takes it as a Python number, of which 0, 1 and -1 become part of the program: keep it off "
+            f"The optimizer takes it as a Python number, of which {FOLDED_NUMBERS} become part of the program: keep it off "
             "these, or use optim=adamw_torch, which gets it as data.",
         )
     return None
@@ -243,8 +244,8 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
             numbers = [_number(operation) for operation in (was, now)]
             return Cause(
                 f"a number that the step computes with was {numbers[0]}, is {numbers[1]}{where}",
-                "A number that is 0, 1 or -1 is part of the program, and so is what an operator has no tensor for: send it as "
-                "data, trainer.backend.send(torch.tensor(value)), or keep it the same.",
+                f"A number that is {ANY_FOLDED_NUMBER} is part of the program, and so is what an operator has no tensor for: send "
+                "it as data, trainer.backend.send(torch.tensor(value)), or keep it the same.",
             )
         if was.name == now.name:
             return Cause(

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from ..step.attention import scores_at_once
 from ..step.estimate import Dimensions
-from ..step.sliced_attention import SLICE_ELEMENTS
 
 
 # What a layer's backward pass has at once, in scores of a layer: these, in float32, and their gradient. If layers are not
@@ -70,7 +70,7 @@ def estimate_memory(
         accumulates (`bool`, *optional*, defaults to `False`):
             Whether gradients are summed up over micro-steps, and so are there throughout.
         sliced_attention (`bool`, *optional*, defaults to `False`):
-            Whether attention is computed [in slices][hf_tpu_ext.step.sliced_attention] of a layer.
+            Whether attention is computed [in slices][hf_tpu_ext.step.attention] of a layer.
 
     Returns:
         [`MemoryEstimate`] or `None`: Memory by part; `None` for what this does not describe.
@@ -83,8 +83,8 @@ def estimate_memory(
     trained_layers = layers * dimensions.layer_parameters if full else adapters
     embedding = dimensions.embedding if full else 0
     count = rows * dimensions.heads * length**2
-    sliced = sliced_attention and count > SLICE_ELEMENTS
-    scores = 4 * (SLICE_ELEMENTS if sliced else count)
+    at_once = scores_at_once(count, sliced_attention)
+    sliced, scores = at_once < count, 4 * at_once
     # What a layer's backward pass goes back to, in bytes of a token: in the MLP in bfloat16, between the parts of a layer in
     # float32; what goes into each adapter after dropout, with its mask, and what three of them return.
     of_token = 6 * dimensions.intermediate + 8 * dimensions.hidden

@@ -15,9 +15,9 @@ from transformers.trainer_utils import has_length
 
 from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
+from ..step.attention import is_sliced
 from ..step.estimate import count_parameters
 from ..step.replay import CLOSING
-from ..step.sliced_attention import SLICED_EAGER
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
 from .programs import Argument, TracedProgram
@@ -177,7 +177,7 @@ class TracingMixin(EveryLengthMixin):
             token_share=facts.token_share,
             has_teacher=bool(self._further_models()),
             layers_in_loop=self.layer_stack is not None,
-            sliced_attention=self.model.config._attn_implementation == SLICED_EAGER,
+            sliced_attention=is_sliced(self.model),
         )
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:

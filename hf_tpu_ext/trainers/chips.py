@@ -178,7 +178,7 @@ class ChipsMixin:
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
-        return nullcontext() if self.backend.chips_apart else score_tokens_per_chip(self.backend)
+        return nullcontext() if self.backend.manual_sharding.active else score_tokens_per_chip(self.backend)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """

@@ -95,9 +95,9 @@ class FollowedArgumentsMixin:
             # `trainer.args` has the rows of all chips.
             own[_PER_DEVICE] *= chips
             setattr(self.args, _PER_DEVICE, own[_PER_DEVICE])
-        fixed = set(_FIXED) if self.backend.lazy else set()
+        fixed = set(_FIXED) if self.backend.unknown_upstream else set()
         fixed |= {field.name for field in fields(ExtensionArguments)}
-        if self.backend.lazy:
+        if self.backend.unknown_upstream:
             fixed |= {field.name for field in fields(self.args)} - {field.name for field in fields(TrainingArguments)}
         changed = self._callers_args.changes()
         for name, value in changed.items():

@@ -174,7 +174,7 @@ class LayerScanMixin:
         for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
                 return f"{setting}=True asks for something of every layer"
-        if self.backend.aliased(list(layers.parameters())):
+        if self.backend.programs.aliased(list(layers.parameters())):
             return "code of yours holds weights of layers, as of a state_dict(), which are to follow the training"
         return why_not_alike(layers, self._split_output)
 

@@ -14,7 +14,7 @@ from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunFacts, RunLines
 from ..data import TokenWaste
 from ..sharding.placement import place_model
-from ..step.attention_mask import static_masks
+from ..step.attention import static_masks
 from ..step.loss_log import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
 from ..step.users_model import save_from_host
@@ -100,8 +100,8 @@ class TPUTrainerMixin(
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         self._max_recompiles = extension.max_recompiles
         given = inspect.signature(super().__init__).bind(model, args, *rest, **kwargs).arguments
-        check_settings(args, self.backend.lazy, given)
-        if self.backend.lazy:
+        check_settings(args, self.backend.static_shapes, given)
+        if self.backend.unknown_upstream:
             check_weights(model, kwargs.get("quantization_config"))
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
@@ -109,7 +109,7 @@ class TPUTrainerMixin(
         of_host = self.backend.prepare_host()
         self.compiled = (
             compile_arguments(args, loads_model=isinstance(model, str), num_chips=self.backend.num_chips)
-            if self.backend.lazy
+            if self.backend.unknown_upstream
             else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
         )
         self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
@@ -118,7 +118,7 @@ class TPUTrainerMixin(
         self._arrange_chips()
         self._arrange_saving()
         super().__init__(model, self.compiled.args, *rest, **kwargs)
-        if self.backend.lazy:
+        if self.backend.traces_steps:
             # The trainer has tokenized the data by now, with all threads. The second is not there in transformers 5.18.
             self.compiled.changes += let_forks_tokenize(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
@@ -158,7 +158,7 @@ class TPUTrainerMixin(
             vars(self)["training_step"] = self._overridden_step
         self._boundary = StepBoundary(self)
         self.add_callback(self._boundary)
-        self._copies = self.backend.real_copies()
+        self._copies = self.backend.programs.real_copies()
 
     def _checkpoint_activations(self) -> None:
         model = unwrap_peft_model(self.model)
@@ -185,7 +185,7 @@ class TPUTrainerMixin(
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
         lines = [*self._chip_lines(), *self._frozen_lines(), *self.compiled.changes]
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
-        if self.backend.lazy and self.lengths:
+        if self.backend.static_shapes and self.lengths:
             facts.lengths = self.lengths
             if self._train_lengths is not None:
                 waste = TokenWaste(
@@ -249,29 +249,29 @@ class TPUTrainerMixin(
     # ---- Placement, precision, optimizer ----
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self.backend.lazy:
+        if self.backend.unknown_upstream:
             self.sharding_plan = place_model(model, self.backend, self.mesh)
         else:
             super()._move_model_to_device(model, device)
 
     def compute_loss_context_manager(self):
         contexts = super().compute_loss_context_manager()
-        if self.backend.lazy:
+        if self.backend.unknown_upstream:
             contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
         return contexts
 
     def get_optimizer_cls_and_kwargs(self, args, model=None) -> tuple[Any, dict[str, Any]]:
         optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
-        if self.backend.lazy and args.optim in ADAMW_NAMES:
+        if self.backend.own_optimizer and args.optim in ADAMW_NAMES:
             return LazyAdamW, {**kwargs, "backend": self.backend}
         return optimizer_cls, kwargs
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if self.backend.lazy and created:
+        if self.backend.traces_steps and created:
             self._save_from_host(optimizer)
-        if self.backend.lazy:
+        if self.backend.traces_steps:
             self.scan_layers(optimizer)
         return optimizer
 
@@ -282,7 +282,7 @@ class TPUTrainerMixin(
     # ---- Steps ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.backend.lazy:
+        if not self.backend.static_shapes:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with static_masks(inputs.pop("segment_ids", None)):
             return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -291,7 +291,7 @@ class TPUTrainerMixin(
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        if not self.backend.lazy or "input_ids" not in inputs:
+        if not self.backend.static_shapes or "input_ids" not in inputs:
             return super().floating_point_ops(inputs)
         # Upstream counts the model's parameters anew at every micro-step.
         tokens = inputs["input_ids"].numel()
@@ -315,7 +315,7 @@ class TPUTrainerMixin(
         else:
             with self.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
                 loss = self.over_chips(super().training_step(model, inputs, num_items_in_batch))
-        if self.backend.lazy and (self.replay is not None or not self._override_returns_loss):
+        if self.backend.metrics_on_device and (self.replay is not None or not self._override_returns_loss):
             self._log_step_loss(loss)
         return loss
 
@@ -337,7 +337,11 @@ class TPUTrainerMixin(
     def _maybe_log_save_evaluate(
         self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
     ) -> None:
-        if self.backend.lazy and self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+        if (
+            self.backend.metrics_on_device
+            and self.control.should_log
+            and self.state.global_step > self._globalstep_last_logged
+        ):
             # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
             # afterwards, since this one is noted as the last.
             logs = self._read_train_metrics(grad_norm)
@@ -374,7 +378,7 @@ class TPUTrainerMixin(
         return read
 
     def _finalize_training(self, trial, num_train_samples, start_time):
-        if self.backend.lazy:
+        if self.backend.metrics_on_device:
             self._read_train_metrics()
             self._tr_loss = torch.zeros(())
         return super()._finalize_training(trial, num_train_samples, start_time)
@@ -384,7 +388,7 @@ class TPUTrainerMixin(
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.take_up_changes()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
-        if self.backend.lazy:
+        if self.backend.static_shapes:
             self.expect_batches("train")
         with (
             self.stopping_when_told(),
@@ -402,7 +406,7 @@ class TPUTrainerMixin(
         self.end_replay()
         self.end_watch()
         self.unscan_layers()
-        if self.backend.lazy:
+        if self.backend.traces_steps:
             self._boundary.end()
             # Of a run that failed, no log has shown them.
             self.loss_log.drop()
@@ -410,7 +414,7 @@ class TPUTrainerMixin(
             self._drop_metrics("eval")
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        if self.backend.lazy and state_dict is None:
+        if self.backend.traces_steps and state_dict is None:
             # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
             state_dict = self._in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
         with self._rows_of_one_chip(), self.layers_in_place():

@@ -113,7 +113,9 @@ class ReplayMixin:
             "trainer": (self, attributes_of_a_step(self)),
             "optimizer": (optimizer, ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
         }
-        return PythonState(roots, attributes, namespaces_of_a_step(self, models), given, self.backend.memory_of)
+        return PythonState(
+            roots, attributes, namespaces_of_a_step(self, models), given, self.backend.programs.memory_of
+        )
 
     # ---- What a step depends on ----
 
@@ -185,7 +187,7 @@ class ReplayMixin:
             optimizer.create_state()
 
     def _clip_grad_norm(self, model):
-        if not self.backend.lazy:
+        if not self.backend.traces_steps:
             return super()._clip_grad_norm(model)
         if self.replay is not None and self.replay.replays:
             return self.replay.grad_norm

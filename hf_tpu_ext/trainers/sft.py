@@ -158,7 +158,7 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # Around what a teacher puts there instead.
-        with head_computed_by(partial(score_tokens, self.backend)) if self.backend.lazy else nullcontext():
+        with head_computed_by(partial(score_tokens, self.backend)) if self.backend.traces_steps else nullcontext():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _why_loss_counts_tokens(self) -> None:
@@ -257,7 +257,7 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def _drop_metrics(self, mode: str) -> None:
-        if self.backend.lazy:
+        if self.backend.metrics_on_device:
             # Tokens were trained on, whatever came of the run.
             self._sums[mode].reset({*self._sums[mode].tensors} - {"num_tokens"})
         self._metrics[mode].clear()
@@ -266,11 +266,11 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
 
     def _run_state(self) -> dict[str, Any]:
         pending = 0
-        if self.backend.lazy:
+        if self.backend.metrics_on_device:
             pending = self.backend.fetch(self._sums["train"].tensors["num_tokens"]).item()
         return {"num_tokens": self._total_train_tokens + pending}
 
     def _load_run_state(self, state: dict[str, Any]) -> None:
         self._total_train_tokens = state.get("num_tokens", 0)
-        if self.backend.lazy:
+        if self.backend.metrics_on_device:
             self._sums["train"].reset(["num_tokens"])

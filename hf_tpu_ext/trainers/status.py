@@ -58,7 +58,7 @@ class StatusMixin:
         self.add_callback(RunRecord(self.backend, describe, self.status, self._compiled_programs))
 
     def _compiled_programs(self) -> Sequence[ProgramEvent]:
-        return self.watch.events if self.backend.lazy else ()
+        return self.watch.events if self.backend.traces_steps else ()
 
     def _describe_run(self, args: TrainingArguments, lines: RunLines) -> dict[str, Any]:
         """What the record of a run says of it, as JSON."""
@@ -104,7 +104,7 @@ class StatusMixin:
             self.status.clock.enter("read")
 
     def _kind_of_step(self) -> str:
-        if not self.backend.lazy:
+        if not self.backend.traces_steps:
             return "step"
         return "replay" if self.replay is not None and self.replay.replays else "trace"
 
@@ -126,13 +126,13 @@ class StatusMixin:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if self.status is not None and not self.backend.lazy:
+        if self.status is not None and not self.backend.static_shapes:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        if self.backend.lazy or not logs:
+        if self.backend.metrics_on_device or not logs:
             super()._maybe_log_save_evaluate(*args, **kwargs)
             return
         # Upstream reads what it logs in here.
