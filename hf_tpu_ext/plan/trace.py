@@ -168,7 +168,7 @@ class TracingMixin(EveryLengthMixin):
             trained_parameters=trained,
             precision="; ".join([facts.precision, *self._frozen_lines()]),
             mesh=self.mesh,
-            per_device_train_batch_size=self.args.per_device_train_batch_size // self.backend.num_chips,
+            per_device_train_batch_size=self.args.per_device_train_batch_size,
             gradient_accumulation_steps=self.args.gradient_accumulation_steps,
             rematerialization=self.compiled.rematerialization,
             rows=rows,

@@ -417,7 +417,7 @@ class TPUTrainerMixin(
         if self.backend.traces_steps and state_dict is None:
             # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
             state_dict = self._in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
-        with self._rows_of_one_chip(), self.layers_in_place():
+        with self.layers_in_place():
             super()._save(output_dir, state_dict)
 
     def _load_best_model(self) -> None:
