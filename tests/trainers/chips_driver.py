@@ -69,7 +69,7 @@ def describe(trainer, steps):
     }
 
 
-def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, **config):
+def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, shows=False, **config):
     from hf_tpu_ext import TPUSFTTrainer
 
     runs = Runs(model_dir, output_dir)
@@ -95,9 +95,11 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
     trainer.backend.send_rows = watch_rows
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
+    trainer.add_callback(Stop())
     shown = Shown()
-    for callback in (Stop(), shown):
-        trainer.add_callback(callback)
+    if shows:
+        # Layers that run as a loop would be handed out to it at every log.
+        trainer.add_callback(shown)
     trainer.train(resume_from_checkpoint=resume)
     trainer.backend.send_rows = send_rows
     shown.on_train_begin(trainer.args, trainer.state, trainer.control)

@@ -127,7 +127,7 @@ def saved(tiny_model, on_devices, tmp_path_factory):
     """A run of 4 steps, and one that takes it up."""
     directory = tmp_path_factory.mktemp("saved")
     first = dict(EVALUATED, max_steps=4, eval_steps=2, save_strategy="steps", save_steps=4, save_only_model=False)
-    first |= {"logging_steps": 2, "output_dir": str(directory / "run")}
+    first |= {"logging_steps": 2, "output_dir": str(directory / "run"), "shows": True}
     results, output = on_devices(
         8, tiny_model, {"first": first, "second": {**first, "resume": True, "max_steps": 6}}, directory
     )
