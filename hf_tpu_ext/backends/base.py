@@ -1,8 +1,8 @@
-"""The seam between the trainers and an accelerator: one small interface, one file per accelerator."""
+"""The seam between the trainers and an accelerator: what every accelerator answers, one file for each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
 from .counters import Counters
 from .insight import Insight
-from .program import RealCopies, Recording
+from .loops import Loops
+from .manual_sharding import ManualSharding
+from .program import Programs
 
 
 class Backend(ABC):
@@ -27,14 +29,37 @@ class Backend(ABC):
     """
 
     name: str
-    #: Whether operators are recorded and run as one compiled program at the end of a step. Where `True`, the trainers
-    #: keep every batch in a declared shape and read nothing from the device between two logs.
-    lazy: bool = False
+
+    # ---- How steps are run here. Each question has a name of its own: an accelerator may answer yes to any of them ----
+
+    #: Whether every new shape is compiled anew, so that batches, masks and experts keep to a few declared shapes.
+    static_shapes: bool = False
+    #: Whether operators are recorded, and a step is one program that runs when it ends.
+    traces_steps: bool = False
+    #: Whether losses and metrics are summed on the device and read at logs only, in one transfer.
+    metrics_on_device: bool = False
+    #: Whether one process drives all chips, and tensors are annotated with how they are split over them.
+    shards_by_annotation: bool = False
+    #: Whether AdamW is this package's, which sends its numbers as data.
+    own_optimizer: bool = False
+    #: Whether transformers and accelerate do not know the device: arguments are adapted, and the model placed, for them.
+    unknown_upstream: bool = False
+    #: The attention that models compute with, as transformers names it, or `None` for the one that the caller chose.
+    attention: str | None = None
+
+    # ---- What is not asked of every accelerator, in protocols of its own ----
+
     #: What the runtime tells about compiles and reads.
     insight: Insight = Insight()
+    #: Loops inside a program.
+    loops: Loops = Loops()
+    #: Programs that are recorded and replayed. Only where `traces_steps`.
+    programs: Programs
 
     def __init__(self, reason: str):
         self.reason = reason
+        #: Regions that each chip runs on its own shard.
+        self.manual_sharding = ManualSharding()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
         # There is one in a process. What a run puts on the modules of a model may hold it.
@@ -153,244 +178,13 @@ class Backend(ABC):
         """
         return tensor
 
-    # ---- A part of a program that each chip runs by itself, on its own rows. Only where `num_chips` is above 1 ----
-
-    #: Whether what is traced now is in such a part, so that shapes are those of one chip.
-    chips_apart: bool = False
-
-    @contextmanager
-    def on_each_chip(self, apart: bool = True) -> Iterator[None]:
-        """
-        Within this context, what is traced is in such a part.
-
-        Args:
-            apart (`bool`, *optional*, defaults to `True`):
-                `False` for a context without effect.
-        """
-        before, self.chips_apart = self.chips_apart, self.chips_apart or apart
-        try:
-            yield
-        finally:
-            self.chips_apart = before
-
-    def enter_chip(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
-        """
-        Take a tensor into the part of a program that each chip runs by itself.
-
-        There nothing is exchanged between chips, unless it leaves through [`~Backend.leave_chip`]. Every tensor that the
-        part uses enters this way, without its autograd history.
-
-        Args:
-            tensor (`torch.Tensor`):
-                Tensor on the device: whole on every chip, or with `by_rows` split by its first dimension.
-            by_rows (`bool`, *optional*, defaults to `False`):
-                Whether the chip sees its own rows only.
-
-        Returns:
-            `torch.Tensor`: What one chip holds of it.
-        """
-        raise NotImplementedError
-
-    def leave_chip(self, tensor: torch.Tensor) -> torch.Tensor:
-        """
-        Take a tensor out of the part of a program that each chip runs by itself.
-
-        Args:
-            tensor (`torch.Tensor` of shape `(rows, ...)`):
-                What one chip holds.
-
-        Returns:
-            `torch.Tensor` of shape `(chips * rows, ...)`: Those of all chips one after the other, each still on its chip.
-        """
-        raise NotImplementedError
-
     # ---- Steps ----
-
-    def draw_seeds(self, count: int) -> torch.Tensor:
-        """
-        Draw seeds with the device's random number generator.
-
-        Args:
-            count (`int`):
-                How many.
-
-        Returns:
-            `torch.Tensor` of shape `(count, 2)`, int32: The seeds, the same on all chips, each with the number of the chip
-            where each chip runs by itself, and with 0 elsewhere.
-        """
-        seeds = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=self.device)
-        chip = torch.zeros((1,), dtype=torch.int32, device=self.device)
-        if self.chips_apart:
-            chips = torch.arange(self.num_chips, dtype=torch.int32, device=self.device)
-            seeds, chip = self.enter_chip(seeds), self.enter_chip(chips, by_rows=True)
-        return torch.stack([seeds, chip.expand(count)], 1)
-
-    def scan(
-        self,
-        turn: Callable,
-        carry: tuple,
-        tensors: tuple[torch.Tensor, ...],
-        reverse: bool = False,
-    ) -> tuple[tuple, tuple]:
-        """
-        Run a function over the first dimension of tensors, one entry after the other.
-
-        Autograd does not follow it; inside a turn gradients can be computed.
-
-        Args:
-            turn (`Callable`):
-                Called as `turn(carry, entries)` with tuples of tensors. Returns what is carried on, of the same shapes and
-                dtypes, and the turn's results.
-            carry (`tuple[torch.Tensor, ...]`):
-                What the first turn gets.
-            tensors (`tuple[torch.Tensor, ...]` of shapes `(turns, ...)`):
-                What to go through.
-            reverse (`bool`, *optional*, defaults to `False`):
-                Whether to begin with the last entry. The results are in the order of the entries all the same.
-
-        Returns:
-            `tuple`: What the last turn carried on, and the results of all turns, stacked.
-        """
-        results = []
-        order = slice(None, None, -1 if reverse else 1)
-        with torch.no_grad():
-            for entries in list(zip(*tensors, strict=True))[order]:
-                carry, result = turn(carry, entries)
-                results.append(result)
-            results = results[order]
-            return carry, tuple(torch.stack(result) for result in zip(*results, strict=True))
-
-    def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
-        """
-        Take successive rows, from where a tensor on the device says.
-
-        Autograd does not follow it.
-
-        Args:
-            tensor (`torch.Tensor` of shape `(rows, ...)`):
-                Where to take them from.
-            start (`torch.Tensor` of shape `()`):
-                The first one.
-            size (`int`):
-                How many.
-
-        Returns:
-            `torch.Tensor` of shape `(size, ...)`: The rows.
-        """
-        return tensor.detach()[start : start + size]
-
-    def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """
-        Replace successive rows, from where a tensor on the device says.
-
-        Autograd does not follow it.
-
-        Args:
-            tensor (`torch.Tensor` of shape `(rows, ...)`):
-                Where to put them. It is not to be used afterwards.
-            start (`torch.Tensor` of shape `()`):
-                The first one.
-            rows (`torch.Tensor` of shape `(size, ...)`):
-                The new rows.
-
-        Returns:
-            `torch.Tensor` of shape `(rows, ...)`: The tensor with the new rows.
-        """
-        tensor.detach()[start : start + rows.shape[0]] = rows
-        return tensor
-
-    def keep_in_turn(self, tensor: torch.Tensor) -> torch.Tensor:
-        """
-        Keep the conversion of a slice in the turn of the loop that takes it. The compiler for TPU would convert the whole
-        tensor before the loop, and have it in memory in both dtypes.
-
-        Autograd does not follow it.
-
-        Args:
-            tensor (`torch.Tensor`):
-                Rows from [`~Backend.take_rows`], or an entry of [`~Backend.scan`].
-
-        Returns:
-            `torch.Tensor`: The same.
-        """
-        return tensor
 
     def end_step(self) -> None:  # noqa: B027
         """Close the program recorded so far and start it, without waiting for it."""
 
     def flush(self) -> None:  # noqa: B027
         """Start what was recorded so far, if there is anything."""
-
-    def record(self, state: Sequence[torch.Tensor]) -> Recording:
-        """
-        Begin to record a program. What was traced before is run first.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                Tensors that the program reads and may change in place.
-
-        Returns:
-            [`Recording`]: The recording.
-
-        Raises:
-            `CannotReplay`: The state does not allow it.
-        """
-        raise NotImplementedError
-
-    def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """
-        Tell the memory of tensors apart: another number is other memory.
-
-        Args:
-            tensors (`Sequence[torch.Tensor]`):
-                Tensors on the device or on the host.
-
-        Returns:
-            `list[int]`: A number for each.
-        """
-        return [tensor.data_ptr() for tensor in tensors]
-
-    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
-        """
-        Find tensors that share their memory with others, such as those of a `state_dict()` that somebody keeps.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                Tensors on the device.
-
-        Returns:
-            `set[int]`: Places of those that do.
-        """
-        raise NotImplementedError
-
-    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
-        """
-        Give all copies of tensors that were made in this process memory of their own, before a program is given the state's.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                Tensors on the device.
-        """
-        raise NotImplementedError
-
-    def real_copies(self) -> RealCopies:
-        """
-        Make a context in which every copy of a tensor gets memory of its own at once.
-
-        Returns:
-            [`RealCopies`]: The context, which can be left for a while.
-        """
-        raise NotImplementedError
-
-    def keeps_program(self, compiles: int) -> bool:
-        """
-        Whether a compiled program is still there.
-
-        Args:
-            compiles (`int`):
-                [`~Backend.compiles`] when it was run last.
-        """
-        raise NotImplementedError
 
     def wait(self) -> None:  # noqa: B027
         """Close the program recorded so far, and return when the device has finished all of them."""

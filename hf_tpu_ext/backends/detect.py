@@ -19,6 +19,10 @@ _TPU_PCI_DEVICES = {
 # Shape of that many neighbouring chips of one host.
 _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 
+#: Names of the accelerators, as settings give them.
+BACKENDS = ("auto", "xla", "cuda", "cpu")
+#: Those that drive TPU chips.
+TPU_BACKENDS = ("xla",)
 #: What `PJRT_DEVICE` may say.
 PJRT_DEVICES = ("TPU", "CPU")
 

@@ -106,3 +106,78 @@ class RealCopies(ABC):
             yield
         finally:
             self.resume()
+
+
+class Programs(ABC):
+    """What records programs on a device whose steps are traced, and knows the memory that they are given."""
+
+    @abstractmethod
+    def record(self, state: Sequence[torch.Tensor]) -> Recording:
+        """
+        Begin to record a program. What was traced before is run first.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                Tensors that the program reads and may change in place.
+
+        Returns:
+            [`Recording`]: The recording.
+
+        Raises:
+            `CannotReplay`: The state does not allow it.
+        """
+
+    @abstractmethod
+    def keeps(self, compiles: int) -> bool:
+        """
+        Whether a compiled program is still there.
+
+        Args:
+            compiles (`int`):
+                [`Backend.compiles`] when it was run last.
+        """
+
+    @abstractmethod
+    def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """
+        Tell the memory of tensors apart: another number is other memory.
+
+        Args:
+            tensors (`Sequence[torch.Tensor]`):
+                Tensors on the device or on the host.
+
+        Returns:
+            `list[int]`: A number for each.
+        """
+
+    @abstractmethod
+    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        """
+        Find tensors that share their memory with others, such as those of a `state_dict()` that somebody keeps.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                Tensors on the device.
+
+        Returns:
+            `set[int]`: Places of those that do.
+        """
+
+    @abstractmethod
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        """
+        Give all copies of tensors that were made in this process memory of their own, before a program is given the state's.
+
+        Args:
+            state (`Sequence[torch.Tensor]`):
+                Tensors on the device.
+        """
+
+    @abstractmethod
+    def real_copies(self) -> RealCopies:
+        """
+        Make a context in which every copy of a tensor gets memory of its own at once.
+
+        Returns:
+            [`RealCopies`]: The context, which can be left for a while.
+        """

@@ -3,10 +3,9 @@
 import os
 
 from .base import Backend
-from .detect import find_pjrt_mistake, has_torch_xla, pjrt_device_asked_for, tpu_chips
+from .detect import BACKENDS, find_pjrt_mistake, has_torch_xla, pjrt_device_asked_for, tpu_chips
 
 
-BACKENDS = ("auto", "xla", "cuda", "cpu")
 _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
 
 _chosen: dict[str, Backend] = {}

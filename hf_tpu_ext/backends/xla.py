@@ -1,8 +1,7 @@
 """torch_xla: TPU chips, or XLA compiled for the host. Nothing but `xla*.py` in this folder imports torch_xla."""
 
 import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -24,54 +23,15 @@ from .host import enable_hugepages, peak_of_process
 from .xla_compile_cache import XLACompileCache, metric
 from .xla_insight import XLAInsight
 from .xla_loops import XLALoops
-from .xla_replay import REPLAYS, XLARecording, has_pending, programs_kept
-from .xla_tensors import XLARealCopies, aliased, pickle_from_host, separate_copies
-
-
-def _is_split(tensor: torch.Tensor) -> bool:
-    """Whether no chip holds the whole of a device tensor."""
-    return torch_xla._XLAC._get_xla_sharding_spec(tensor) not in ("", "{replicated}")
+from .xla_programs import XLAPrograms
+from .xla_replay import REPLAYS, has_pending
+from .xla_sharding import ByRank, ConstrainRows, XLAManualSharding, is_split
+from .xla_tensors import pickle_from_host
 
 
 def runtime_started() -> bool:
     """Whether the XLA runtime of this process already holds its devices."""
     return torch_xla._XLAC._xla_runtime_is_initialized()
-
-
-class _ByRank(xs.ShardingSpec):
-    """Sharding of host tensors of any rank: rows over all chips, or everything on every chip."""
-
-    def __init__(self, mesh: xs.Mesh, by_rows: bool):
-        self.mesh = mesh
-        self.by_rows = by_rows
-        self.minibatch = False
-
-    def xla_spec(self, t: torch.Tensor):
-        return xs.ShardingSpec(self.mesh, rows_spec(self.mesh, t.ndim, self.by_rows)).xla_spec(t)
-
-
-def rows_spec(mesh: xs.Mesh, ndim: int, by_rows: bool = True) -> tuple:
-    """What a tensor of `ndim` dimensions is split by: its rows over all chips, or nothing."""
-    first = (mesh.axis_names,) if by_rows and ndim else (None,) * min(1, ndim)
-    return first + (None,) * (ndim - 1)
-
-
-def _annotated(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor:
-    """A copy of a tensor whose place in the program is fixed. The tensor's own place is left alone."""
-    copy = tensor.clone()
-    torch_xla._XLAC._xla_annotate_custom_sharding(copy, mesh.get_op_sharding(spec))
-    return copy
-
-
-class _ConstrainRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _annotated(tensor, mesh, rows_spec(mesh, tensor.ndim))
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _annotated(gradient, ctx.mesh, rows_spec(ctx.mesh, gradient.ndim)), None
 
 
 def _check_autograd(device: torch.device) -> None:
@@ -86,7 +46,7 @@ def _check_autograd(device: torch.device) -> None:
         ) from error
 
 
-class XLABackend(XLALoops, XLACompileCache):
+class XLABackend(XLACompileCache):
     """
     Lazy tensors compiled by XLA.
 
@@ -101,7 +61,13 @@ class XLABackend(XLALoops, XLACompileCache):
     """
 
     name = "xla"
-    lazy = True
+    static_shapes = True
+    traces_steps = True
+    metrics_on_device = True
+    shards_by_annotation = True
+    own_optimizer = True
+    unknown_upstream = True
+    attention = "sliced_eager"
 
     def __init__(self, reason: str, pjrt_device: str):
         super().__init__(reason, pjrt_device)
@@ -118,8 +84,8 @@ class XLABackend(XLALoops, XLACompileCache):
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
-        # What is recorded holds the training state, which this backend outlives.
-        self._recording: weakref.ref[XLARecording] | None = None
+        self.loops = XLALoops(self)
+        self.programs = XLAPrograms(self)
 
     @cached_property
     def device(self) -> torch.device:
@@ -186,9 +152,9 @@ class XLABackend(XLALoops, XLACompileCache):
     # ---- Mesh ----
 
     def use_mesh(self, mesh: dict[str, int]) -> None:
-        self._mesh = (
-            xs.Mesh(list(range(self.num_chips)), tuple(mesh.values()), tuple(mesh)) if self.num_chips > 1 else None
-        )
+        if self.num_chips > 1:
+            self._mesh = xs.Mesh(list(range(self.num_chips)), tuple(mesh.values()), tuple(mesh))
+            self.manual_sharding = XLAManualSharding(self._mesh)
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
         if self._mesh is None:
@@ -204,26 +170,7 @@ class XLABackend(XLALoops, XLACompileCache):
     def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._mesh is None or tensor.shape[0] % self.num_chips:
             return tensor
-        return _ConstrainRows.apply(tensor, self._mesh)
-
-    def enter_chip(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
-        spec = rows_spec(self._mesh, max(1, tensor.ndim), by_rows)
-        whole = _annotated(tensor.detach().reshape(tensor.shape or (1,)), self._mesh, spec)
-        return torch_xla._XLAC._spmd_full_to_shard_shape(whole).reshape(
-            (tensor.shape[0] // self.num_chips, *tensor.shape[1:]) if by_rows else tensor.shape
-        )
-
-    def leave_chip(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The public `disable_manual_sharding` does the same and wraps the result in a tensor subclass.
-        manual = torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
-        part = tensor.detach().clone()
-        torch_xla._XLAC._mark_manual_sharding(part, manual)
-        return torch_xla._XLAC._spmd_shard_to_full_shape(
-            part,
-            self._mesh.get_op_sharding(rows_spec(self._mesh, tensor.ndim)),
-            (tensor.shape[0] * self.num_chips, *tensor.shape[1:]),
-            tensor.dtype,
-        )
+        return ConstrainRows.apply(tensor, self._mesh)
 
     # ---- Steps ----
 
@@ -237,36 +184,9 @@ class XLABackend(XLALoops, XLACompileCache):
     def end_step(self) -> None:
         self._sync()
 
-    def record(self, state: Sequence[torch.Tensor]) -> XLARecording:
-        self.flush()
-        recording = XLARecording(self.device, state)
-        self._recording = weakref.ref(recording)
-        return recording
-
-    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
-        return aliased(state)
-
-    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
-        self.flush()
-        separate_copies(state)
-        self.flush()
-
-    def real_copies(self) -> XLARealCopies:
-        return XLARealCopies()
-
     def flush(self) -> None:
         if has_pending(self.device):
             self._sync()
-
-    def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
-        return [
-            *torch_xla._XLAC._get_tensors_handle(on_device),
-            *(tensor.data_ptr() for tensor in tensors if tensor.device.type != "xla"),
-        ]
-
-    def keeps_program(self, compiles: int) -> bool:
-        return self.compiles() - compiles < programs_kept()
 
     def wait(self) -> None:
         self._sync()
@@ -291,11 +211,10 @@ class XLABackend(XLALoops, XLACompileCache):
         return self._send(data, by_rows)
 
     def _send(self, data: Any, by_rows: bool) -> Any:
-        sharding = None if self._mesh is None else _ByRank(self._mesh, by_rows)
+        sharding = None if self._mesh is None else ByRank(self._mesh, by_rows)
         is_tensor = isinstance(data, torch.Tensor)
         sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
-        if self._recording is not None and (recording := self._recording()) is not None:
-            recording.add_other([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
+        self.programs.note_sent([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
         return sent[0] if is_tensor else sent
 
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
@@ -335,7 +254,7 @@ class XLABackend(XLALoops, XLACompileCache):
         return replace(data)
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        split = [index for index, tensor in enumerate(tensors) if _is_split(tensor)]
+        split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]
         whole = [index for index in range(len(tensors)) if index not in set(split)]
         on_host: dict[int, torch.Tensor] = {}
         if whole:

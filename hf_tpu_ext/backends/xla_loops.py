@@ -1,4 +1,4 @@
-"""Loops of XLA, and what their turns take and put."""
+"""Loops of XLA, and what their bodies take and put."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,6 +11,7 @@ from torch_xla.core.xla_op_registry import register
 from torch_xla.experimental import scan as xla_scan
 
 from .base import Backend
+from .loops import Loops
 
 
 _Builder = xla_scan.Builder
@@ -45,43 +46,51 @@ def _bits_to_float(tensor: xb.Op) -> xb.Op:
     return tensor.bitcast(xb.Type.F32)
 
 
-class XLALoops(Backend):
-    """The part of [`XLABackend`] that makes loops."""
+class XLALoops(Loops):
+    """
+    Loops of XLA, whose body is recorded once.
 
-    #: Loops that are being recorded, one in another's body.
-    _loops = 0
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        # Loops that are being recorded, one in another's body.
+        self._depth = 0
 
     def scan(
         self,
-        turn: Callable,
+        body: Callable,
         carry: tuple,
         tensors: tuple[torch.Tensor, ...],
         reverse: bool = False,
     ) -> tuple[tuple, tuple]:
-        # The public `scan` traces `turn` with tensors that autograd cannot be run on. This is what it calls then: a loop of
-        # XLA, whose body is recorded once.
+        # The public `scan` traces `body` with tensors that autograd cannot be run on. This is what it calls then.
         with torch.no_grad():
             if tensors[0].shape[0] == 1:
-                return super().scan(turn, carry, tensors, reverse)
-            with self._loop_on_chip() if self.chips_apart else nullcontext():
-                return xla_scan._scan_impl_pytree(turn, carry, tensors, reverse)
+                return super().scan(body, carry, tensors, reverse)
+            with self._loop_in_region() if self._backend.manual_sharding.active else nullcontext():
+                return xla_scan._scan_impl_pytree(body, carry, tensors, reverse)
 
     @contextmanager
-    def _loop_on_chip(self) -> Iterator[None]:
-        # Arguments of the program, such as the Python numbers of a loop's body, are whole on every chip, and the partitioner
-        # stops at a loop that has them beside what one chip holds by itself. A loop in another's body gets them from there.
-        backend, self._loops = self, self._loops + 1
+    def _loop_in_region(self) -> Iterator[None]:
+        # Arguments of the program, such as the Python numbers of a loop's body, are replicated, and the partitioner stops at
+        # a loop that has them beside shards of a manual region. A loop in another's body gets them from there.
+        loops, self._depth = self, self._depth + 1
+        full_to_shard = self._backend.manual_sharding.full_to_shard
 
-        class OnChip(_Builder):
+        class InRegion(_Builder):
             def add_param(self, val: torch.Tensor) -> int:
                 (is_result,) = torch_xla._XLAC._check_tensor_need_materialization([val])
-                return super().add_param(val if is_result or backend._loops > 1 else backend.enter_chip(val))
+                return super().add_param(val if is_result or loops._depth > 1 else full_to_shard(val))
 
-        before, xla_scan.Builder = xla_scan.Builder, OnChip
+        before, xla_scan.Builder = xla_scan.Builder, InRegion
         try:
             yield
         finally:
-            xla_scan.Builder, self._loops = before, self._loops - 1
+            xla_scan.Builder, self._depth = before, self._depth - 1
 
     def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
         return _take_rows(tensor, start, size=size)
@@ -89,10 +98,10 @@ class XLALoops(Backend):
     def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return _put_rows(tensor, start, rows)
 
-    def keep_in_turn(self, tensor: torch.Tensor) -> torch.Tensor:
+    def prevent_hoisting(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:
             return tensor
         # The compiler for TPU narrows floats through a barrier, too, and so the loop's whole operand. It does not integers.
         bits = _float_to_bits(tensor)
-        self.separate([bits])
+        self._backend.separate([bits])
         return _bits_to_float(bits)

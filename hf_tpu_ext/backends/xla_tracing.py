@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .program import Program
-from .xla import XLABackend, rows_spec
+from .xla import XLABackend
+from .xla_programs import XLAPrograms
 from .xla_replay import XLAProgram, XLARecording
+from .xla_sharding import rows_spec
 
 
 _XLAC = torch_xla._XLAC
@@ -64,6 +66,19 @@ class _Recording(XLARecording):
         return self._backend.take_module(traced.results, traced.values, traced.updated)
 
 
+class _Programs(XLAPrograms):
+    def record(self, state: Sequence[torch.Tensor]) -> _Recording:
+        self._backend.take_pending_as_run()
+        return _Recording(self._backend, state)
+
+    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        return set()
+
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        # Without values, nothing can be shared.
+        pass
+
+
 class TracingBackend(XLABackend):
     """
     XLA on the host, by which programs are traced as for the chips of a TPU, and not run.
@@ -79,6 +94,7 @@ class TracingBackend(XLABackend):
     def __init__(self, num_chips: int):
         super().__init__(f"programs are traced for {num_chips} TPU chips", "CPU")
         super().use_chips(num_chips, "num_chips")
+        self.programs = _Programs(self)
         self._shardings = WeakIdKeyDictionary()
         # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
         self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -129,13 +145,6 @@ class TracingBackend(XLABackend):
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         return tree_map_only(torch.Tensor, lambda value: torch.zeros(value.shape, dtype=value.dtype), data)
 
-    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
-        return set()
-
-    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
-        # Without values, nothing can be shared.
-        pass
-
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
         if self._mesh is not None:
             # Placeholders cannot be marked. A small tensor tells how HLO writes the same.
@@ -163,9 +172,9 @@ class TracingBackend(XLABackend):
             tensor.data = self._new(tensor)
             self._own(tensor)
 
-    def record(self, state: Sequence[torch.Tensor]) -> _Recording:
+    def take_pending_as_run(self) -> None:
+        """Go on as if what was traced so far had been run."""
         self._take_as_run(self._pending())
-        return _Recording(self, state)
 
     def _kept_in_place(self, result: torch.Tensor) -> torch.Tensor:
         """A result that is split as the tensor is that it was computed for."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from ..backends.folded_numbers import ANY_FOLDED_NUMBER, FOLDED_NUMBERS
 from ..backends.insight import Operation
 from .source_lines import describe_line
 
@@ -142,8 +143,8 @@ def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
         return None
     was, now = before.numbers.get(changed[0]), after.numbers.get(changed[0])
     advice = (
-        "The optimizer takes it as a Python number, of which 0, 1 and -1 become part of the program: keep it off these, or "
-        "use optim=adamw_torch, which gets it as data."
+        f"The optimizer takes it as a Python number, of which {FOLDED_NUMBERS} become part of the program: keep it off these, "
+        "or use optim=adamw_torch, which gets it as data."
     )
     if "not 0" in (was, now):
         advice = (
@@ -179,8 +180,8 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
             numbers = [_number(operation) for operation in (was, now)]
             return Cause(
                 f"a number that the step computes with was {numbers[0]}, is {numbers[1]}{where}",
-                "A number that is 0, 1 or -1 is part of the program, and so is what an operator has no tensor for: send it as "
-                "data, trainer.backend.send(torch.tensor(value)), or keep it the same.",
+                f"A number that is {ANY_FOLDED_NUMBER} is part of the program, and so is what an operator has no tensor for: send "
+                "it as data, trainer.backend.send(torch.tensor(value)), or keep it the same.",
             )
         if was.name == now.name:
             return Cause(

@@ -73,7 +73,7 @@ class RunLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         steps = state.global_step - self._first_step
-        if self._backend.lazy and steps:
+        if self._backend.traces_steps and steps:
             spent = self._backend.counters() - self._at_start
             _say(
                 f"Trained {steps} steps: {spent.compiles} programs compiled in {spent.compile_seconds:.1f} s, "

@@ -171,7 +171,7 @@ class StepStatus(TrainerCallback):
         masked = mask is not None and mask.shape == ids.shape
         computed = (rows or ids.shape[0], *ids.shape[1:])
         counted = BatchCount(1, mask.sum() if masked else ids.numel(), math.prod(computed))
-        shape = computed if self._backend.lazy else ()
+        shape = computed if self._backend.static_shapes else ()
         self._window[shape] = self._window[shape] + counted if shape in self._window else counted
 
     # ---- What a log shows ----

@@ -68,7 +68,7 @@ def run(argv: list[str]) -> None:
         trainer.model,
         trainer.backend,
         trainer.data_collator,
-        trainer.args.per_device_eval_batch_size,
+        trainer.args.eval_batch_size,
         pad_token_id,
         compute_dtype,
     )

@@ -150,9 +150,7 @@ def _open_recipe(argv: list[str], tiny_data: str, num_chips: int) -> Recipe:
     recipe = load_recipe(argv, tiny_data)
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
-    recipe.values["backend"] = "xla"
-
     from ..backends.selection import select_tracing
 
-    select_tracing(num_chips)
+    recipe.values["backend"] = select_tracing(num_chips).name
     return recipe

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from ..backends.base import Backend
 from ..data import complete_rows
-from ..step.attention_mask import static_masks
+from ..step.attention import static_masks
 from .cache_format import CacheManifest, dataset_sequences, sequence_key
 from .cache_writer import CacheWriter
 from .teachers import run_to_head
@@ -47,7 +47,7 @@ class TeacherRun:
         Make a batch of at most `rows` sequences, on the host: `input_ids` and `attention_mask`, `(batch, length)`.
         """
         batch = self.collator([{"input_ids": ids, "labels": ids} for ids in sequences])
-        if self.backend.lazy:
+        if self.backend.static_shapes:
             batch = complete_rows(batch, self.rows, self.pad_token_id)
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
@@ -130,7 +130,7 @@ def build_cache(teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, 
                 chosen = ordered[start : start + teacher.rows]
                 batch = teacher.batch([sequences[number] for number in chosen])
                 shape = batch["input_ids"].shape
-                compiles = teacher.backend.lazy and shape not in shapes
+                compiles = teacher.backend.static_shapes and shape not in shapes
                 bar.set_description(
                     f"compiling {tuple(shape)}" if compiles else "running the teacher", refresh=compiles
                 )

@@ -33,12 +33,12 @@ class Head(NamedTuple):
     softcap: float | None = None
     scale: float = 1.0
 
-    def enter_chip(self, backend: Backend) -> "Head":
+    def full_to_shard(self, backend: Backend) -> "Head":
         """What one chip holds of it, in the part of a program that each chip runs by itself; no autograd history."""
         return self._replace(
-            hidden=backend.enter_chip(self.hidden, by_rows=True),
-            weight=backend.enter_chip(self.weight),
-            bias=None if self.bias is None else backend.enter_chip(self.bias),
+            hidden=backend.manual_sharding.full_to_shard(self.hidden, by_rows=True),
+            weight=backend.manual_sharding.full_to_shard(self.weight),
+            bias=None if self.bias is None else backend.manual_sharding.full_to_shard(self.bias),
         )
 
     def logits(self, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ class FusedDistillation(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, teacher, student, settings, backend, dtype):
         ctx.set_materialize_grads(False)
         ctx.student, ctx.teacher, ctx.targets = student, teacher, targets
-        ctx.settings, ctx.backend, ctx.dtype, ctx.apart = settings, backend, dtype, backend.chips_apart
+        ctx.settings, ctx.backend, ctx.dtype, ctx.apart = settings, backend, dtype, backend.manual_sharding.active
         ctx.save_for_backward(hidden, weight, bias)
         chunks = _Chunks(hidden, weight, targets, teacher)
 
@@ -141,7 +141,7 @@ class FusedDistillation(torch.autograd.Function):
             return constants, tuple(terms)
 
         # The loop carries what all chunks share: it would compute it anew in each turn.
-        _, terms = backend.scan(compare, _shared(weight, bias, teacher), chunks.tensors)
+        _, terms = backend.loops.scan(compare, _shared(weight, bias, teacher), chunks.tensors)
         terms = TokenTerms(*(chunks.join(term) for term in terms))
         ctx.mark_non_differentiable(*terms[2:])
         return tuple(terms)
@@ -179,8 +179,8 @@ class FusedDistillation(torch.autograd.Function):
             return (constants, carry), (hidden_grad,)
 
         start = tuple(torch.zeros(tensor.shape, dtype=sums, device=hidden.device) for tensor in wanted.values())
-        with ctx.backend.on_each_chip(ctx.apart):
-            (_, totals), (rows_grad,) = ctx.backend.scan(
+        with ctx.backend.manual_sharding.region(ctx.apart):
+            (_, totals), (rows_grad,) = ctx.backend.loops.scan(
                 differentiate, (_shared(weight, bias, ctx.teacher), start), chunks.tensors
             )
         by_name = {name: total.to(wanted[name].dtype) for name, total in zip(wanted, totals, strict=True)}

@@ -29,9 +29,9 @@ class TopK(NamedTuple):
     log_probs: Tensor
     log_tail: Tensor
 
-    def enter_chip(self, backend: Backend) -> "TopK":
+    def full_to_shard(self, backend: Backend) -> "TopK":
         """What one chip holds of it, in the part of a program that each chip runs by itself."""
-        return TopK(*(backend.enter_chip(value, by_rows=True) for value in self))
+        return TopK(*(backend.manual_sharding.full_to_shard(value, by_rows=True) for value in self))
 
     @classmethod
     def of(cls, logits: Tensor, top_k: int, temperature: float) -> "TopK":

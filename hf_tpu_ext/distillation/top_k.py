@@ -61,7 +61,7 @@ def top_k_rows(
     goes through its own rows.
     """
     if backend.num_chips > 1:
-        head = head.enter_chip(backend)
+        head = head.full_to_shard(backend)
     tokens = head.hidden.shape[0]
     count = -(-tokens // max(8, _CHUNK_ELEMENTS // head.weight.shape[0]))
     size = -(-tokens // count)
@@ -73,8 +73,8 @@ def top_k_rows(
         logits = head._replace(hidden=chunk[0]).logits(compute_dtype)
         return carry, tuple(TeacherRows.of(logits, top_k, temperatures))
 
-    _, results = backend.scan(turn, (), (chunks,))
+    _, results = backend.loops.scan(turn, (), (chunks,))
     results = (result.reshape(-1, result.shape[-1])[:tokens] for result in results)
     if backend.num_chips > 1:
-        results = (backend.leave_chip(result) for result in results)
+        results = (backend.manual_sharding.shard_to_full(result) for result in results)
     return TeacherRows(*results)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from signal import Signals
 
-from ..backends.detect import find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
+from ..backends.detect import TPU_BACKENDS, find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
 from ..backends.host import LOCK_FILE, find_chip_holders
 from .check import Check
 
@@ -67,7 +67,7 @@ def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c",
         return Check("backend", "failed", *explain_end(result.returncode, result.stderr))
     name, reason = json.loads(result.stdout.splitlines()[-1])
     text = f"{name}: {reason}"
-    if has_tpu and name != "xla":
+    if has_tpu and name not in TPU_BACKENDS:
         return Check(
             "backend",
             "failed",

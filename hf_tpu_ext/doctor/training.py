@@ -123,8 +123,8 @@ def train(directory: Path, tick: Callable[[str, str], None]) -> None:
     started = time.monotonic()
     backend = select_backend()
     chips = backend.num_chips
-    seconds = f", started in {time.monotonic() - started:.1f} s" if backend.lazy else ""
-    tick("ok", f"{backend.name} ({backend.device_name}), {chips} chip{'s' if chips > 1 else ''}{seconds}")
+    described = f"{backend.name} ({backend.device_name}), {chips} chip{'s' if chips > 1 else ''}"
+    tick("ok", f"{described}, started in {time.monotonic() - started:.1f} s")
 
     make_model(directory / "model")
     data = load_dataset(str(make_arithmetic(directory / "data", 2 * _ROWS_PER_CHIP * chips)), split="train")

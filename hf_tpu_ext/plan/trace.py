@@ -15,9 +15,9 @@ from transformers.trainer_utils import has_length
 
 from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
+from ..step.attention import is_sliced
 from ..step.estimate import count_parameters
 from ..step.replay import OPTIMIZER_STEP
-from ..step.sliced_attention import SLICED_EAGER
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
 from .programs import Argument, TracedProgram
@@ -143,7 +143,7 @@ class TracingMixin(EveryLengthMixin):
             trained_parameters=trained,
             precision="; ".join([facts.precision, *self.frozen.lines()]),
             mesh=self.mesh,
-            per_device_train_batch_size=self.args.per_device_train_batch_size // self.backend.num_chips,
+            per_device_train_batch_size=self.args.per_device_train_batch_size,
             gradient_accumulation_steps=self.args.gradient_accumulation_steps,
             rematerialization=self.compiled.rematerialization,
             rows=rows,
@@ -151,7 +151,7 @@ class TracingMixin(EveryLengthMixin):
             max_steps=self._max_steps,
             token_share=facts.token_share,
             has_teacher=bool(self._further_models()),
-            sliced_attention=self.model.config._attn_implementation == SLICED_EAGER,
+            sliced_attention=is_sliced(self.model),
         )
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:

@@ -76,13 +76,14 @@ class LocalGradients:
                 Whether it is the last one of the optimizer step. The parameters then have their gradient afterwards, and
                 the sums begin anew.
         """
-        local = {parameter: self._backend.enter_chip(parameter).requires_grad_() for parameter in self._sums}
+        sharding = self._backend.manual_sharding
+        local = {parameter: sharding.full_to_shard(parameter).requires_grad_() for parameter in self._sums}
         for parameters, name, parameter in self._places:
             parameters[name] = local[parameter]
         for module in self._dropouts:
             module.forward = partial(self._drop, module)
         try:
-            with self._backend.on_each_chip():
+            with sharding.region():
                 yield
         finally:
             for parameters, name, parameter in self._places:
@@ -92,7 +93,7 @@ class LocalGradients:
         for parameter, total in self._sums.items():
             gradient = local[parameter].grad
             if gradient is not None:
-                added = self._backend.leave_chip(gradient[None])
+                added = sharding.shard_to_full(gradient[None])
                 if total is not None:
                     added = total + added
                     total.copy_(torch.zeros_like(total) if closing else added)
@@ -103,7 +104,7 @@ class LocalGradients:
         if not module.training:
             return tensor
         drawn = torch.rand((tensor.shape[0] * self._backend.num_chips, *tensor.shape[1:]), device=tensor.device)
-        kept = self._backend.enter_chip(drawn >= module.p, by_rows=True)
+        kept = self._backend.manual_sharding.full_to_shard(drawn >= module.p, by_rows=True)
         return tensor * kept / (1 - module.p)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
@@ -117,7 +118,8 @@ class LocalGradients:
         Returns:
             `torch.Tensor` of shape `()`: The sum, in the part of the program that all chips share.
         """
-        return self._backend.leave_chip(value.reshape(1)).sum() if self._backend.chips_apart else value
+        sharding = self._backend.manual_sharding
+        return sharding.shard_to_full(value.reshape(1)).sum() if sharding.active else value
 
 
 def draws_random_numbers(model: nn.Module) -> str | None:

@@ -12,50 +12,51 @@ from ..backends.base import Backend
 from ..step.replaced_head import head_computed_by
 
 
-class EnterChip(torch.autograd.Function):
+class FullToShard(torch.autograd.Function):
     """
-    [`Backend.enter_chip`] with a gradient: that of rows stays with the rows, that of a whole tensor is summed over chips.
+    [`ManualSharding.full_to_shard`] with a gradient: that of rows stays with the rows, that of a replicated tensor is summed
+    over chips.
     """
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, backend: Backend, by_rows: bool) -> torch.Tensor:
         ctx.backend, ctx.by_rows = backend, by_rows
-        return backend.enter_chip(tensor, by_rows)
+        return backend.manual_sharding.full_to_shard(tensor, by_rows)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.by_rows:
-            return ctx.backend.leave_chip(gradient), None, None
-        return ctx.backend.leave_chip(gradient[None]).sum(0), None, None
+            return ctx.backend.manual_sharding.shard_to_full(gradient), None, None
+        return ctx.backend.manual_sharding.shard_to_full(gradient[None]).sum(0), None, None
 
 
-class LeaveChip(torch.autograd.Function):
-    """[`Backend.leave_chip`] with a gradient."""
+class ShardToFull(torch.autograd.Function):
+    """[`ManualSharding.shard_to_full`] with a gradient."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
         ctx.backend = backend
         # What is not trained on, such as the entropy, has no gradient to compute.
         ctx.set_materialize_grads(False)
-        return backend.leave_chip(tensor)
+        return backend.manual_sharding.shard_to_full(tensor)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return None if gradient is None else ctx.backend.enter_chip(gradient, by_rows=True), None
+        return None if gradient is None else ctx.backend.manual_sharding.full_to_shard(gradient, by_rows=True), None
 
 
 def _score_per_chip(backend: Backend, score: Callable, hidden, weight, bias, targets, *settings: Any) -> tuple:
     if hidden.shape[0] % backend.num_chips:
         return score(hidden, weight, bias, targets, *settings)
-    with backend.on_each_chip():
+    with backend.manual_sharding.region():
         outputs = score(
-            EnterChip.apply(hidden, backend, True),
-            EnterChip.apply(weight, backend, False),
-            None if bias is None else EnterChip.apply(bias, backend, False),
-            backend.enter_chip(targets, by_rows=True),
+            FullToShard.apply(hidden, backend, True),
+            FullToShard.apply(weight, backend, False),
+            None if bias is None else FullToShard.apply(bias, backend, False),
+            backend.manual_sharding.full_to_shard(targets, by_rows=True),
             *settings,
         )
-    return tuple(None if output is None else LeaveChip.apply(output, backend) for output in outputs)
+    return tuple(None if output is None else ShardToFull.apply(output, backend) for output in outputs)
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 from torch import nn
 
 from ..backends.base import Backend
+from ..step.attention import attention_for
 from ..step.kernels import use_static_kernels
-from ..step.sliced_attention import use_sliced_attention
 from ..step.users_model import accept_cpu_tensors
 from .plan import ShardingPlan
 
 
 def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> ShardingPlan:
     """
-    Put a model on the device, each parameter on its chips. Where steps are compiled, it computes in static shapes from now
-    on.
+    Put a model on the device, each parameter on its chips. Where shapes are static, it computes in static shapes from now on.
 
     Args:
         model ([`~torch.nn.Module`]):
@@ -25,11 +24,10 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> Sha
     Returns:
         [`ShardingPlan`]: Which parameter is where.
     """
-    if backend.lazy:
-        use_static_kernels(model)
-        use_sliced_attention(model, backend)
+    if backend.static_shapes:
+        use_static_kernels(model, attention_for(backend))
     backend.place(model)
-    if backend.lazy:
+    if backend.traces_steps:
         accept_cpu_tensors(model)
     plan = ShardingPlan(model, mesh)
     plan.apply(model, backend)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .sliced_attention import SLICE_ELEMENTS
+from .attention import scores_at_once
 
 
 #: Types of models whose layers are those that are counted here.
@@ -220,7 +220,8 @@ def step_flops(
     flops = 2 * weights + attention
     flops += (4 * weights if adapters is None else 2 * weights + 6 * adapters) + 2 * attention
     always = 2 * dimensions.embedding
-    if sliced_attention and rows * dimensions.heads * length**2 > SLICE_ELEMENTS:
+    scores = rows * dimensions.heads * length**2
+    if scores_at_once(scores, sliced_attention) < scores:
         always += attention // 2
     again = {
         "none": 0,

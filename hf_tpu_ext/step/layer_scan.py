@@ -14,7 +14,7 @@ from ..backends.base import Backend
 from .activation_checkpointing import Dots
 from .autocast import current_autocast, matmul_dtype
 from .module_settings import settings_of
-from .seeded_dropout import dropouts_seeded
+from .seeded_dropout import draw_seeds, dropouts_seeded
 
 
 # transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
@@ -51,7 +51,7 @@ class _LayerLoop(torch.autograd.Function):
 
         with torch.no_grad():
             detached = tuple(weight.detach() for weight in weights)
-            (output, _), (inputs, *kept) = backend.scan(turn, (hidden.detach(), tuple(tensors)), detached)
+            (output, _), (inputs, *kept) = backend.loops.scan(turn, (hidden.detach(), tuple(tensors)), detached)
         ctx.counts = (len(kept), len(tensors))
         ctx.save_for_backward(inputs, *kept, *tensors, *weights)
         return output
@@ -85,7 +85,7 @@ class _LayerLoop(torch.autograd.Function):
         now = ctx.backend.rng_state()
         ctx.backend.set_rng_state(ctx.rng_state)
         entries = (inputs, *kept, *(weight.detach() for weight in weights))
-        (hidden_grad, _), found = ctx.backend.scan(turn, (gradient, tuple(tensors)), entries, reverse=True)
+        (hidden_grad, _), found = ctx.backend.loops.scan(turn, (gradient, tuple(tensors)), entries, reverse=True)
         ctx.backend.set_rng_state(now)
         found = iter(found)
         return None, None, None, None, hidden_grad, *(next(found) if is_needed else None for is_needed in needed)
@@ -94,7 +94,7 @@ class _LayerLoop(torch.autograd.Function):
 def _in_turn(backend: Backend, hidden: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a layer computes with, where autocast is on: in another dtype than that of its weights."""
     dtype = matmul_dtype(hidden)
-    return tuple(weight if weight.dtype == dtype else backend.keep_in_turn(weight) for weight in weights)
+    return tuple(weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
 
 
 def _restore(ctx, tensors: tuple[Tensor, ...]) -> Any:
@@ -194,7 +194,7 @@ class LayerStack(nn.ModuleList):
         # For a step, others may stand in their place.
         weights = [_get(self._template, name) for name in self._names]
         if self._template.training and self._dropouts:
-            weights.append(self._backend.draw_seeds(len(self.layers)))
+            weights.append(draw_seeds(self._backend, len(self.layers)))
         if kwargs.get("past_key_values") is not None:
             # Answers to prompts, in the middle of training: each layer has its own place in the cache.
             for index, layer in enumerate(self.layers):

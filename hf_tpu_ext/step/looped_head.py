@@ -28,7 +28,7 @@ class LoopedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, softcap, scale, outputs, backend):
         ctx.set_materialize_grads(False)
         ctx.dtype = matmul_dtype(hidden)
-        ctx.backend, ctx.apart = backend, backend.chips_apart
+        ctx.backend, ctx.apart = backend, backend.manual_sharding.active
         ctx.transform = {
             "logit_scale": scale,
             "softcap": softcap or 1.0,
@@ -90,9 +90,9 @@ class LoopedLogProbs(torch.autograd.Function):
             tile = tile.float()
             hidden_grad = hidden_grad + tile @ rows.float()
             if needs_weight:
-                weight_grad = ctx.backend.put_rows(weight_grad, start, tile.T @ hidden.to(ctx.dtype).float())
+                weight_grad = ctx.backend.loops.put_rows(weight_grad, start, tile.T @ hidden.to(ctx.dtype).float())
             if needs_bias:
-                bias_grad = ctx.backend.put_rows(bias_grad, start, tile.sum(0))
+                bias_grad = ctx.backend.loops.put_rows(bias_grad, start, tile.sum(0))
             return hidden_grad, weight_grad, bias_grad
 
         def zeros(tensor: Tensor, needed: bool) -> Tensor | None:
@@ -100,7 +100,7 @@ class LoopedLogProbs(torch.autograd.Function):
 
         gradients = (zeros(hidden, True), zeros(weight, needs_weight), zeros(bias, needs_bias))
         constants = (hidden, weight, bias, targets, log_total, entropy, log_probs_grad, entropy_grad)
-        with ctx.backend.on_each_chip(ctx.apart):
+        with ctx.backend.manual_sharding.region(ctx.apart):
             gradients = _over_slices(differentiate, constants, gradients, tokens, vocabulary, ctx.backend)
         gradients = (
             None if gradient is None else gradient.to(tensor.dtype)
@@ -111,14 +111,14 @@ class LoopedLogProbs(torch.autograd.Function):
 
 def _rows(weight: Tensor, start: Tensor, size: int, ctx) -> Tensor:
     """A slice `(size, hidden_size)` of the head in the dtype of the matrix product."""
-    rows = ctx.backend.take_rows(weight, start, size)
-    return rows if rows.dtype == ctx.dtype else ctx.backend.keep_in_turn(rows).to(ctx.dtype)
+    rows = ctx.backend.loops.take_rows(weight, start, size)
+    return rows if rows.dtype == ctx.dtype else ctx.backend.loops.prevent_hoisting(rows).to(ctx.dtype)
 
 
 def _logits(hidden: Tensor, rows: Tensor, bias: Tensor | None, start: Tensor, ctx) -> Tensor:
     """A tile `(tokens, size)` of logits in the dtype of the matrix product, before upstream's scale and softcap."""
     tile = hidden.to(ctx.dtype) @ rows.T
-    return tile if bias is None else tile + ctx.backend.take_rows(bias, start, len(rows)).to(ctx.dtype)
+    return tile if bias is None else tile + ctx.backend.loops.take_rows(bias, start, len(rows)).to(ctx.dtype)
 
 
 def _over_slices(
@@ -156,7 +156,7 @@ def _over_slices(
 
     # The dtypes are the turn's business.
     with torch.no_grad(), torch.autocast(starts.device.type, enabled=False):
-        (_, carry), _ = backend.scan(one_turn, (constants, carry), (starts,))
+        (_, carry), _ = backend.loops.scan(one_turn, (constants, carry), (starts,))
         if left:
             carry = turn(torch.full((), count * size, device=starts.device), left, constants, carry)
     return carry

@@ -170,11 +170,11 @@ class StepReplay:
             ),
         )
         recorded = self._programs.get(self._key)
-        if recorded is not None and recorded.checked and self._backend.keeps_program(recorded.compiles):
+        if recorded is not None and recorded.checked and self._backend.programs.keeps(recorded.compiles):
             self.replays = True
             return False
         try:
-            self._recording = self._backend.record(self._state())
+            self._recording = self._backend.programs.record(self._state())
         except CannotReplay as reason:
             self.refuse(str(reason))
         else:
@@ -237,7 +237,7 @@ class StepReplay:
     def _find_aliased(self) -> set[int]:
         """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
         if self._aliased or self._copies.seen:
-            self._aliased, self._copies.seen = self._backend.aliased(self._state()), False
+            self._aliased, self._copies.seen = self._backend.programs.aliased(self._state()), False
         return self._aliased
 
     def _run_recorded(self, run_traced: Callable[..., Program | None], updates: Sequence[Any]) -> None:

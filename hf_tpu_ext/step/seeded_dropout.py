@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..backends.base import Backend
+
 
 # Odd, so that different places have different numbers: 2**32 over the golden ratio, and two multipliers of MurmurHash3.
 _BY_ROW, _BY_COLUMN, _BY_MODULE = (number - 2**32 for number in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35))
@@ -56,6 +58,29 @@ def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 
     # high bits are as good as drawn. A whole hash of each element would take the compiler for TPU much longer.
     bits = (_scramble(seed + place * _BY_ROW) | 1) * (_scramble(seed + columns * _BY_COLUMN) | 1)
     return tensor * (bits >= round(p * 2**32) - 2**31) / (1 - p)
+
+
+def draw_seeds(backend: Backend, count: int) -> Tensor:
+    """
+    Draw seeds with the device's random number generator.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        count (`int`):
+            How many.
+
+    Returns:
+        `torch.Tensor` of shape `(count, 2)`, int32: The seeds, the same on all chips, each with the number of the chip in a
+        region of manual sharding, and with 0 elsewhere.
+    """
+    sharding = backend.manual_sharding
+    seeds = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=backend.device)
+    chip = torch.zeros((1,), dtype=torch.int32, device=backend.device)
+    if sharding.active:
+        chips = torch.arange(backend.num_chips, dtype=torch.int32, device=backend.device)
+        seeds, chip = sharding.full_to_shard(seeds), sharding.full_to_shard(chips, by_rows=True)
+    return torch.stack([seeds, chip.expand(count)], 1)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from ..backends.base import Backend
@@ -46,7 +46,7 @@ class _Slices(torch.autograd.Function):
 
         with torch.no_grad():
             # The loop would compute anew in each turn what it does not carry.
-            _, (outputs,) = backend.scan(turn, *_apart(ctx.dims, tensors, parts))
+            _, (outputs,) = backend.loops.scan(turn, *_apart(ctx.dims, tensors, parts))
         return _merge(outputs, output_dim)
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Slices(torch.autograd.Function):
             return (shared, sums), tuple(compress(found, by_slice))
 
         entries = (_split(gradient, ctx.output_dim, ctx.parts), *entries)
-        (_, sums), stacked = ctx.backend.scan(turn, (shared, sums), entries)
+        (_, sums), stacked = ctx.backend.loops.scan(turn, (shared, sums), entries)
         sums, stacked = iter(sums), iter(stacked)
         gradients = [
             None if not wanted else _merge(next(stacked), dim) if dim is not None else next(sums).to(tensor.dtype)
@@ -142,7 +142,7 @@ def _sliced_attention(
         or any(True for _ in module.parameters(recurse=False))
         or (attention_mask is not None and attention_mask.requires_grad)
     )
-    parts = [] if whole else _choose_parts(query, key, 1 if backend.chips_apart else backend.num_chips)
+    parts = [] if whole else _choose_parts(query, key, 1 if backend.manual_sharding.active else backend.num_chips)
     if all(count == 1 for count in parts):
         return eager(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
 
@@ -155,9 +155,9 @@ def _sliced_attention(
     return attend(*given), None
 
 
-def use_sliced_attention(model: nn.Module, backend: Backend) -> None:
+def register_sliced_attention(backend: Backend) -> None:
     """
-    Make a transformers model go through its attention in slices: some rows, some heads, or some queries at a time.
+    Let transformers' models go through their attention in slices: some rows, some heads, or some queries at a time.
 
     A slice is computed by the model's own eager attention, in the forward pass and again in the backward pass, so the numbers
     are the same, and there are never more scores, probabilities and gradients of them than those of one slice. Eager
@@ -166,14 +166,8 @@ def use_sliced_attention(model: nn.Module, backend: Backend) -> None:
     transformers' other implementations there is no `output_attentions`.
 
     Args:
-        model ([`~torch.nn.Module`]):
-            Model to change in place; models inside wrappers such as [`~peft.PeftModel`] are found.
         backend ([`Backend`]):
             The backend in use.
     """
     AttentionInterface.register(SLICED_EAGER, partial(_sliced_attention, backend))
     AttentionMaskInterface.register(SLICED_EAGER, eager_mask)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.set_attn_implementation(SLICED_EAGER)
-            return

@@ -12,6 +12,7 @@ from trl import SFTConfig
 
 from ..backends.base import Backend
 from ..sharding import parse_mesh
+from ..step.attention import attention_to_load_with
 from .configs import NO_DEEPSPEED, ExtensionArguments
 
 
@@ -111,7 +112,7 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         backend ([`Backend`]):
             The backend in use.
     """
-    if backend.lazy:
+    if backend.unknown_upstream:
         AcceleratorState._reset_state(reset_partial_state=True)
         args.distributed_state = PartialState(cpu=True)
         args.distributed_state.device = backend.device
@@ -119,7 +120,7 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         # `TrainingArguments.device` is a cached property of this name.
         vars(args)["_setup_devices"] = backend.device
     elif args.device.type != backend.device.type:
-        args.use_cpu = backend.name == "cpu"
+        args.use_cpu = backend.device.type == "cpu"
         del vars(args)["_setup_devices"]
         assert args.device.type == backend.device.type
 
@@ -330,12 +331,11 @@ def _supervised(adapted: CompiledArguments) -> None:
 def _model_loading(adapted: CompiledArguments) -> None:
     args = adapted.args
     model_init_kwargs = dict(args.model_init_kwargs or {})
-    attention = model_init_kwargs.get("attn_implementation")
-    if attention not in (None, "eager", "sdpa"):
-        adapted.changes.append(f"attn_implementation={attention} is replaced by attention that XLA compiles")
+    attention, replaced = attention_to_load_with(model_init_kwargs.get("attn_implementation"))
+    adapted.changes += replaced
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
         adapted.changes.append("device_map has no effect: the model is placed on the XLA device as a whole")
     if model_init_kwargs.get("quantization_config") is not None:
         raise ValueError(_QUANTIZED)
-    # The attention is set on the loaded model; "auto" placement would hand the model to accelerate's dispatcher.
-    args.model_init_kwargs = {**model_init_kwargs, "attn_implementation": "eager", "device_map": None}
+    # "auto" placement would hand the model to accelerate's dispatcher.
+    args.model_init_kwargs = {**model_init_kwargs, "attn_implementation": attention, "device_map": None}

@@ -150,13 +150,15 @@ class BatchesMixin:
         return self.backend.send_rows(batch, rows)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if not self.backend.lazy:
+        if not self.backend.static_shapes:
             return super()._prepare_inputs(inputs)
         sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
-        if self.backend.chips_apart:
+        if self.backend.manual_sharding.active:
             rows = count_rows(sent)
             sent = {
-                key: self.backend.enter_chip(value, by_rows=value.ndim > 0 and value.shape[0] == rows)
+                key: self.backend.manual_sharding.full_to_shard(
+                    value, by_rows=value.ndim > 0 and value.shape[0] == rows
+                )
                 if isinstance(value, torch.Tensor)
                 else value
                 for key, value in sent.items()
@@ -164,7 +166,7 @@ class BatchesMixin:
         return sent
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        if not self.backend.lazy:
+        if not self.backend.traces_steps:
             return super()._get_num_items_in_batch(batch_samples, device)
         sent = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
         if sent and labels.device == device:

@@ -17,6 +17,7 @@ from ..sharding import ShardingPlan, advise_sharding, describe_mesh, resolve_mes
 from ..sharding.local_gradients import LocalGradients, draws_random_numbers
 from ..sharding.per_chip import score_tokens_per_chip
 from .configs import ExtensionArguments
+from .process_batch import count_all_chips
 
 
 logger = logging.get_logger(__name__)
@@ -56,8 +57,8 @@ class ChipsMixin:
     """
     The part of [`TPUTrainerMixin`] that spreads a run over chips. On one chip, and on CUDA and CPU, it does nothing.
 
-    `per_device_train_batch_size` is what each chip gets. To upstream, which sees one device, the rows of all chips are the
-    batch of that device: sampling, `max_steps` and epochs, token counts and evaluation follow from that.
+    `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this process
+    takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow from that.
     """
 
     def _arrange_chips(self) -> None:
@@ -71,8 +72,7 @@ class ChipsMixin:
         # Not a method: a copy of the model would come with one of the trainer.
         self._split_output = partial(_split_output, self.backend)
         self._recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
-        args.per_device_train_batch_size *= chips
-        args.per_device_eval_batch_size *= chips
+        count_all_chips(args, chips)
 
     def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """
@@ -178,7 +178,7 @@ class ChipsMixin:
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
-        return nullcontext() if self.backend.chips_apart else score_tokens_per_chip(self.backend)
+        return nullcontext() if self.backend.manual_sharding.active else score_tokens_per_chip(self.backend)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """
@@ -195,17 +195,19 @@ class ChipsMixin:
 
     # ---- Rows of an optimizer step ----
 
-    @contextmanager
-    def _rows_of_one_chip(self) -> Iterator[None]:
-        """The arguments as their author means them, for what is written down."""
-        args, chips = self.args, self.backend.num_chips
-        args.per_device_train_batch_size //= chips
-        args.per_device_eval_batch_size //= chips
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        # For the time of a comparison of upstream's: of the rows of a device, and those that were taken at once when the
+        # checkpoint was written. It warns where they differ.
+        rows = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size *= self.backend.num_chips
         try:
-            yield
+            return super()._init_training_state(
+                max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+            )
         finally:
-            args.per_device_train_batch_size *= chips
-            args.per_device_eval_batch_size *= chips
+            self.args.per_device_train_batch_size = rows
 
     @property
     def _num_workers(self) -> int:
@@ -214,7 +216,7 @@ class ChipsMixin:
     @property
     def _rows_per_step(self) -> int:
         args = self.args
-        return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+        return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
     def _batch_state(self) -> dict[str, Any]:
         """What a checkpoint keeps about its rows, for a run on another number of chips."""
@@ -243,12 +245,12 @@ class ChipsMixin:
         if state["recipe_rows"] != self._recipe_rows or state["num_workers"] == workers:
             logger.warning(f"{before}; this run takes {self._rows_per_step}, as the recipe asks.")
             return
-        rows_at_once = args.per_device_train_batch_size * args.world_size
+        rows_at_once = args.train_batch_size * args.world_size
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
-            args.per_device_train_batch_size = rows // (args.world_size * args.gradient_accumulation_steps)
-            self._train_batch_size = args.per_device_train_batch_size
+            args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
+            self._train_batch_size = args.train_batch_size
         else:
             raise ValueError(
                 f"{before} on {state['num_workers']} chips, which {workers} chips cannot share evenly with this recipe. "
@@ -257,8 +259,7 @@ class ChipsMixin:
             )
         logger.warning(
             f"{before} on {state['num_workers']} chips. To continue alike on {workers}, it is "
-            f"{args.per_device_train_batch_size // self.backend.num_chips} rows per chip x "
-            f"{args.gradient_accumulation_steps} accumulated."
+            f"{args.per_device_train_batch_size} rows per chip x {args.gradient_accumulation_steps} accumulated."
         )
 
     # ---- Words ----
@@ -268,11 +269,10 @@ class ChipsMixin:
         chips, args = self.backend.num_chips, self.args
         lines = []
         if chips > 1:
-            rows = args.per_device_train_batch_size
             lines.append(
-                f"{describe_mesh(self.mesh)}; effective batch {rows // chips} per chip x "
+                f"{describe_mesh(self.mesh)}; effective batch {args.per_device_train_batch_size} per chip x "
                 f"{args.gradient_accumulation_steps} accumulated x {chips} chips = "
-                f"{rows * args.gradient_accumulation_steps} rows"
+                f"{args.train_batch_size * args.gradient_accumulation_steps} rows"
             )
         memory = self.backend.memory_per_chip
         if memory is not None and (advice := advise_sharding(self.model, self.mesh, memory)) is not None:

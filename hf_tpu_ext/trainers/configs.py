@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from ..backends import select_backend
+from ..backends import BACKENDS, select_backend
 from ..distillation.losses import KD_LOSSES
 from ..sharding import parse_mesh
 
@@ -67,7 +67,7 @@ class ExtensionArguments:
         metadata={
             "help": "Accelerator to train on. 'auto' takes a TPU, then XLA on the host if PJRT_DEVICE=CPU, then CUDA, "
             "then the CPU. One that is asked for and absent is an error.",
-            "choices": ["auto", "xla", "cuda", "cpu"],
+            "choices": list(BACKENDS),
         },
     )
     length_buckets: list[int] | None = field(
@@ -149,7 +149,7 @@ class ExtensionArguments:
         backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
         if self.deepspeed:
             # Upstream asks for the package as soon as it reads this.
-            if backend.lazy:
+            if backend.shards_by_annotation:
                 raise ValueError(NO_DEEPSPEED)
             if find_spec("deepspeed") is None:
                 raise ValueError(

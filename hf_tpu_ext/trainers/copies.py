@@ -21,7 +21,7 @@ class RealCopiesMixin:
 
     def copies_are_real(self) -> AbstractContextManager:
         """Context of a run. Copies of device tensors that are made in it, outside of steps, have memory of their own."""
-        if not self.backend.lazy:
+        if not self.backend.traces_steps:
             return nullcontext()
         classes = [type(self), *map(type, self.callback_handler.callbacks)]
         functions = [self.compute_metrics, self.preprocess_logits_for_metrics, self.compute_loss_func]
@@ -40,14 +40,14 @@ class RealCopiesMixin:
         """
         moments = [value for state in self._plain_optimizer.state.values() for value in state.values()]
         tensors = [*model.parameters(), *model.buffers(), *moments]
-        self.backend.separate_copies(
+        self.backend.programs.separate_copies(
             [value for value in tensors if isinstance(value, Tensor) and value.device.type == self.backend.device.type]
         )
         self._copies.seen = True
 
     def _copies_as_ever(self) -> AbstractContextManager:
         """Context of code that runs thousands of operators and keeps nothing."""
-        return self._copies.suspended() if self.backend.lazy else nullcontext()
+        return self._copies.suspended() if self.backend.traces_steps else nullcontext()
 
     # ---- Upstream's hooks ----
 

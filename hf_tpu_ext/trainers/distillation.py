@@ -21,8 +21,8 @@ from ..distillation.teachers import (
     Teacher,
     check_vocabulary,
 )
-from ..sharding.per_chip import LeaveChip
-from ..step.attention_mask import static_masks
+from ..sharding.per_chip import ShardToFull
+from ..step.attention import static_masks
 from ..step.autocast import matmul_dtype
 from ..step.replaced_head import head_computed_by
 from .configs import TPUSFTConfig
@@ -152,7 +152,7 @@ class DistillationMixin:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         mode = "train" if self.model.training else "eval"
         scored = inputs["labels"][:, 1:].flatten() != -100
-        masks = static_masks(inputs.get("segment_ids")) if self.backend.lazy else nullcontext()
+        masks = static_masks(inputs.get("segment_ids")) if self.backend.static_shapes else nullcontext()
         with masks, torch.no_grad():
             teacher = self.teacher(self.model, inputs)
         seen: list[TokenTerms] = []
@@ -174,12 +174,12 @@ class DistillationMixin:
         chips = self.backend.num_chips
         by_chip = chips > 1 and tokens == student.hidden.shape[0] * chips
         if by_chip:
-            teacher = teacher.enter_chip(self.backend)
+            teacher = teacher.full_to_shard(self.backend)
         elif tokens != student.hidden.shape[0]:
             # On GPUs TRL scores the tokens with a label only.
             teacher = TopK(*(value[scored] for value in teacher))
         terms = distill(student, targets, teacher, self._distillation, self.backend, matmul_dtype(student.hidden))
-        seen.append(TokenTerms(*(LeaveChip.apply(term, self.backend) for term in terms)) if by_chip else terms)
+        seen.append(TokenTerms(*(ShardToFull.apply(term, self.backend) for term in terms)) if by_chip else terms)
         return terms
 
     def _mix(
@@ -207,4 +207,4 @@ class DistillationMixin:
 
     def _add_kd_metrics(self, mode: str, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
-            self._metrics[mode][name].append(value if self.backend.lazy else value.item())
+            self._metrics[mode][name].append(value if self.backend.metrics_on_device else value.item())

@@ -36,7 +36,7 @@ class CompiledEvaluation:
     _preprocess_on_device: Callable | None = None
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if not self.backend.lazy or prediction_loss_only:
+        if not self.backend.metrics_on_device or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if self._made_ahead is not None:
             self._rows_predicted, result = self._made_ahead.popleft()
@@ -69,7 +69,7 @@ class CompiledEvaluation:
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not self.backend.lazy:
+        if not self.backend.metrics_on_device:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

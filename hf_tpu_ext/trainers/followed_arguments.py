@@ -39,7 +39,6 @@ _FIXED = {
     "use_cpu",
     "use_liger_kernel",
 }
-_PER_DEVICE = "per_device_eval_batch_size"
 
 
 class FollowedArguments:
@@ -88,21 +87,17 @@ class FollowedArgumentsMixin:
 
     def take_up_changes(self) -> None:
         """Bring over what was changed in the caller's arguments, and name what comes too late."""
-        own, chips = self._own_args.changes(), self.backend.num_chips
+        own = self._own_args.changes()
         # A resumed run keeps the rows of its checkpoint.
         own.pop("per_device_train_batch_size", None)
-        if _PER_DEVICE in own:
-            # `trainer.args` has the rows of all chips.
-            own[_PER_DEVICE] *= chips
-            setattr(self.args, _PER_DEVICE, own[_PER_DEVICE])
-        fixed = set(_FIXED) if self.backend.lazy else set()
+        fixed = set(_FIXED) if self.backend.unknown_upstream else set()
         fixed |= {field.name for field in fields(ExtensionArguments)}
-        if self.backend.lazy:
+        if self.backend.unknown_upstream:
             fixed |= {field.name for field in fields(self.args)} - {field.name for field in fields(TrainingArguments)}
         changed = self._callers_args.changes()
         for name, value in changed.items():
             if name not in fixed:
-                setattr(self.args, name, value * chips if name == _PER_DEVICE else value)
+                setattr(self.args, name, value)
             if name == "gradient_accumulation_steps":
                 self._recipe_rows[1] = value
         self._own_args.changes()

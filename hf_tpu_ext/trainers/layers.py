@@ -182,7 +182,7 @@ class LayerScan:
         for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
                 return f"{setting}=True asks for something of every layer"
-        if self._trainer.backend.aliased(list(layers.parameters())):
+        if self._trainer.backend.programs.aliased(list(layers.parameters())):
             return "code of yours holds weights of layers, as of a state_dict(), which are to follow the training"
         return why_not_alike(layers, self._trainer._split_output)
 

@@ -45,7 +45,7 @@ class DeferredMetrics:
         self.names = sorted({*_metrics_of(type(trainer)), *names})
         self._active = False
         self._sums: dict[str, DeviceSums] = {}
-        if self.names and backend.lazy:
+        if self.names and backend.metrics_on_device:
             sums = [of_name for name in self.names for of_name in (name, _count(name))]
             self._sums = {mode: DeviceSums(backend, sums, (NUM_TOKENS,)) for mode in ("train", "eval")}
 

@@ -19,7 +19,7 @@ from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunFacts, RunLines
 from ..data import StaticShapeCollator, TokenWaste
 from ..sharding.placement import place_model
-from ..step.attention_mask import static_masks
+from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import score_tokens
 from ..step.loss_log import LossLog
@@ -102,8 +102,8 @@ class TPUTrainerMixin(
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
-        check_settings(args, self.backend.lazy, given.arguments)
-        if self.backend.lazy:
+        check_settings(args, self.backend.static_shapes, given.arguments)
+        if self.backend.unknown_upstream:
             check_trainer(type(self), given.arguments)
             check_weights(model, given.arguments.get("quantization_config"))
             if isinstance(model, PreTrainedModel):
@@ -112,7 +112,7 @@ class TPUTrainerMixin(
         of_host = self.backend.prepare_host()
         self.compiled = (
             compile_arguments(args, loads_model=isinstance(model, str), num_chips=self.backend.num_chips)
-            if self.backend.lazy
+            if self.backend.unknown_upstream
             else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
         )
         self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
@@ -126,7 +126,7 @@ class TPUTrainerMixin(
         super().__init__(*given.args, **given.kwargs)
         #: Metrics of upstream's loss, on the device until a log.
         self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
-        if self.backend.lazy:
+        if self.backend.traces_steps:
             # The trainer has tokenized the data by now, with all threads. The second is not there in transformers 5.18.
             self.compiled.changes += let_forks_tokenize(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
@@ -170,7 +170,7 @@ class TPUTrainerMixin(
         #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
         self.steps = TrainingSteps(self)
         self.callback_handler.callbacks.insert(0, self.steps)
-        self._copies = self.backend.real_copies()
+        self._copies = self.backend.programs.real_copies()
 
     def _checkpoint_activations(self) -> None:
         model = unwrap_peft_model(self.model)
@@ -197,7 +197,7 @@ class TPUTrainerMixin(
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
         lines = [*self._chip_lines(), *self.frozen.lines(), *self.compiled.changes]
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
-        if self.backend.lazy and self.lengths:
+        if self.backend.static_shapes and self.lengths:
             facts.lengths = self.lengths
             if self._train_lengths is not None:
                 waste = TokenWaste(
@@ -259,29 +259,29 @@ class TPUTrainerMixin(
     # ---- Placement, precision, optimizer ----
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self.backend.lazy:
+        if self.backend.unknown_upstream:
             self.sharding_plan = place_model(model, self.backend, self.mesh)
         else:
             super()._move_model_to_device(model, device)
 
     def compute_loss_context_manager(self):
         contexts = super().compute_loss_context_manager()
-        if self.backend.lazy:
+        if self.backend.unknown_upstream:
             contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
         return contexts
 
     def get_optimizer_cls_and_kwargs(self, args, model=None) -> tuple[Any, dict[str, Any]]:
         optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
-        if self.backend.lazy and args.optim in ADAMW_NAMES:
+        if self.backend.own_optimizer and args.optim in ADAMW_NAMES:
             return LazyAdamW, {**kwargs, "backend": self.backend}
         return optimizer_cls, kwargs
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if self.backend.lazy and created:
+        if self.backend.traces_steps and created:
             self._save_from_host(optimizer)
-        if self.backend.lazy:
+        if self.backend.traces_steps:
             self.layers.begin(optimizer)
         return optimizer
 
@@ -292,7 +292,7 @@ class TPUTrainerMixin(
     # ---- Steps ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.backend.lazy:
+        if not self.backend.static_shapes:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with (
             static_masks(inputs.pop("segment_ids", None)),
@@ -343,7 +343,7 @@ class TPUTrainerMixin(
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        if not self.backend.lazy or "input_ids" not in inputs:
+        if not self.backend.static_shapes or "input_ids" not in inputs:
             return super().floating_point_ops(inputs)
         # Upstream counts the model's parameters anew at every micro-step.
         tokens = inputs["input_ids"].numel()
@@ -352,7 +352,7 @@ class TPUTrainerMixin(
         return self._flos_per_token * tokens
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if self.backend.lazy:
+        if self.backend.traces_steps:
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
         if self.status is not None:
             self.status.count(inputs)
@@ -390,12 +390,12 @@ class TPUTrainerMixin(
         return self.optimizer.optimizer
 
     def _clip_grad_norm(self, model):
-        if not self.backend.lazy:
+        if not self.backend.traces_steps:
             return super()._clip_grad_norm(model)
         return self.steps.clip(self.args.max_grad_norm, clip_gradients)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if not self.backend.lazy:
+        if not self.backend.traces_steps:
             return super()._get_grad_norm(model, grad_norm)
         return self.steps.keep_norm(partial(super()._get_grad_norm, model, grad_norm))
 
@@ -419,7 +419,11 @@ class TPUTrainerMixin(
     def _maybe_log_save_evaluate(
         self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
     ) -> None:
-        if self.backend.lazy and self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+        if (
+            self.backend.metrics_on_device
+            and self.control.should_log
+            and self.state.global_step > self._globalstep_last_logged
+        ):
             # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
             # afterwards, since this one is noted as the last.
             logs = self._read_train_metrics(grad_norm)
@@ -456,7 +460,7 @@ class TPUTrainerMixin(
         return read
 
     def _finalize_training(self, trial, num_train_samples, start_time):
-        if self.backend.lazy:
+        if self.backend.metrics_on_device:
             self._read_train_metrics()
             self._tr_loss = torch.zeros(())
         return super()._finalize_training(trial, num_train_samples, start_time)
@@ -466,7 +470,7 @@ class TPUTrainerMixin(
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.take_up_changes()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
-        if self.backend.lazy:
+        if self.backend.static_shapes:
             self.expect_batches("train")
         with (
             self.stopping_when_told(),
@@ -481,7 +485,7 @@ class TPUTrainerMixin(
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
-        if self.backend.lazy:
+        if self.backend.traces_steps:
             self.watching.end()
             self.layers.end()
             self.steps.end_run()
@@ -491,10 +495,10 @@ class TPUTrainerMixin(
             self.metrics.drop("eval")
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        if self.backend.lazy and state_dict is None:
+        if self.backend.traces_steps and state_dict is None:
             # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
             state_dict = self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
-        with self._rows_of_one_chip(), self.layers.in_place():
+        with self.layers.in_place():
             super()._save(output_dir, state_dict)
 
     def _load_best_model(self) -> None:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 
-from ..backends.detect import tpu_chips
+from ..backends.detect import TPU_BACKENDS, tpu_chips
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
 from .base_record import find_frozen, write_base
@@ -56,7 +56,7 @@ class SavingMixin:
         if self.compiled.args.enable_jit_checkpoint and self.compiled.args.world_size == 1:
             self.compiled.args.enable_jit_checkpoint = False
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
-        on_tpu = self.backend.lazy and tpu_chips() > 0
+        on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
         self.preemption = Preemption(METADATA_URL if on_tpu else None)
         self._epoch_order = EpochOrder()
         # Where a checkpoint is written before it has its place.

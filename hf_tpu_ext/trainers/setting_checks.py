@@ -36,18 +36,18 @@ def check_recipe(args: ExtensionArguments) -> None:
         `ValueError`: A setting cannot work; the message says what to set instead.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
-    check_settings(args, backend.lazy, {"train_dataset": True})
+    check_settings(args, backend.static_shapes, {"train_dataset": True})
 
 
-def check_settings(args: TrainingArguments, lazy: bool, given: Mapping[str, Any]) -> None:
+def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[str, Any]) -> None:
     """
     Refuse what upstream runs into later, with a traceback. What upstream takes is taken.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
             Arguments of the run.
-        lazy (`bool`):
-            Whether the device's steps are compiled programs.
+        static_shapes (`bool`):
+            Whether batches keep to declared shapes.
         given (`Mapping[str, Any]`):
             What the trainer was given, by the names of [`~transformers.Trainer`].
 
@@ -55,7 +55,7 @@ def check_settings(args: TrainingArguments, lazy: bool, given: Mapping[str, Any]
         `ValueError`: A setting cannot work; the message says what to set instead.
     """
     if given.get("train_dataset") is not None:
-        _check_step(args, lazy)
+        _check_step(args, static_shapes)
         own_optimizer = given.get("optimizers", (None,))[0] or given.get("optimizer_cls_and_kwargs")
         if not own_optimizer and args.learning_rate < 0 and args.optim in _REFUSE_NEGATIVE_RATES:
             raise ValueError(
@@ -67,30 +67,30 @@ def check_settings(args: TrainingArguments, lazy: bool, given: Mapping[str, Any]
             f"per_device_eval_batch_size={args.per_device_eval_batch_size} is not positive, and eval_strategy asks for "
             "evaluations. Set it to 1 or more, for example per_device_eval_batch_size=8."
         )
-    _check_max_length(args, lazy)
+    _check_max_length(args, static_shapes)
     _check_integrations(args.report_to)
 
 
-def _check_step(args: TrainingArguments, lazy: bool) -> None:
+def _check_step(args: TrainingArguments, static_shapes: bool) -> None:
     if args.per_device_train_batch_size < 1:
         raise ValueError(
             f"per_device_train_batch_size={args.per_device_train_batch_size} is not positive. Set it to 1 or more, for "
             "example per_device_train_batch_size=8."
         )
     # Upstream takes a negative number for no steps at all.
-    if args.gradient_accumulation_steps == 0 or (lazy and args.gradient_accumulation_steps < 0):
+    if args.gradient_accumulation_steps == 0 or (static_shapes and args.gradient_accumulation_steps < 0):
         raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} is not positive. Set it to 1 to update the "
             "weights after every batch, or to more, for example gradient_accumulation_steps=4."
         )
 
 
-def _check_max_length(args: TrainingArguments, lazy: bool) -> None:
+def _check_max_length(args: TrainingArguments, static_shapes: bool) -> None:
     max_length = vars(args).get("max_length")
     if max_length is None or max_length > 0:
         return
     # An eager device takes a negative one of TRL for so many tokens to leave out at the end of each row.
-    if max_length == 0 or lazy or not isinstance(args, SFTConfig) or args.packing:
+    if max_length == 0 or static_shapes or not isinstance(args, SFTConfig) or args.packing:
         raise ValueError(
             f"max_length={max_length} is not positive. Set it to the longest sequence that you want to keep, in tokens, for "
             "example max_length=1024."

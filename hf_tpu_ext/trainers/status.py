@@ -57,7 +57,7 @@ class StatusMixin:
         self.add_callback(RunRecord(self.backend, describe, self.status, self._compiled_programs))
 
     def _compiled_programs(self) -> Sequence[ProgramEvent]:
-        return self.watch.events if self.backend.lazy else ()
+        return self.watch.events if self.backend.traces_steps else ()
 
     def _describe_run(self, args: TrainingArguments, lines: RunLines) -> dict[str, Any]:
         """What the record of a run says of it, as JSON."""
@@ -103,7 +103,7 @@ class StatusMixin:
             self.status.clock.enter("read")
 
     def _kind_of_step(self) -> str:
-        if not self.backend.lazy:
+        if not self.backend.traces_steps:
             return "step"
         return "replay" if self.steps.replays else "trace"
 
@@ -126,7 +126,7 @@ class StatusMixin:
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        if self.backend.lazy or not logs:
+        if self.backend.metrics_on_device or not logs:
             super()._maybe_log_save_evaluate(*args, **kwargs)
             return
         # Upstream reads what it logs in here.

@@ -309,7 +309,7 @@ class TrainingSteps(TrainerCallback):
             "optimizer": (self._optimizer, ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
         }
         namespaces = namespaces_of_a_step(self._trainer, models)
-        return PythonState(roots, attributes, namespaces, given, self._trainer.backend.memory_of)
+        return PythonState(roots, attributes, namespaces, given, self._trainer.backend.programs.memory_of)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model and its gradients; always in the same order."""

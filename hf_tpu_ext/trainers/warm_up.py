@@ -46,7 +46,7 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
         `ValueError`: There is nothing to compile, or nowhere to keep it.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
-    if not backend.lazy:
+    if not backend.traces_steps:
         raise ValueError(
             f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Give this command on "
             "the machine with the TPU."

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..backends.folded_numbers import describe_number
 from ..backends.insight import SourceLine
 from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
@@ -175,8 +176,7 @@ def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
                 # Sent as data; without weight decay, the step has no such operation.
                 value = ("not 0" if value else "0") if name == "weight_decay" else None
             elif isinstance(value, float):
-                # Others are sent as data by torch_xla.
-                value = f"{value:g}" if value in (0, 1, -1) else "neither 0, 1 nor -1"
+                value = describe_number(value)
             if name not in ("params", "initial_lr") and value is not None:
                 numbers[label] = value if isinstance(value, str) else repr(value)
     return numbers

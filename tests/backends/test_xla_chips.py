@@ -63,13 +63,13 @@ for spec, shape in (("fsdp", None), (4, 6)), ((None, None), (16, 6)), ((("data",
 backend.shard(placed, (("data", "fsdp"), None))
 
 # Each chip by itself, and back.
-local = backend.enter_chip(placed, by_rows=True)
+local = backend.manual_sharding.full_to_shard(placed, by_rows=True)
 assert local.shape == (2, 6)
-sums = backend.leave_chip(local.sum(0, keepdim=True))
+sums = backend.manual_sharding.shard_to_full(local.sum(0, keepdim=True))
 assert sums.shape == (8, 6)
 torch.testing.assert_close(backend.fetch(sums), weight.reshape(8, 2, 6).sum(1))
-whole = backend.enter_chip(backend.send(torch.tensor(3.0)))
-assert backend.fetch(backend.leave_chip((whole + 1).reshape(1))).tolist() == [4.0] * 8
+whole = backend.manual_sharding.full_to_shard(backend.send(torch.tensor(3.0)))
+assert backend.fetch(backend.manual_sharding.shard_to_full((whole + 1).reshape(1))).tolist() == [4.0] * 8
 
 # Activations, and their gradients, keep their rows; what does not divide is left alone.
 rows = backend.send_rows(torch.ones(16, 3), 16).requires_grad_()

@@ -11,7 +11,7 @@ from hf_tpu_ext.backends.program import CannotReplay
 
 def record(backend, trace, state, data):
     backend.flush()
-    recording = backend.record(state)
+    recording = backend.programs.record(state)
     recording.add_data(data)
     trace(*state, *data)
     return recording.finish(state)
@@ -162,7 +162,7 @@ def test_what_cannot_be_run_again_is_refused_before_it_runs(xla, total):
     assert torch.equal(xla.fetch(total), torch.full((3,), 3.0))
 
     with pytest.raises(CannotReplay, match="share a buffer"):
-        xla.record([total, total])
+        xla.programs.record([total, total])
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_copies_have_buffers_of_their_own(xla, values):
     lazy = tensor.clone()
     with torch.inference_mode():
         inferred = tensor.clone()
-    xla.separate_copies([tensor])
-    with xla.real_copies() as copies:
+    xla.programs.separate_copies([tensor])
+    with xla.programs.real_copies() as copies:
         cloned, deep, filled = tensor.clone(), copy.deepcopy(tensor), torch.empty_like(tensor).copy_(tensor)
         with copies.suspended():
             shared = tensor.clone()
@@ -193,6 +193,6 @@ def test_copies_have_buffers_of_their_own(xla, values):
     assert len(set(buffers)) == 6
     for made in (lazy, inferred, cloned, deep, filled):
         assert made.dtype == values.dtype and torch.equal(made.cpu(), values)
-    assert not xla.aliased([tensor])
+    assert not xla.programs.aliased([tensor])
     held = tensor.detach()
-    assert xla.aliased([tensor, cloned]) == {0} and held is not None
+    assert xla.programs.aliased([tensor, cloned]) == {0} and held is not None

@@ -118,7 +118,7 @@ def trace_step(backend, case: Case) -> list:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from hf_tpu_ext.step.activation_checkpointing import rematerialize
-    from hf_tpu_ext.step.attention_mask import static_masks
+    from hf_tpu_ext.step.attention import static_masks
     from hf_tpu_ext.step.kernels import use_static_kernels
     from hf_tpu_ext.step.layer_scan import LayerStack, find_layers
     from hf_tpu_ext.step.looped_head import score_tokens

@@ -66,6 +66,13 @@ HOOKS = {
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_load_best_model": [],
+    "_init_training_state": [
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ],
     "_run_epoch": [
         "model",
         "epoch",

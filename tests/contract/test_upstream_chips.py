@@ -16,6 +16,7 @@ from trl import SFTConfig
 from trl.trainer.sft_trainer import add_fused_lm_head
 
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.trainers.process_batch import count_all_chips
 
 
 @pytest.fixture
@@ -68,12 +69,17 @@ def rows_of(loader):
 
 
 def test_the_batch_of_an_argument_is_that_of_the_loader(stock):
-    """trainers/chips.py multiplies the rows per device of its copy, since to upstream all chips are one device."""
-    trainer = stock.trainer(per_device_train_batch_size=4, per_device_eval_batch_size=3)
+    """
+    trainers/process_batch.py says in `train_batch_size` and `eval_batch_size` what a process takes at once, which upstream
+    reads, while the rows per device stay as they were given.
+    """
+    trainer = stock.trainer(per_device_train_batch_size=4, per_device_eval_batch_size=1)
     assert trainer._train_batch_size == trainer.args.per_device_train_batch_size == 4
     assert rows_of(trainer.get_train_dataloader()) == 4
+    assert rows_of(trainer.get_eval_dataloader()) == trainer.args.eval_batch_size == 1
+    count_all_chips(trainer.args, 3)
     assert rows_of(trainer.get_eval_dataloader()) == trainer.args.eval_batch_size == 3
-    trainer.args.per_device_train_batch_size = trainer._train_batch_size = 2
+    trainer._train_batch_size = 2
     assert rows_of(trainer.get_train_dataloader()) == 2
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * trainer.args.gradient_accumulation_steps
 

@@ -24,7 +24,7 @@ import torch_xla  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer  # noqa: E402
-from hf_tpu_ext.backends import xla, xla_replay  # noqa: E402
+from hf_tpu_ext.backends import xla_programs, xla_replay  # noqa: E402
 from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
 
 
@@ -66,7 +66,7 @@ if how == "train":
             note(traced.results, traced.updated)
             return traced
 
-    xla.XLARecording = NotingRecording
+    xla_programs.XLARecording = NotingRecording
     train()
     beside = [{}] * len(texts)
 else:

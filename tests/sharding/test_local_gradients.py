@@ -64,11 +64,11 @@ for step in range(2):
         sent = backend.send_rows(rows, 16)
         before = backend.counters()
         with local.micro_step(closing=micro_step == 2):
-            assert backend.chips_apart
-            loss = model(backend.enter_chip(sent, by_rows=True))
+            assert backend.manual_sharding.active
+            loss = model(backend.manual_sharding.full_to_shard(sent, by_rows=True))
             loss.backward()
             total = local.over_chips(loss.detach())
-        assert not backend.chips_apart
+        assert not backend.manual_sharding.active
         backend.wait()
         assert (backend.counters() - before).executions == 1
         torch.testing.assert_close(backend.fetch(total).double(), reference(rows.double()).detach())
@@ -90,10 +90,10 @@ model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4096, 1, bias=False))
 local = LocalGradients(place(model), backend, accumulates=True)
 rows = backend.send_rows(torch.ones(8, 4096), 8)
 with local.micro_step(closing=False):
-    row = backend.enter_chip(rows, by_rows=True).requires_grad_()
+    row = backend.manual_sharding.full_to_shard(rows, by_rows=True).requires_grad_()
     loss = (checkpoint(model, row, use_reentrant=True) if recomputed else model(row)).sum()
     loss.backward()
-    losses = backend.leave_chip(loss.reshape(1))
+    losses = backend.manual_sharding.shard_to_full(loss.reshape(1))
 assert "forward" not in vars(model[0])
 (gradients,) = backend.fetch(list(local._sums.values()))  # (chips, 1, 4096): the inputs that were kept
 gradients = gradients[:, 0]

@@ -17,7 +17,7 @@ from hf_tpu_ext.step.activation_checkpointing import (
     rematerialize,
     use_checkpoint_function,
 )
-from hf_tpu_ext.step.attention_mask import static_masks
+from hf_tpu_ext.step.attention import static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
 
 

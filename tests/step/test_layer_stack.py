@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.step.attention_mask import static_masks
+from hf_tpu_ext.step.attention import static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
 from hf_tpu_ext.step.layer_scan import LayerStack, find_layers, why_not_alike
 

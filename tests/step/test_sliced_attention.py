@@ -18,9 +18,9 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step import sliced_attention
-from hf_tpu_ext.step.attention_mask import static_masks
+from hf_tpu_ext.step.attention import attention_for, static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
-from hf_tpu_ext.step.sliced_attention import SLICED_EAGER, use_sliced_attention
+from hf_tpu_ext.step.sliced_attention import SLICED_EAGER
 
 
 ROWS, LENGTH, WIDTH = 4, 16, 8
@@ -225,8 +225,7 @@ def in_slices(xla, monkeypatch):
     """Makes `forward_and_backward` cut the scores of its 2 rows of 12 tokens."""
 
     def use(model):
-        use_static_kernels(model)
-        use_sliced_attention(model, xla)
+        use_static_kernels(model, attention_for(xla))
 
     def in_slices(elements):
         monkeypatch.setattr("test_layer_stack.use_static_kernels", use)

@@ -8,6 +8,7 @@ import torch_xla
 import torch_xla.runtime
 from conftest import Runs, logged, make_rows
 from test_counts import CountPerStep
+from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
@@ -33,6 +34,19 @@ class CountToTheLastStep(CountPerStep):
             super().on_train_end(args, state, control)
 
 
+class Shown(TrainerCallback):
+    """Notes the batch sizes that callbacks see in arguments, and what trackers make of them."""
+
+    def __init__(self):
+        self.sizes, self.reported = set(), {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.sizes.add((args.per_device_train_batch_size, args.per_device_eval_batch_size))
+        self.reported = args.to_sanitized_dict()
+
+    on_step_end = on_log = on_save = on_prediction_step = on_evaluate = on_train_end = on_train_begin
+
+
 def describe(trainer, steps):
     parameters = dict(trainer.model.named_parameters())
     moments = {
@@ -51,12 +65,11 @@ def describe(trainer, steps):
         "moment_shards": {name: shards_of(moment)[0] for name, moment in moments.items()},
         "shapes": {name: list(parameter.shape) for name, parameter in parameters.items()},
         "batch_shard": trainer.batch_shard,
+        "train_batch_size": trainer.state.train_batch_size,
     }
 
 
-def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, **config):
-    from transformers import TrainerCallback
-
+def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, shows=False, **config):
     from hf_tpu_ext import TPUSFTTrainer
 
     runs = Runs(model_dir, output_dir)
@@ -83,9 +96,14 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
     trainer.add_callback(Stop())
+    shown = Shown()
+    if shows:
+        # Layers that run as a loop would be handed out to it at every log.
+        trainer.add_callback(shown)
     trainer.train(resume_from_checkpoint=resume)
     trainer.backend.send_rows = send_rows
-    return describe(trainer, counter.steps)
+    shown.on_train_begin(trainer.args, trainer.state, trainer.control)
+    return {**describe(trainer, counter.steps), "sizes": sorted(shown.sizes), "reported": shown.reported}
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_deepspeed_in_a_config_of_ours(runs, backend, words):
 POSITIVE = ["is not positive", "for example"]
 
 
-@pytest.mark.parametrize("lazy", [True, False], ids=["xla", "eager"])
+@pytest.mark.parametrize("static_shapes", [True, False], ids=["xla", "eager"])
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -45,9 +45,9 @@ POSITIVE = ["is not positive", "for example"]
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_setting_that_no_device_takes(runs, config, words, lazy):
+def test_setting_that_no_device_takes(runs, config, words, static_shapes):
     config = runs.config(**config)
-    refused(words, lambda: check_settings(config, lazy, {"train_dataset": runs.train_dataset}))
+    refused(words, lambda: check_settings(config, static_shapes, {"train_dataset": runs.train_dataset}))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """Eight devices train as one does at the same global batch, and the work is really shared between them."""
 
+import copy
+import io
+import json
 import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from trl import SFTConfig
 
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.trainers.process_batch import count_all_chips
 
 
 TWENTY = dict(per_device_train_batch_size=2, max_steps=20, warmup_steps=5)
@@ -115,6 +120,60 @@ def test_the_start_says_how_chips_share_the_work(eight):
     assert "data parallel (mesh data=8); effective batch 2 per chip x 4 accumulated x 8 chips = 64 rows" in output
     assert "fully sharded (mesh fsdp=8); effective batch 2 per chip x 1 accumulated x 8 chips = 16 rows" in output
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in output
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, on_devices, tmp_path_factory):
+    """A run of 4 steps, and one that takes it up."""
+    directory = tmp_path_factory.mktemp("saved")
+    first = dict(EVALUATED, max_steps=4, eval_steps=2, save_strategy="steps", save_steps=4, save_only_model=False)
+    first |= {"logging_steps": 2, "output_dir": str(directory / "run"), "shows": True}
+    results, output = on_devices(
+        8, tiny_model, {"first": first, "second": {**first, "resume": True, "max_steps": 6}}, directory
+    )
+    return results, output, directory / "run/checkpoint-4"
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_arguments_stay_as_they_were_given(saved, name):
+    """In every callback and after the run, and in what a tracker records. What a process takes at once is upstream's word for all."""
+    results, output, _ = saved
+    assert results[name]["sizes"] == [[2, 1]]
+    reported = results[name]["reported"]
+    assert (reported["per_device_train_batch_size"], reported["per_device_eval_batch_size"]) == (2, 1)
+    assert (reported["train_batch_size"], reported["eval_batch_size"]) == (16, 8)
+    assert results[name]["train_batch_size"] == 16
+    evaluations = [entry for entry in results[name]["log"] if "eval_loss" in entry]
+    assert evaluations
+    # Upstream compares rows of a device with rows of a process.
+    assert "do not match" not in output
+
+
+def test_what_is_saved_has_the_arguments_as_they_were_given(saved):
+    *_, checkpoint = saved
+    arguments = torch.load(checkpoint / "training_args.bin", weights_only=False)
+    assert type(arguments) is TPUSFTConfig
+    assert (arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size) == (2, 1)
+    assert (arguments.train_batch_size, arguments.eval_batch_size) == (2, 1)
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["train_batch_size"] == 16
+
+
+def test_the_batch_of_a_process_is_that_of_its_chips(tmp_path):
+    args = SFTConfig(str(tmp_path), per_device_train_batch_size=3, per_device_eval_batch_size=2, use_cpu=True)
+    given = args.to_dict()
+    count_all_chips(args, 1)
+    assert type(args) is SFTConfig and args.train_batch_size == 3
+    count_all_chips(args, 4)
+    assert isinstance(args, SFTConfig) and (args.train_batch_size, args.eval_batch_size) == (12, 8)
+    assert args.to_dict() == given
+    args.per_device_train_batch_size = 5
+    assert args.train_batch_size == 20
+    # For another trainer, which counts its own chips.
+    saved = io.BytesIO()
+    torch.save(args, saved)
+    saved.seek(0)
+    for other in (copy.copy(args), copy.deepcopy(args), torch.load(saved, weights_only=False)):
+        assert type(other) is SFTConfig and (other.train_batch_size, other.per_device_train_batch_size) == (5, 5)
 
 
 @pytest.mark.slow

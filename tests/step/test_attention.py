@@ -10,7 +10,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from hf_tpu_ext.step.attention_mask import static_masks
+from hf_tpu_ext.step.attention import static_masks
 
 
 LENGTH = 7

@@ -1,0 +1,62 @@
+"""Manual sharding: a region of a program that each chip runs on its own shard, as in JAX's `shard_map`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class ManualSharding:
+    """
+    Regions in which shapes are those of one shard, and no collective runs that is not asked for.
+
+    This one is for a single chip, whose shard is the full tensor.
+    """
+
+    #: Whether what is traced now is in such a region.
+    active: bool = False
+
+    @contextmanager
+    def region(self, active: bool = True) -> Iterator[None]:
+        """
+        Within this context, what is traced is in a manual region.
+
+        Args:
+            active (`bool`, *optional*, defaults to `True`):
+                `False` for a context without effect.
+        """
+        before, self.active = self.active, self.active or active
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def full_to_shard(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
+        """
+        Take a tensor into a manual region.
+
+        Every tensor that the region uses enters this way, without its autograd history.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Tensor on the device: replicated, or with `by_rows` sharded by its first dimension.
+            by_rows (`bool`, *optional*, defaults to `False`):
+                Whether the region sees the chip's own rows only.
+
+        Returns:
+            `torch.Tensor`: The chip's shard.
+        """
+        return tensor.detach()
+
+    def shard_to_full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Take a tensor out of a manual region.
+
+        Args:
+            tensor (`torch.Tensor` of shape `(rows, ...)`):
+                The chip's shard.
+
+        Returns:
+            `torch.Tensor` of shape `(chips * rows, ...)`: The shards of all chips one after the other, each still on its chip.
+        """
+        return tensor.detach()

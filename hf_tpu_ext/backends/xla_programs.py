@@ -1,0 +1,65 @@
+"""Programs of torch_xla that are recorded and replayed, and the buffers that they are given."""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch_xla
+
+from .base import Backend
+from .program import Programs
+from .xla_replay import XLARecording, programs_kept
+from .xla_tensors import XLARealCopies, aliased, separate_copies
+
+
+class XLAPrograms(Programs):
+    """
+    Programs of torch_xla.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        # What is recorded holds the training state, which the backend outlives.
+        self._recording: weakref.ref[XLARecording] | None = None
+
+    def record(self, state: Sequence[torch.Tensor]) -> XLARecording:
+        self._backend.flush()
+        recording = XLARecording(self._backend.device, state)
+        self._recording = weakref.ref(recording)
+        return recording
+
+    def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
+        """
+        Tell a recording under way of tensors that were sent to the device meanwhile.
+
+        Args:
+            tensors (`Sequence[torch.Tensor]`):
+                Tensors on the device.
+        """
+        if self._recording is not None and (recording := self._recording()) is not None:
+            recording.add_other(tensors)
+
+    def keeps(self, compiles: int) -> bool:
+        return self._backend.compiles() - compiles < programs_kept()
+
+    def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        return [
+            *torch_xla._XLAC._get_tensors_handle(on_device),
+            *(tensor.data_ptr() for tensor in tensors if tensor.device.type != "xla"),
+        ]
+
+    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        return aliased(state)
+
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        self._backend.flush()
+        separate_copies(state)
+        self._backend.flush()
+
+    def real_copies(self) -> XLARealCopies:
+        return XLARealCopies()
