@@ -75,7 +75,7 @@ def run(argv: list[str]) -> None:
     chips = "1 chip" if teacher.backend.num_chips == 1 else f"{teacher.backend.num_chips} chips"
     own = " (the student's own start)" if kd_teacher == student else ""
     print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, {teacher.rows} rows at once")
-    with trainer.split_activations():
+    with trainer.chips.split_activations():
         manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm)
     _report(directory, manifest)
 

@@ -78,7 +78,7 @@ class Run:
     def settings(self) -> dict[str, str]:
         """What a [search][hf_tpu_ext.plan.search.search] varies, as it is in this run."""
         settings = {"rematerialization": self.rematerialization}
-        axes = {axis: size for axis, size in self.mesh.items() if size > 1}
+        axes = {axis: size for axis, size in self.chips.mesh.items() if size > 1}
         if axes:
             # One axis takes all chips, and is named as a search names it.
             settings["mesh"] = ",".join(f"{axis}={size}" if len(axes) > 1 else axis for axis, size in axes.items())
@@ -135,14 +135,14 @@ class TracingMixin(EveryLengthMixin):
         rows = self._num_rows
         steps = self._max_steps
         if steps is None and rows is not None:
-            steps = max(1, int(-(-rows // self._rows_per_step) * self.args.num_train_epochs))
+            steps = max(1, int(-(-rows // self.chips.rows_per_step) * self.args.num_train_epochs))
         parameters, trained = count_parameters(self.model)
         return Run(
             config=self.model.config,
             parameters=parameters,
             trained_parameters=trained,
             precision="; ".join([facts.precision, *self.frozen.lines()]),
-            mesh=self.mesh,
+            mesh=self.chips.mesh,
             per_device_train_batch_size=self.args.per_device_train_batch_size,
             gradient_accumulation_steps=self.args.gradient_accumulation_steps,
             rematerialization=self.compiled.rematerialization,
@@ -186,8 +186,8 @@ class TracingMixin(EveryLengthMixin):
                 roles[id(tensor)] = "weights"
                 if tensor.grad is not None:
                     roles[id(tensor.grad)] = "gradients"
-        if self.local_gradients is not None:
-            roles |= {id(tensor): "gradients" for tensor in self.local_gradients.tensors}
+        if self.chips.local_gradients is not None:
+            roles |= {id(tensor): "gradients" for tensor in self.chips.local_gradients.tensors}
         for state in self._plain_optimizer.state.values():
             roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
         return roles | {

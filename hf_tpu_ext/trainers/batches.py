@@ -86,7 +86,7 @@ class BatchesMixin:
         wanted *= rows_of_example
         if rows < wanted:
             # Chips that compute gradients by themselves take as many rows each.
-            local = mode == "train" and self.local_gradients is not None
+            local = mode == "train" and self.chips.local_gradients is not None
             reason = None if local else self.why_not_complete(mode, inputs)
             if reason is None and rows_of_example > 1:
                 reason = f"{rows_of_example} rows are one example"

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
@@ -53,25 +52,33 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
     ]
 
 
-class ChipsMixin:
+class Chips:
     """
-    The part of [`TPUTrainerMixin`] that spreads a run over chips. On one chip, and on CUDA and CPU, it does nothing.
+    Spreads the runs of a trainer over chips. On one chip, and on CUDA and CPU, it does nothing.
 
     `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this process
     takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow from that.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer, before upstream's `__init__`, which places the model.
     """
 
-    def _arrange_chips(self) -> None:
-        """Decide the mesh, and make the batch that of all chips. Before upstream's `__init__`, which places the model."""
-        args, chips = self.compiled.args, self.backend.num_chips
-        self.mesh = resolve_mesh(self.compiled.mesh, chips)
-        self.backend.use_mesh(self.mesh)
+    def __init__(self, trainer):
+        self._trainer = trainer
+        args, chips = trainer.compiled.args, trainer.backend.num_chips
+        #: Size of each axis.
+        self.mesh = resolve_mesh(trainer.compiled.mesh, chips)
+        trainer.backend.use_mesh(self.mesh)
+        #: How the model is placed.
         self.sharding_plan: ShardingPlan | None = None
+        #: The gradients of chips that run by themselves, in a run where they do.
         self.local_gradients: LocalGradients | None = None
         self._splits_activations = False
         # Not a method: a copy of the model would come with one of the trainer.
-        self._split_output = partial(_split_output, self.backend)
-        self._recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
+        self.split_output = partial(_split_output, trainer.backend)
+        #: Rows per device and accumulation, as the recipe has them.
+        self.recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
         count_all_chips(args, chips)
 
     def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -84,10 +91,10 @@ class ChipsMixin:
             optimizer ([`~torch.optim.Optimizer`]):
                 Its optimizer, whose state may come from a checkpoint.
         """
-        if self.backend.num_chips == 1:
+        if self._trainer.backend.num_chips == 1:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
-        self.sharding_plan.apply(model, self.backend)
+        self.sharding_plan.apply(model, self._trainer.backend)
         specs = self.sharding_plan.specs
         for name, parameter in model.named_parameters():
             for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
@@ -96,7 +103,7 @@ class ChipsMixin:
                     parameter.device,
                     parameter.shape,
                 ):
-                    self.backend.shard(value, specs[name])
+                    self._trainer.backend.shard(value, specs[name])
 
     # ---- Fully sharded: keep the partitioner to the scheme ----
 
@@ -113,8 +120,8 @@ class ChipsMixin:
             return
         self._splits_activations = True
         hooks = [
-            module.register_forward_hook(self._split_output)
-            for module in self.model.modules()
+            module.register_forward_hook(self.split_output)
+            for module in self._trainer.model.modules()
             if isinstance(module, (GradientCheckpointingLayer, nn.Embedding))
         ]
         try:
@@ -137,48 +144,44 @@ class ChipsMixin:
         Returns:
             `bool`: Whether gradients are computed this way.
         """
-        if self.backend.num_chips == 1 or self.mesh["fsdp"] > 1:
+        if self._trainer.backend.num_chips == 1 or self.mesh["fsdp"] > 1:
             return False
-        accumulates = self.args.gradient_accumulation_steps > 1
+        accumulates = self._trainer.args.gradient_accumulation_steps > 1
         reason = self._why_not_local(model)
         if reason is None:
-            self.local_gradients = LocalGradients(model, self.backend, accumulates)
+            self.local_gradients = LocalGradients(model, self._trainer.backend, accumulates)
         elif accumulates:
             logger.warning_once(
                 f"Gradients are added up over the chips at every micro-step, not once per optimizer step: {reason}."
             )
         return reason is None
 
-    def _loss_sums_tokens(self, model: nn.Module) -> bool:
-        """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""
-        return (
-            self.model_accepts_loss_kwargs
-            and self.compute_loss_func is None
-            and self.label_smoother is None
-            and isinstance(model, PreTrainedModel)
-            and model.loss_type == "ForCausalLM"
-        )
-
     def _why_not_local(self, model: nn.Module) -> str | None:
         unwrapped = unwrap_peft_model(model)
-        if not self._loss_sums_tokens(unwrapped):
+        if not self._trainer._loss_sums_tokens(unwrapped):
             return "the loss is not a sum over tokens, of which every chip could take its own"
         if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
             return "the load-balancing loss of the experts looks at the rows of all chips"
-        own_code = self.own_code_in_step("train")
+        own_code = self._trainer.own_code_in_step("train")
         if own_code is not None:
             return f"{own_code}, which may look at the rows of all chips"
-        counted = self.why_not_complete("train")
+        counted = self._trainer.why_not_complete("train")
         if counted is not None:
             return counted
-        random = draws_random_numbers(model) if self.args.neftune_noise_alpha is None else "neftune_noise_alpha"
+        random = (
+            draws_random_numbers(model) if self._trainer.args.neftune_noise_alpha is None else "neftune_noise_alpha"
+        )
         if random is not None:
             return f"{random} draws random numbers, which chips by themselves would all draw alike"
         return None
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
-        return nullcontext() if self.backend.manual_sharding.active else score_tokens_per_chip(self.backend)
+        return (
+            nullcontext()
+            if self._trainer.backend.manual_sharding.active
+            else score_tokens_per_chip(self._trainer.backend)
+        )
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """
@@ -195,38 +198,24 @@ class ChipsMixin:
 
     # ---- Rows of an optimizer step ----
 
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-    ):
-        # For the time of a comparison of upstream's: of the rows of a device, and those that were taken at once when the
-        # checkpoint was written. It warns where they differ.
-        rows = self.args.per_device_train_batch_size
-        self.args.per_device_train_batch_size *= self.backend.num_chips
-        try:
-            return super()._init_training_state(
-                max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-            )
-        finally:
-            self.args.per_device_train_batch_size = rows
-
     @property
     def _num_workers(self) -> int:
-        return self.backend.num_chips * self.args.world_size
+        return self._trainer.backend.num_chips * self._trainer.args.world_size
 
     @property
-    def _rows_per_step(self) -> int:
-        args = self.args
+    def rows_per_step(self) -> int:
+        args = self._trainer.args
         return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
-    def _batch_state(self) -> dict[str, Any]:
+    def batch_state(self) -> dict[str, Any]:
         """What a checkpoint keeps about its rows, for a run on another number of chips."""
         return {
             "num_workers": self._num_workers,
-            "rows_per_step": self._rows_per_step,
-            "recipe_rows": self._recipe_rows,
+            "rows_per_step": self.rows_per_step,
+            "recipe_rows": self.recipe_rows,
         }
 
-    def _keep_rows_per_step(self, state: dict[str, Any]) -> None:
+    def keep_rows_per_step(self, state: dict[str, Any]) -> None:
         """
         Continue a checkpoint with as many rows per optimizer step as it was written with.
 
@@ -237,20 +226,20 @@ class ChipsMixin:
             state (`dict[str, Any]`):
                 What the checkpoint keeps.
         """
-        args, workers = self.args, self._num_workers
+        args, workers = self._trainer.args, self._num_workers
         rows = state.get("rows_per_step")
-        if rows is None or rows == self._rows_per_step:
+        if rows is None or rows == self.rows_per_step:
             return
         before = f"The checkpoint was written with {rows} rows per optimizer step"
-        if state["recipe_rows"] != self._recipe_rows or state["num_workers"] == workers:
-            logger.warning(f"{before}; this run takes {self._rows_per_step}, as the recipe asks.")
+        if state["recipe_rows"] != self.recipe_rows or state["num_workers"] == workers:
+            logger.warning(f"{before}; this run takes {self.rows_per_step}, as the recipe asks.")
             return
         rows_at_once = args.train_batch_size * args.world_size
         if rows % rows_at_once == 0:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
-            self._train_batch_size = args.train_batch_size
+            self._trainer._train_batch_size = args.train_batch_size
         else:
             raise ValueError(
                 f"{before} on {state['num_workers']} chips, which {workers} chips cannot share evenly with this recipe. "
@@ -264,22 +253,22 @@ class ChipsMixin:
 
     # ---- Words ----
 
-    def _chip_lines(self) -> list[str]:
+    def lines(self) -> list[str]:
         """What a person is told about chips at start."""
-        chips, args = self.backend.num_chips, self.args
-        lines = []
+        chips, args = self._trainer.backend.num_chips, self._trainer.args
+        found = []
         if chips > 1:
-            lines.append(
+            found.append(
                 f"{describe_mesh(self.mesh)}; effective batch {args.per_device_train_batch_size} per chip x "
                 f"{args.gradient_accumulation_steps} accumulated x {chips} chips = "
                 f"{args.train_batch_size * args.gradient_accumulation_steps} rows"
             )
-        memory = self.backend.memory_per_chip
-        if memory is not None and (advice := advise_sharding(self.model, self.mesh, memory)) is not None:
-            lines.append(advice)
-        if self.sharding_plan is not None and self.compiled.show_sharding:
-            lines.extend(str(self.sharding_plan).splitlines())
-        return lines
+        memory = self._trainer.backend.memory_per_chip
+        if memory is not None and (advice := advise_sharding(self._trainer.model, self.mesh, memory)) is not None:
+            found.append(advice)
+        if self.sharding_plan is not None and self._trainer.compiled.show_sharding:
+            found.extend(str(self.sharding_plan).splitlines())
+        return found
 
 
 def _split_output(backend: Backend, module: nn.Module, args: Any, output: Any) -> Any:

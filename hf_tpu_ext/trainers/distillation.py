@@ -74,7 +74,7 @@ class DistillationMixin:
             self._check_top_k(unwrap_peft_model(self.model))
             self.teacher = AnchorTeacher(self.model)
         else:
-            self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher), self.backend, self.mesh)
+            self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh)
 
     def _load_teacher(self, name: str) -> torch.nn.Module:
         student = unwrap_peft_model(self.model)
@@ -197,11 +197,14 @@ class DistillationMixin:
             num_tokens = num_tokens.clamp(min=1)
         # Upstream's loss holds the cross-entropy in full.
         mixed = loss + alpha * (temperature**2 * kd - ce) / num_tokens
-        tokens = self.over_chips(scored.sum()).clamp(min=1)
+        tokens = self.chips.over_chips(scored.sum()).clamp(min=1)
         sums = (ce, kd, total(terms.coverage), total(terms.agreement))
         self._add_kd_metrics(
             mode,
-            {name: self.over_chips(value.detach()) / tokens for name, value in zip(KD_METRICS, sums, strict=True)},
+            {
+                name: self.chips.over_chips(value.detach()) / tokens
+                for name, value in zip(KD_METRICS, sums, strict=True)
+            },
         )
         return mixed
 

@@ -62,7 +62,7 @@ class CompiledEvaluation:
         ]
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
-        with self.frozen.in_bfloat16(), self.split_activations():
+        with self.frozen.in_bfloat16(), self.chips.split_activations():
             return self._evaluation_loop(*args, **kwargs)
 
     def _evaluation_loop(

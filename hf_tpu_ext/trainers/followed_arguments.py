@@ -99,7 +99,7 @@ class FollowedArgumentsMixin:
             if name not in fixed:
                 setattr(self.args, name, value)
             if name == "gradient_accumulation_steps":
-                self._recipe_rows[1] = value
+                self.chips.recipe_rows[1] = value
         self._own_args.changes()
         late = {name: value for name, value in {**own, **changed}.items() if name in fixed}
         if late:

@@ -39,7 +39,7 @@ class ShortFrozenWeights:
             yield
             return
         self.in_use = [
-            FrozenWeights(model, trainer.backend, ShardingPlan(model, trainer.mesh).specs)
+            FrozenWeights(model, trainer.backend, ShardingPlan(model, trainer.chips.mesh).specs)
             for model in (trainer.model, *trainer._further_models())
         ]
         try:

@@ -102,7 +102,7 @@ class LayerScan:
         modules, name, _ = self._place_of_layers
         modules[name] = self.stack
         if self._trainer.backend.num_chips > 1:
-            ShardingPlan(self.stack, self._trainer.mesh).apply(self.stack, self._trainer.backend)
+            ShardingPlan(self.stack, self._trainer.chips.mesh).apply(self.stack, self._trainer.backend)
         self._trainer.backend.wait()
 
     def end(self) -> None:
@@ -174,7 +174,7 @@ class LayerScan:
         self._stacked_groups.split()
         self.stack, self._trainer.compiled.scan_layers = None, "off"
         self._trainer.steps.keep_gradients()
-        self._trainer.shard_training_state(self._trainer.model, self._trainer._plain_optimizer)
+        self._trainer.chips.shard_training_state(self._trainer.model, self._trainer._plain_optimizer)
         self._trainer.backend.wait()
 
     def _why_layers_differ(self, layers: nn.ModuleList) -> str | None:
@@ -184,7 +184,7 @@ class LayerScan:
                 return f"{setting}=True asks for something of every layer"
         if self._trainer.backend.programs.aliased(list(layers.parameters())):
             return "code of yours holds weights of layers, as of a state_dict(), which are to follow the training"
-        return why_not_alike(layers, self._trainer._split_output)
+        return why_not_alike(layers, self._trainer.chips.split_output)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ from .arguments import (
 )
 from .batches import BatchesMixin
 from .checkpoints import leaving_no_empty_dir
-from .chips import ChipsMixin, unused_settings
+from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import RealCopiesMixin
 from .evaluation import CompiledEvaluation
@@ -62,7 +62,6 @@ class TPUTrainerMixin(
     FollowedArgumentsMixin,
     RealCopiesMixin,
     BatchesMixin,
-    ChipsMixin,
     StatusMixin,
     SavingMixin,
     CompiledEvaluation,
@@ -118,7 +117,7 @@ class TPUTrainerMixin(
         self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
         self._arrange_batches()
-        self._arrange_chips()
+        self.chips = Chips(self)
         self._arrange_saving()
         self.layers = LayerScan(self)
         self.frozen = ShortFrozenWeights(self, self._bfloat16_holds)
@@ -154,7 +153,7 @@ class TPUTrainerMixin(
             if isinstance(model, PreTrainedModel):
                 # Upstream has moved it to the device.
                 model.tie_weights()
-            place_model(model, self.backend, self.mesh)
+            place_model(model, self.backend, self.chips.mesh)
         self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
         self.lengths = self._declare_lengths()
         self.watching = TrainerWatch(self, max_recompiles)
@@ -195,7 +194,7 @@ class TPUTrainerMixin(
             "bfloat16" if self.compiled.compute_dtype or self.args.bf16 else "float16" if self.args.fp16 else None
         )
         precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-        lines = [*self._chip_lines(), *self.frozen.lines(), *self.compiled.changes]
+        lines = [*self.chips.lines(), *self.frozen.lines(), *self.compiled.changes]
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         if self.backend.static_shapes and self.lengths:
             facts.lengths = self.lengths
@@ -260,7 +259,7 @@ class TPUTrainerMixin(
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
-            self.sharding_plan = place_model(model, self.backend, self.mesh)
+            self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh)
         else:
             super()._move_model_to_device(model, device)
 
@@ -297,7 +296,7 @@ class TPUTrainerMixin(
         with (
             static_masks(inputs.pop("segment_ids", None)),
             head_computed_by(partial(score_tokens, self.backend)),
-            self.tokens_stay_on_chips(),
+            self.chips.tokens_stay_on_chips(),
             self._sums_over_chips(),
             self._micro_steps_as_data(),
             checkpointing_left_on(type(self)),
@@ -308,10 +307,10 @@ class TPUTrainerMixin(
     @contextmanager
     def _sums_over_chips(self) -> Iterator[None]:
         """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
-        if self.local_gradients is None:
+        if self.chips.local_gradients is None:
             yield
             return
-        self.accelerator.gather_for_metrics = self.over_chips
+        self.accelerator.gather_for_metrics = self.chips.over_chips
         try:
             yield
         finally:
@@ -359,14 +358,14 @@ class TPUTrainerMixin(
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _traced_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
-        if self.local_gradients is not None and not self.local_gradients.are_of(model):
-            self.local_gradients = None
-            self.keep_gradients_local(model)
-        if self.local_gradients is None:
+        if self.chips.local_gradients is not None and not self.chips.local_gradients.are_of(model):
+            self.chips.local_gradients = None
+            self.chips.keep_gradients_local(model)
+        if self.chips.local_gradients is None:
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:
-            with self.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
-                loss = self.over_chips(super().training_step(model, inputs, num_items_in_batch))
+            with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
+                loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
         if self.steps.replay is not None or not self._override_returns_loss:
             self._log_step_loss(loss)
         return loss
@@ -413,6 +412,16 @@ class TPUTrainerMixin(
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         """As [`TrainerWatch.end_program`]."""
         return self.watching.end_program(kind, where, run)
+
+    def _loss_sums_tokens(self, model: nn.Module) -> bool:
+        """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""
+        return (
+            self.model_accepts_loss_kwargs
+            and self.compute_loss_func is None
+            and self.label_smoother is None
+            and isinstance(model, PreTrainedModel)
+            and model.loss_type == "ForCausalLM"
+        )
 
     # ---- Logs ----
 
@@ -467,6 +476,20 @@ class TPUTrainerMixin(
 
     # ---- Checkpoints ----
 
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        # For the time of a comparison of upstream's: of the rows of a device, and those that were taken at once when the
+        # checkpoint was written. It warns where they differ.
+        rows = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size *= self.backend.num_chips
+        try:
+            return super()._init_training_state(
+                max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+            )
+        finally:
+            self.args.per_device_train_batch_size = rows
+
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.take_up_changes()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
@@ -475,7 +498,7 @@ class TPUTrainerMixin(
         with (
             self.stopping_when_told(),
             self.frozen.in_bfloat16(),
-            self.split_activations(),
+            self.chips.split_activations(),
             self.copies_are_real(),
         ):
             try:

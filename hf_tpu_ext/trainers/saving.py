@@ -88,7 +88,7 @@ class SavingMixin:
             state = read_run_state(checkpoint)
             evaluates = self.args.eval_strategy != IntervalStrategy.NO
             self._evaluation_due = evaluates and state.get("evaluation_due", False)
-            self._keep_rows_per_step(state)
+            self.chips.keep_rows_per_step(state)
             self.metrics.load_state(state)
         return checkpoint
 
@@ -294,7 +294,7 @@ class SavingMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        state = {"epoch_rng_state": self._epoch_order.rng_state, **self._batch_state(), **self.metrics.state()}
+        state = {"epoch_rng_state": self._epoch_order.rng_state, **self.chips.batch_state(), **self.metrics.state()}
         if (rng_state := self.backend.rng_state()) is not None:
             state["rng_state"] = {self.backend.name: rng_state}
         if self._evaluation_due:

@@ -77,7 +77,7 @@ class TrainingSteps(TrainerCallback):
         if isinstance(optimizer, LazyAdamW):
             optimizer.create_state()
         self.keep_gradients()
-        trainer.shard_training_state(model, optimizer)
+        trainer.chips.shard_training_state(model, optimizer)
         trainer.separate_copies(model)
         self._start_replay(model)
         trainer.watching.begin()
@@ -89,7 +89,7 @@ class TrainingSteps(TrainerCallback):
         trainer = self._trainer
         if self._gradients is not None:
             self._gradients.close()
-        local = trainer.keep_gradients_local(trainer.model)
+        local = trainer.chips.keep_gradients_local(trainer.model)
         accumulates = trainer.args.gradient_accumulation_steps > 1
         self._gradients = StepGradients(trainer.model, keep=accumulates and not local)
         # Not a method of this object: a copy of the model would come with one of the trainer.
@@ -118,7 +118,7 @@ class TrainingSteps(TrainerCallback):
         if self._requires_grads:
             unwrap_peft_model(trainer.model).disable_input_require_grads()
             self._requires_grads = False
-        trainer.local_gradients = None
+        trainer.chips.local_gradients = None
 
     # ---- A step ----
 
@@ -317,8 +317,8 @@ class TrainingSteps(TrainerCallback):
         tensors = [*trainer.loss_log.tensors.values(), *trainer.metrics.training_tensors]
         for state in self._optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
-        if trainer.local_gradients is not None:
-            tensors += trainer.local_gradients.tensors
+        if trainer.chips.local_gradients is not None:
+            tensors += trainer.chips.local_gradients.tensors
         return tensors
 
     def _settings(self) -> Any:

@@ -217,7 +217,7 @@ def train(scheme: Scheme, directory: Path) -> Run:
 
     trainer = make_trainer(Recorder, scheme, directory)
     trainer.train()
-    return Run(trainer.mesh, trainer.sharding_plan.parameters, dumps)
+    return Run(trainer.chips.mesh, trainer.chips.sharding_plan.parameters, dumps)
 
 
 def make_trainer(trainer_class: type[TPUSFTTrainer], scheme: Scheme, directory: Path) -> TPUSFTTrainer:

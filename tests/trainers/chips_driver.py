@@ -59,7 +59,7 @@ def describe(trainer, steps):
         "log": logged(trainer),
         "steps": [[step.executions, step.reads, step.compiles, step.fallbacks] for step in steps],
         "recompiles": trainer.watch.recompiles,
-        "mesh": trainer.mesh,
+        "mesh": trainer.chips.mesh,
         "local_gradients": trainer.was_local,
         "weight_shards": {name: shards_of(parameter)[0] for name, parameter in parameters.items()},
         "moment_shards": {name: shards_of(moment)[0] for name, moment in moments.items()},
@@ -88,7 +88,7 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
     def watch_rows(data, num_rows):
         sent = send_rows(data, num_rows)
         if not trainer.batch_shard and isinstance(sent, dict):
-            trainer.was_local = trainer.local_gradients is not None
+            trainer.was_local = trainer.chips.local_gradients is not None
             trainer.batch_shard = shards_of(sent["input_ids"])[0]
         return sent
 
