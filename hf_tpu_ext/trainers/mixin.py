@@ -67,16 +67,27 @@ class TPUTrainerMixin(
     CompiledEvaluation,
 ):
     """
-    Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled programs.
+    Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled graphs.
 
-    Mix it into a live upstream class, before it: `class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer)`. On CUDA and CPU every
-    method is upstream's. On XLA it overrides upstream's hooks so that
+    Mix it into a live upstream class, before it: `class TPUSFTTrainer(TPUTrainerMixin, SFTTrainer)`. It fits every trainer whose
+    loss is a function of a batch. On CUDA and CPU every method calls upstream's. On XLA these are overridden, here or in the
+    parts that this class is made of:
 
-    - every batch has one of a few declared shapes;
-    - the forward pass, the backward pass, clipping and the update of one optimizer step are one program (with gradient
-      accumulation: one program for a micro-step, one for the closing step);
-    - nothing is read from the device between two logs, and a log is one transfer;
-    - all chips of the machine share the work, in this one process.
+    | Method | Why |
+    |---|---|
+    | `training_step` | begins a step: traced, or replayed by the handle of its executable |
+    | `compute_loss` | masks of static shape, a fused head as a loop, metrics left on the device |
+    | `_prepare_inputs`, `_get_num_items_in_batch`, `_track_num_input_tokens` | the batch is sent once, and counted on the host |
+    | `_clip_grad_norm`, `_get_grad_norm` | the norm stays on the device, and is the program's where a step is replayed |
+    | `get_optimizer_cls_and_kwargs`, `create_optimizer` | AdamW whose numbers are tensors; the scan over layers |
+    | `_move_model_to_device`, `_init_training_state` | the model is placed over all chips, whose rows are one batch |
+    | `compute_loss_context_manager` | autocast of XLA, with float32 weights |
+    | `floating_point_ops` | upstream counts the parameters at every micro-step |
+    | `_maybe_log_save_evaluate`, `_finalize_training`, `log` | a log is one transfer; phases of a step; preemption |
+    | `prediction_step`, `evaluation_loop`, `evaluate`, `predict` | losses are summed, predictions fetched together |
+    | `get_batch_samples`, `_run_epoch`, `_load_rng_state`, `_save_rng_state` | phases of a step; bit-exact resume |
+    | `_save`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer, written atomically |
+    | `train` | takes up changed arguments, finds a complete checkpoint, leaves nothing to the next run |
 
     Args:
         *args:
