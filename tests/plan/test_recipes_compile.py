@@ -50,6 +50,13 @@ def summarize(planned, directory):
     return {"versions": planned["versions"], "programs": programs}
 
 
+def without_instructions(summary):
+    return {
+        name: {key: value for key, value in program.items() if key != "instructions"}
+        for name, program in summary["programs"].items()
+    }
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     command = ["pretrain"] if recipe.stem.startswith("pretrain") else []
@@ -69,9 +76,9 @@ def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     if os.environ.get("HF_TPU_EXT_WRITE_GOLDEN") == "1":
         golden.write_text(json.dumps(found, indent=2) + "\n")
     expected = json.loads(golden.read_text())
-    for name, program in found["programs"].items():
-        assert program["host transfers"] == 0
-        if found["versions"] != expected["versions"]:
-            # Other versions of upstream trace other instructions. What matters stays.
-            program["instructions"] = expected["programs"][name]["instructions"]
+    assert {program["host transfers"] for program in found["programs"].values()} == {0}
+    if found["versions"] != expected["versions"]:
+        # Other versions trace other instructions. What matters stays.
+        assert without_instructions(found) == without_instructions(expected)
+        pytest.skip(f"instructions were counted with {expected['versions']}: write them down anew")
     assert found["programs"] == expected["programs"]
