@@ -2,20 +2,13 @@
 
 import pytest
 from datasets import Dataset
+from refusals import refused
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers.arguments import compile_arguments
 from hf_tpu_ext.trainers.setting_checks import check_settings
-
-
-def refused(words, call):
-    """The message holds what a user has to know, and what to type."""
-    with pytest.raises(ValueError) as error:
-        call()
-    missing = [word for word in words if word not in str(error.value)]
-    assert not missing, f"{missing} not in: {error.value}"
 
 
 @pytest.mark.parametrize(
