@@ -57,7 +57,17 @@ def without_instructions(summary):
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+#: The one that is compiled by default: two programs, and a chip's weights whole.
+BY_DEFAULT = "sft_full_qwen3"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem == BY_DEFAULT else [pytest.mark.slow])
+        for path in RECIPES
+    ],
+)
 def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     command = ["pretrain"] if recipe.stem.startswith("pretrain") else []
     argv = ["--config", recipe, "--smoke", tiny, "--max_length", "128"]
