@@ -51,19 +51,37 @@ def of_one_device(config):
     return {key: value * 8 if key.startswith("per_device") else value for key, value in rest.items()}
 
 
+@pytest.fixture(scope="module")
+def trained():
+    return {}
+
+
+@pytest.fixture
+def on_one_device(trained, rows):
+    """Trains with the rows of all: once for each configuration, whatever the mesh."""
+
+    def train(how, **config):
+        key = repr((how.__name__, sorted(config.items(), key=str)))
+        if key not in trained:
+            trained[key] = how(kwargs={"train_dataset": rows(120)}, **config)
+        return trained[key]
+
+    return train
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_twenty_steps_are_those_of_stock_on_one_device(eight, runs, rows, same_logs, as_trainer, name):
-    stock = runs.stock(lora=RUNS[name].get("lora"), kwargs={"train_dataset": rows(120)}, **of_one_device(RUNS[name]))
+def test_twenty_steps_are_those_of_stock_on_one_device(eight, runs, on_one_device, same_logs, as_trainer, name):
+    stock = on_one_device(runs.stock, lora=RUNS[name].get("lora"), **of_one_device(RUNS[name]))
     same_logs(as_trainer(eight[0][name]["log"]), stock)
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_layers_in_a_loop_drop_what_one_device_drops(eight, runs, rows, same_logs, as_trainer, name):
-    one = runs.ours(
+def test_layers_in_a_loop_drop_what_one_device_drops(eight, runs, on_one_device, same_logs, as_trainer, name):
+    one = on_one_device(
+        runs.ours,
         lora={"lora_dropout": 0.1},
         config_cls=TPUSFTConfig,
         scan_layers="on",
-        kwargs={"train_dataset": rows(120)},
         **of_one_device(DROPPING[name]),
     )
     same_logs(as_trainer(eight[0][name]["log"]), one)
