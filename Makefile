@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 QUICKSTART := .cache/quickstart
 
-.PHONY: setup quickstart test test-slow quality style benchmark docs clean help
+# What the contract tests look into.
+UPSTREAM := trl transformers accelerate peft
+UPSTREAM_PATTERN := $(subst $() ,|,$(UPSTREAM))
+
+.PHONY: setup quickstart test test-slow test-bounds quality style benchmark docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,6 +37,23 @@ test: setup  ## Lint and run the tests
 test-slow: setup  ## Run the slow tests too
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' tests
 
+test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
+
+# From `trl>=1.16,<2` to `trl==1.16`. At the newest, pip takes what setup.cfg allows.
+.cache/lowest.txt: setup.cfg
+	@mkdir -p $(@D)
+	sed -nE 's/^ +($(UPSTREAM_PATTERN))>=([^,]+).*/\1==\2/p' $< > $@
+
+.cache/newest.txt:
+	@mkdir -p $(@D)
+	touch $@
+
+test-at-%: .cache/%.txt
+	test -d $(VENV)-$* || $(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -e '.[tpu,test]' -c $< $(UPSTREAM)
+	$(VENV)-$*/bin/python -m pip freeze | grep -E '^($(UPSTREAM_PATTERN))=='
+	$(VENV)-$*/bin/python -m pytest -q tests/contract
+
 quality: setup  ## Check style and lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +70,4 @@ docs: setup  ## Build the documentation
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove the environment and all caches
-	rm -rf $(VENV) .cache build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest .cache build dist *.egg-info

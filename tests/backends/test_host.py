@@ -83,15 +83,21 @@ def test_the_host_is_left_alone_without_a_tpu(xla):
     assert xla.prepare_host() == []
 
 
-def test_hugepages_are_enabled_for_a_tpu_before_its_runtime_starts():
+def test_hugepages_are_enabled_for_a_tpu_before_its_runtime_starts(tmp_path):
+    path = tmp_path / "enabled"
+    path.write_text("always [madvise] never\n")
     script = """
-from hf_tpu_ext.backends import xla
-xla.enable_hugepages = lambda: ["a line"]
-assert xla.XLABackend("a TPU", "TPU").prepare_host() == ["a line"]
+import sys
+from pathlib import Path
+from hf_tpu_ext.backends import host, xla
+host.enable_hugepages.__defaults__ = (Path(sys.argv[1]),)  # instead of this machine's setting
+(line,) = xla.XLABackend("a TPU", "TPU").prepare_host()
+assert "were madvise and are always from now on" in line
 assert not xla.runtime_started()
 """
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script, path], env=environment, check=True, timeout=120)
+    assert path.read_text() == "always"
 
 
 def make_process(proc, pid, command, files):

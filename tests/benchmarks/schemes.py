@@ -274,7 +274,7 @@ def run_schemes(names: Sequence[str], directory: Path) -> dict[str, Run]:
     settings = {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(CHIPS),
-        "XLA_FLAGS": f"--xla_dump_to={directory / 'dump'} --xla_dump_hlo_as_text",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={directory / 'dump'} --xla_dump_hlo_as_text",
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, __file__, *names, "--directory", directory]

@@ -14,16 +14,17 @@ PROGRAMS = [
 ]
 
 
+def train(schemes, directory):
+    make_inputs(directory, **SIZES, num_hidden_layers=1)
+    return run_schemes(schemes, directory)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("collectives")
-    make_inputs(directory, **SIZES, num_hidden_layers=1)
-    return run_schemes(list(dict(PROGRAMS)), directory)
+    return train(list(dict(PROGRAMS)), tmp_path_factory.mktemp("collectives"))
 
 
-@pytest.mark.parametrize("scheme", ["data", "data_accumulated"])
-def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(runs, scheme):
-    run = runs[scheme]
+def check_data_parallel(run):
     for kind in run.dumps:
         program = run.program(kind)
         # A compiler may put several gradients into one operation, and transpose them.
@@ -35,12 +36,35 @@ def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(runs, schem
         assert sum(item.num_bytes for item in (*program.numbers, *program.others)) < 100
 
 
+def check_table(runs, programs, data_parallel):
+    rows = make_table(runs).splitlines()[2:]
+    assert [tuple(row.split(" | ")[:2]) for row in rows] == [
+        (f"| {SCHEMES[scheme].title}", kind) for scheme, kind in programs
+    ]
+    cells = rows[data_parallel].split(" | ")
+    assert cells[6] == cells[7]  # all-reduces of gradients: measured, needed
+
+
+def test_one_scheme_and_its_row(tmp_path):
+    run = train(["data"], tmp_path)
+    check_data_parallel(run["data"])
+    check_table(run, PROGRAMS[:1], data_parallel=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["data", "data_accumulated"])
+def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(runs, scheme):
+    check_data_parallel(runs[scheme])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MICRO_STEP, OPTIMIZER_STEP])
 def test_fully_sharded_holds_an_eighth(runs, kind):
     whole, split = (runs[scheme].program(kind).argument_bytes for scheme in ("data_accumulated", "fsdp_accumulated"))
     assert 1 / 8 <= split / whole < 1 / 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MICRO_STEP, OPTIMIZER_STEP])
 def test_fully_sharded_gathers_weights_for_each_pass_and_reduces_gradients(runs, kind):
     run = runs["fsdp_accumulated"]
@@ -57,14 +81,12 @@ def test_fully_sharded_gathers_weights_for_each_pass_and_reduces_gradients(runs,
     assert rest < 0.01 * sum(parameter.num_bytes for parameter in run.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "kind"), PROGRAMS)
 def test_no_slices_of_activations_move_between_chips(runs, scheme, kind):
     assert not {item.kind for item in runs[scheme].program(kind).others} & {"all-to-all", "collective-permute"}
 
 
+@pytest.mark.slow
 def test_table_has_a_row_for_each_program(runs):
-    rows = make_table(runs).splitlines()[2:]
-    assert [tuple(row.split(" | ")[:2]) for row in rows] == [
-        (f"| {SCHEMES[scheme].title}", kind) for scheme, kind in PROGRAMS
-    ]
-    assert rows[2].split(" | ")[6] == rows[2].split(" | ")[7]  # all-reduces of gradients: measured, needed
+    check_table(runs, PROGRAMS, data_parallel=2)

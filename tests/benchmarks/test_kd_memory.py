@@ -16,6 +16,7 @@ allocation 213: size 170398008, preallocated-temp:
     assert kd_memory.temp_bytes("BufferAssignment:\nallocation 0: size 4, parameter 0:\n") == 0
 
 
+@pytest.mark.slow
 def test_written_out_is_the_same_loss(tmp_path, xla):
     kd_memory.prepare(tmp_path, 64, 4, vocab_size=512)
     losses = []

@@ -107,6 +107,7 @@ def test_cached_and_online_are_compared_within_a_seed(results):
     assert "at most 0.01 nats per token apart in a seed; the standard deviation over the seeds is 0.7" in line
 
 
+@pytest.mark.slow
 def test_whole_comparison_in_small(tmp_path, monkeypatch, xla):
     monkeypatch.setattr(kd_recovery, "make_arithmetic", partial(make_arithmetic, num_rows=64))
     options = ["--tiny", "--teacher_steps=40", "--steps=4", "--seeds=1", "--backend=cpu", "--learning_rate=1e-3"]

@@ -97,8 +97,3 @@ def test_described_make_targets_exist():
     for page in PAGES:
         for target in re.findall(r"(?:^|`)(?:\w+=\w+ )?make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE):
             assert target in targets, f"{page.name} names `make {target}`"
-
-
-def test_benchmark_block_is_marked():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"<!-- benchmark:start -->\n.*?\n<!-- benchmark:end -->", readme, re.DOTALL)

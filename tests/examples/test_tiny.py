@@ -120,29 +120,6 @@ def test_arithmetic_is_right_and_of_varying_length(tmp_path):
     assert len({len(row["completion"][0]["content"]) for row in dataset["train"]}) > 10
 
 
-def test_a_tiny_model_learns_arithmetic(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    dataset = load_dataset(str(make_arithmetic(tmp_path / "data", num_rows=1024)))
-
-    def compute_loss(rows):
-        chats = [tokenizer.apply_chat_template(row["prompt"] + row["completion"], tokenize=False) for row in rows]
-        inputs = tokenizer(chats, padding=True, return_tensors="pt")
-        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-        return model(**inputs, labels=labels).loss
-
-    held_out = list(dataset["test"])[:32]
-    with torch.no_grad():
-        before = compute_loss(held_out).item()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for rows in dataset["train"].batch(16).select(range(40)):
-        compute_loss([dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        assert compute_loss(held_out).item() < before / 4
-
-
 def test_stories_are_plain_text(tmp_path):
     dataset = load_dataset(str(make_stories(tmp_path, num_rows=80)))
     assert {split: rows.num_rows for split, rows in dataset.items()} == {"train": 70, "test": 10}

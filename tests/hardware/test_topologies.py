@@ -27,13 +27,6 @@ def test_names_of_people_and_of_the_compiler(name, chips, compiler_name):
     assert ("chips_per_host_bounds" in topology.compiler_options) == (chips == 1)
 
 
-def test_what_a_chip_can_do():
-    chip = find_topology("v5e-8").chip
-    assert (chip.flops_per_second, chip.memory_bytes_per_second) == (197e12, 819e9)
-    assert chip.memory_bytes == 15.75 * 2**30
-    assert find_topology("v6e-1").chip.memory_bytes == 31.25 * 2**30
-
-
 def test_a_corner_has_one_neighbour_along_each_dimension():
     assert find_topology("v5e-1").exchange_bytes_per_second == 0
     assert find_topology("v5e-8").exchange_bytes_per_second == 2 * 50e9

@@ -50,7 +50,24 @@ def summarize(planned, directory):
     return {"versions": planned["versions"], "programs": programs}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def without_instructions(summary):
+    return {
+        name: {key: value for key, value in program.items() if key != "instructions"}
+        for name, program in summary["programs"].items()
+    }
+
+
+#: The one that is compiled by default: two programs, and a chip's weights whole.
+BY_DEFAULT = "sft_full_qwen3"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem == BY_DEFAULT else [pytest.mark.slow])
+        for path in RECIPES
+    ],
+)
 def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     command = ["pretrain"] if recipe.stem.startswith("pretrain") else []
     argv = ["--config", recipe, "--smoke", tiny, "--max_length", "128"]
@@ -69,9 +86,9 @@ def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     if os.environ.get("HF_TPU_EXT_WRITE_GOLDEN") == "1":
         golden.write_text(json.dumps(found, indent=2) + "\n")
     expected = json.loads(golden.read_text())
-    for name, program in found["programs"].items():
-        assert program["host transfers"] == 0
-        if found["versions"] != expected["versions"]:
-            # Other versions of upstream trace other instructions. What matters stays.
-            program["instructions"] = expected["programs"][name]["instructions"]
+    assert {program["host transfers"] for program in found["programs"].values()} == {0}
+    if found["versions"] != expected["versions"]:
+        # Other versions trace other instructions. What matters stays.
+        assert without_instructions(found) == without_instructions(expected)
+        pytest.skip(f"instructions were counted with {expected['versions']}: write them down anew")
     assert found["programs"] == expected["programs"]

@@ -273,7 +273,7 @@ def test_rows_split_over_chips(tmp_path):
     """Where the partitioner splits rows over chips, each goes through the slices of its own, and nothing is exchanged."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("sliced_attention_driver.py"))],
-        env={**os.environ, "CPU_NUM_DEVICES": "4", "XLA_FLAGS": f"--xla_dump_to={tmp_path}"},
+        env={**os.environ, "CPU_NUM_DEVICES": "4", "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_dump_to={tmp_path}"},
         capture_output=True,
         text=True,
     )

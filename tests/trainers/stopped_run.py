@@ -21,8 +21,6 @@ from hf_tpu_ext.trainers.checkpoint_files import checkpoints_by_step
 
 
 MAX_STEPS, SAVE_STEPS = 10, 3
-# Compiling is most of the time of such a run.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 class NoteSteps(TrainerCallback):
@@ -85,7 +83,6 @@ def run(model_dir, output_dir, tell):
 
 
 def _serve():
-    os.environ["XLA_FLAGS"] = XLA_FLAGS
     disable_progress_bars()
     for line in sys.stdin:
         spec = json.loads(line)

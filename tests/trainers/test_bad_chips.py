@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_bad_input import refused
+from refusals import refused
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainingArguments

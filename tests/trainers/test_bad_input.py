@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from refusals import refused
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,14 +24,6 @@ from hf_tpu_ext.trainers.trainer import AttentionMaskCollator
 
 QUESTIONS = Dataset.from_list([{"question": "a?", "answer": "b"}] * 4)
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
-
-
-def refused(words, call):
-    """The message holds what a user has to know, and what to type."""
-    with pytest.raises(ValueError) as error:
-        call()
-    missing = [word for word in words if word not in str(error.value)]
-    assert not missing, f"{missing} not in: {error.value}"
 
 
 # ---- Settings ----

@@ -45,9 +45,46 @@ SILENT = {
 }
 
 
+ALL = {**RUNS, **SILENT, **DROPPING}
+BY_DEFAULT = {
+    "data-accumulated",
+    "data-lora-accumulated",
+    "fsdp-lora",
+    "fsdp-accumulated",
+    "both",
+    "dropping-fsdp",
+    "silent-data",
+    "silent-neftune",
+    "silent-fsdp",
+}
+
+
+def for_each(names):
+    """Runs a test with the run of each name, the rest of which are slow."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in names]
+    )
+
+
 @pytest.fixture(scope="module")
 def eight(tiny_model, on_devices, tmp_path_factory):
-    return on_devices(8, tiny_model, {**RUNS, **SILENT, **DROPPING}, tmp_path_factory.mktemp("eight"))
+    """The runs by default, each with its name, and what they printed."""
+    spec = {name: config for name, config in ALL.items() if name in BY_DEFAULT}
+    return on_devices(8, tiny_model, spec, tmp_path_factory.mktemp("eight"))
+
+
+@pytest.fixture(scope="module")
+def all_eight(eight, tiny_model, on_devices, tmp_path_factory):
+    spec = {name: config for name, config in ALL.items() if name not in BY_DEFAULT}
+    return eight[0] | on_devices(8, tiny_model, spec, tmp_path_factory.mktemp("eight"))[0]
+
+
+@pytest.fixture
+def result(request, name):
+    """What the run of a name told."""
+    return (
+        request.getfixturevalue("eight")[0][name] if name in BY_DEFAULT else request.getfixturevalue("all_eight")[name]
+    )
 
 
 def of_one_device(config):
@@ -56,61 +93,93 @@ def of_one_device(config):
     return {key: value * 8 if key.startswith("per_device") else value for key, value in rest.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_twenty_steps_are_those_of_stock_on_one_device(eight, runs, rows, same_logs, as_trainer, name):
-    stock = runs.stock(lora=RUNS[name].get("lora"), kwargs={"train_dataset": rows(120)}, **of_one_device(RUNS[name]))
-    same_logs(as_trainer(eight[0][name]["log"]), stock)
+@pytest.fixture(scope="module")
+def trained():
+    return {}
 
 
-@pytest.mark.parametrize("name", DROPPING)
-def test_layers_in_a_loop_drop_what_one_device_drops(eight, runs, rows, same_logs, as_trainer, name):
-    one = runs.ours(
+@pytest.fixture
+def on_one_device(trained, rows):
+    """Trains with the rows of all: once for each configuration, whatever the mesh."""
+
+    def train(how, **config):
+        key = repr((how.__name__, sorted(config.items(), key=str)))
+        if key not in trained:
+            trained[key] = how(kwargs={"train_dataset": rows(120)}, **config)
+        return trained[key]
+
+    return train
+
+
+@for_each(RUNS)
+def test_twenty_steps_are_those_of_stock_on_one_device(result, runs, on_one_device, same_logs, as_trainer, name):
+    stock = on_one_device(runs.stock, lora=RUNS[name].get("lora"), **of_one_device(RUNS[name]))
+    same_logs(as_trainer(result["log"]), stock)
+
+
+@for_each(DROPPING)
+def test_layers_in_a_loop_drop_what_one_device_drops(result, runs, on_one_device, same_logs, as_trainer, name):
+    one = on_one_device(
+        runs.ours,
         lora={"lora_dropout": 0.1},
         config_cls=TPUSFTConfig,
         scan_layers="on",
-        kwargs={"train_dataset": rows(120)},
         **of_one_device(DROPPING[name]),
     )
-    same_logs(as_trainer(eight[0][name]["log"]), one)
+    same_logs(as_trainer(result["log"]), one)
 
 
-@pytest.mark.parametrize("name", [name for name in [*RUNS, *SILENT] if "eval_steps" not in {**RUNS, **SILENT}[name]])
-def test_a_micro_step_is_one_execution_and_only_the_first_compiles(eight, name):
-    accumulation = {**RUNS, **SILENT}[name].get("gradient_accumulation_steps", 1)
-    executions, _, compiles, fallbacks = zip(*eight[0][name]["steps"], strict=True)
+@for_each([name for name in [*RUNS, *SILENT] if "eval_steps" not in ALL[name]])
+def test_a_micro_step_is_one_execution_and_only_the_first_compiles(result, name):
+    accumulation = ALL[name].get("gradient_accumulation_steps", 1)
+    executions, _, compiles, fallbacks = zip(*result["steps"], strict=True)
     assert set(executions) == {accumulation}
     # None at all where an earlier run of the process had the same program.
     assert compiles[0] <= (2 if accumulation > 1 else 1) and sum(compiles[1:]) == 0
     assert sum(fallbacks) == 0
-    assert eight[0][name]["recompiles"] == 0
+    assert result["recompiles"] == 0
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_nothing_is_read_between_logs(eight, name):
+@for_each(SILENT)
+def test_nothing_is_read_between_logs(result, name):
     # The first step is when the driver looks at the shards, the last one when the run's own log is read.
-    assert [reads for _, reads, _, _ in eight[0][name]["steps"][1:-1]] == [0] * 4
+    assert [reads for _, reads, _, _ in result["steps"][1:-1]] == [0] * 4
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_no_chip_has_the_rows_of_another(eight, name):
-    assert eight[0][name]["batch_shard"] == [2, 40]
+@for_each(RUNS)
+def test_no_chip_has_the_rows_of_another(result, name):
+    assert result["batch_shard"] == [2, 40]
 
 
-def test_weights_and_moments_are_split_as_the_mesh_says(eight):
-    for name, parts in {"data": 1, "data-lora-accumulated": 1, "fsdp": 8, "fsdp-lora": 8, "both": 4}.items():
-        result = eight[0][name]
-        for parameter, shape in result["shapes"].items():
-            expected = math.prod(shape) // (parts if len(shape) > 1 else 1)
-            assert math.prod(result["weight_shards"][parameter]) == expected, (name, parameter)
-            if parameter in result["moment_shards"]:
-                assert result["moment_shards"][parameter] == result["weight_shards"][parameter]
+PARTS = {
+    "data": 1,
+    "data-accumulated": 1,
+    "data-lora-accumulated": 1,
+    "fsdp": 8,
+    "fsdp-accumulated": 8,
+    "fsdp-lora": 8,
+    "both": 4,
+}
 
 
-def test_gradients_wait_on_their_chip_where_that_is_the_same_step(eight):
-    results, output = eight
-    local = {name for name, result in results.items() if result["local_gradients"]}
-    data_parallel = {name for name, result in results.items() if result["mesh"]["fsdp"] == 1}
-    assert local == data_parallel - {"silent-neftune"} and len(local) > 4
+@for_each(PARTS)
+def test_weights_and_moments_are_split_as_the_mesh_says(result, name):
+    for parameter, shape in result["shapes"].items():
+        expected = math.prod(shape) // (PARTS[name] if len(shape) > 1 else 1)
+        assert math.prod(result["weight_shards"][parameter]) == expected, parameter
+        if parameter in result["moment_shards"]:
+            assert result["moment_shards"][parameter] == result["weight_shards"][parameter]
+
+
+@for_each(ALL)
+def test_gradients_wait_on_their_chip_where_that_is_the_same_step(result, name):
+    data_parallel = not {"fsdp", "mesh"} & ALL[name].keys()
+    assert (result["mesh"]["fsdp"] == 1) == data_parallel
+    assert result["local_gradients"] == (data_parallel and name != "silent-neftune")
+
+
+def test_the_start_says_why_gradients_do_not_wait(eight):
+    _, output = eight
     assert "neftune_noise_alpha draws random numbers" in output and "not once per optimizer step" in output
 
 

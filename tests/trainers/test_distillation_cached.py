@@ -66,6 +66,7 @@ def test_xla_is_eager_cpu(distil, make_cache, same_logs):
     same_logs(distil(**config), distil("cpu", **config))
 
 
+@pytest.mark.slow
 def test_eight_chips(rows, same_on_eight_chips, make_cache):
     cache = make_cache(train_dataset=rows(120))
     specs = {"data": dict(gradient_accumulation_steps=2), "fsdp": dict(mesh="fsdp", kd_temperature=2.0)}

@@ -48,7 +48,11 @@ def same_steps(same_logs):
     return check
 
 
-@pytest.mark.parametrize("family", VERIFIED)
+# By default one family with a weight for each projection, and the one that has them in one.
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[] if family in ("qwen3", "phi3") else [pytest.mark.slow]) for family in VERIFIED],
+)
 def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
     config = dict(max_steps=4, warmup_steps=1, eval_strategy="steps", eval_steps=2)
     same_logs(scanned(make(family), **config), runs.stock(model=make(family), **config))

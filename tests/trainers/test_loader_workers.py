@@ -16,10 +16,3 @@ def test_a_variable_that_would_stop_workers_is_announced(runs, monkeypatch):
     trainer = runs.ours(train=False, dataloader_num_workers=2, dataloader_multiprocessing_context="fork")
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
     assert [line for line in trainer.compiled.changes if line.startswith("TOKENIZERS_PARALLELISM=true is false")]
-
-
-def test_weights_and_biases_is_left_alone(runs, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    before = {name: value for name, value in os.environ.items() if name.startswith("WANDB")}
-    runs.ours(max_steps=1)
-    assert {name: value for name, value in os.environ.items() if name.startswith("WANDB")} == before

@@ -68,6 +68,25 @@ def make(request, runs):
     return make
 
 
+@pytest.fixture(scope="module")
+def ended_runs():
+    return {}
+
+
+@pytest.fixture
+def undisturb(make, ended_runs, request):
+    """Trains without a signal: once for each configuration."""
+
+    def train(callbacks=(), **config):
+        key = repr((request.node.callspec.params["make"], callbacks, sorted(config.items())))
+        if key not in ended_runs:
+            ended_runs[key] = make("undisturbed", callbacks, **config)
+            ended_runs[key].train()
+        return ended_runs[key]
+
+    return train
+
+
 def stop_and_resume(make, callback, **config):
     """The trainer that ended the run, and what stopped the first one."""
     stopped = make("stopped", [callback], **config)
@@ -80,14 +99,17 @@ def stop_and_resume(make, callback, **config):
     return resumed, preempted.value
 
 
-def assert_same(trainer, undisturbed, same_logs):
+def assert_same(trainer, undisturbed, same_logs, without=lambda entry: False):
+    """Weights and logs, without some entries of both."""
     fetch = undisturbed.backend.fetch
     torch.testing.assert_close(
         fetch(dict(trainer.model.state_dict())), fetch(dict(undisturbed.model.state_dict())), rtol=0, atol=0
     )
     # The closing summary is of the last call.
     logs = [
-        SimpleNamespace(state=SimpleNamespace(log_history=run.state.log_history[:-1]))
+        SimpleNamespace(
+            state=SimpleNamespace(log_history=[entry for entry in run.state.log_history[:-1] if not without(entry)])
+        )
         for run in (trainer, undisturbed)
     ]
     same_logs(*logs, rel=0)
@@ -110,22 +132,20 @@ def assert_same(trainer, undisturbed, same_logs):
         ("on_train_begin", 0, 1),
     ],
 )
-def test_stopped_at(make, same_logs, event, step, stops_after):
-    undisturbed = make("undisturbed")
-    undisturbed.train()
+def test_stopped_at(make, undisturb, same_logs, event, step, stops_after):
+    undisturbed = undisturb()
     resumed, stopped = stop_and_resume(make, StopAt(event, step))
     assert stopped.step == stops_after and stopped.checkpoint.endswith(f"stopped/checkpoint-{stops_after}")
     assert_same(resumed, undisturbed, same_logs)
 
 
 @pytest.mark.parametrize("make", ["xla"], indirect=True)
-def test_stopped_in_an_evaluation_on_xla(make, same_logs):
-    test_stopped_at(make, same_logs, "on_prediction_step", 3, 3)
+def test_stopped_in_an_evaluation_on_xla(make, undisturb, same_logs):
+    test_stopped_at(make, undisturb, same_logs, "on_prediction_step", 3, 3)
 
 
-def test_stopped_between_two_epochs_and_again_in_the_second(make, same_logs):
-    undisturbed = make("undisturbed")
-    undisturbed.train()
+def test_stopped_between_two_epochs_and_again_in_the_second(make, undisturb, same_logs):
+    undisturbed = undisturb()
     with pytest.raises(TrainingPreempted):
         make("stopped", [StopAt("on_step_end", BATCHES_PER_EPOCH)]).train()
     with pytest.raises(TrainingPreempted):
@@ -144,24 +164,22 @@ def test_stopped_between_two_epochs_and_again_in_the_second(make, same_logs):
         ("on_prediction_step", 9, 9),
     ],
 )
-def test_stopped_with_strategies_by_epoch(make, same_logs, event, step, stops_after):
+def test_stopped_with_strategies_by_epoch(make, undisturb, same_logs, event, step, stops_after):
     """What is due at the end of an epoch is not done where the run was stopped, and not left out where an epoch ended."""
     config = dict(
         eval_strategy="epoch", save_strategy="epoch", logging_strategy="epoch", num_train_epochs=2, max_steps=-1
     )
     if step == 9:
         config["max_steps"] = 9
-    undisturbed = make("undisturbed", **config)
-    undisturbed.train()
+    undisturbed = undisturb(**config)
     resumed, stopped = stop_and_resume(make, StopAt(event, step), **config)
     assert stopped.step == stops_after
-    if step == 4:
+
+    def counts_from_the_resume(entry):
         # The first log after a resume between two logs is of the steps since.
-        for run in (resumed, undisturbed):
-            run.state.log_history = [
-                entry for entry in run.state.log_history if entry["step"] != BATCHES_PER_EPOCH or "eval_loss" in entry
-            ]
-    assert_same(resumed, undisturbed, same_logs)
+        return step == 4 and entry["step"] == BATCHES_PER_EPOCH and "eval_loss" not in entry
+
+    assert_same(resumed, undisturbed, same_logs, without=counts_from_the_resume)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +187,8 @@ def test_stopped_with_strategies_by_epoch(make, same_logs, event, step, stops_af
     [("on_step_end", 4, dict(save_strategy="no")), ("on_save", 6, dict(save_only_model=True))],
     ids=["no-saves", "model-only"],
 )
-def test_what_it_takes_to_go_on_is_saved(make, same_logs, event, step, config):
-    undisturbed = make("undisturbed", **config)
-    undisturbed.train()
+def test_what_it_takes_to_go_on_is_saved(make, undisturb, same_logs, event, step, config):
+    undisturbed = undisturb(**config)
     resumed, stopped = stop_and_resume(make, StopAt(event, step), **config)
     assert stopped.step == step
     assert_same(resumed, undisturbed, same_logs)
@@ -199,13 +216,12 @@ def test_a_save_that_is_under_way_is_finished_and_not_begun_anew(make):
     assert (trainer.saves, stopped.value.step) == (1, 3)
 
 
-def test_best_model_and_the_limit(make, same_logs):
+def test_best_model_and_the_limit(make, undisturb, same_logs):
     """The checkpoint of a run that was stopped is not the best, and stays; the best of all is the same at the end."""
     config = dict(
         load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True, save_total_limit=1
     )
-    undisturbed = make("undisturbed", **config)
-    undisturbed.train()
+    undisturbed = undisturb(**config)
     resumed, stopped = stop_and_resume(make, StopAt("on_prediction_step", 6), **config)
     assert stopped.step == 6
     assert_same(resumed, undisturbed, same_logs)
@@ -213,10 +229,9 @@ def test_best_model_and_the_limit(make, same_logs):
     assert best == ["checkpoint-3"] * 2
 
 
-def test_best_is_found_by_the_evaluation_that_is_made_up_for(make, same_logs):
+def test_best_is_found_by_the_evaluation_that_is_made_up_for(make, undisturb, same_logs):
     config = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", save_total_limit=1)
-    undisturbed = make("undisturbed", **config)
-    undisturbed.train()
+    undisturbed = undisturb(**config)
     resumed, _ = stop_and_resume(make, StopAt("on_prediction_step", 9), **config)
     assert_same(resumed, undisturbed, same_logs)
     assert resumed.state.best_model_checkpoint.endswith("stopped/checkpoint-9")
@@ -227,9 +242,8 @@ def test_best_is_found_by_the_evaluation_that_is_made_up_for(make, same_logs):
     assert state["best_metric"] == expected["best_metric"] and state["best_global_step"] == 9
 
 
-def test_stopped_again_in_the_evaluation_that_is_made_up_for(make, same_logs):
-    undisturbed = make("undisturbed")
-    undisturbed.train()
+def test_stopped_again_in_the_evaluation_that_is_made_up_for(make, undisturb, same_logs):
+    undisturbed = undisturb()
     with pytest.raises(TrainingPreempted):
         make("stopped", [StopAt("on_prediction_step", 3)]).train()
     with pytest.raises(TrainingPreempted) as stopped:
@@ -240,12 +254,11 @@ def test_stopped_again_in_the_evaluation_that_is_made_up_for(make, same_logs):
     assert_same(resumed, undisturbed, same_logs)
 
 
-def test_early_stopping_by_the_evaluation_that_is_made_up_for(make, same_logs):
+def test_early_stopping_by_the_evaluation_that_is_made_up_for(make, undisturb, same_logs):
     config = dict(
         load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True, save_total_limit=2
     )
-    undisturbed = make("undisturbed", [EarlyStoppingCallback(1)], **config)
-    undisturbed.train()
+    undisturbed = undisturb([EarlyStoppingCallback(1)], **config)
     assert undisturbed.state.global_step == 6
     with pytest.raises(TrainingPreempted):
         make("stopped", [EarlyStoppingCallback(1), StopAt("on_prediction_step", 6)], **config).train()
@@ -255,10 +268,9 @@ def test_early_stopping_by_the_evaluation_that_is_made_up_for(make, same_logs):
     assert_same(resumed, undisturbed, same_logs)
 
 
-def test_the_same_trainer_goes_on(make, same_logs):
+def test_the_same_trainer_goes_on(make, undisturb, same_logs):
     """As in a notebook, after an interrupt."""
-    undisturbed = make("undisturbed")
-    undisturbed.train()
+    undisturbed = undisturb()
     trainer = make("stopped", [StopAt("on_prediction_step", 3)])
     with pytest.raises(TrainingPreempted):
         trainer.train()

@@ -121,9 +121,13 @@ def test_one_nan_loss_is_reported_and_does_not_poison_later_logs(runs, caplog):
 
 
 FAMILIES = ["llama", "gemma2", "gemma3_text", "mistral", "phi3", "gpt_neox", "qwen3_moe"]
+#: The plainest; soft caps and sliding windows; experts.
+BY_DEFAULT = ["llama", "gemma2", "qwen3_moe"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in FAMILIES]
+)
 def test_model_family(runs, same_logs, tmp_path, family):
     overrides = {"output_router_logits": True, "router_aux_loss_coef": 0.05} if family == "qwen3_moe" else {}
     model_dir = make_model(tmp_path / family, model_type=family, **overrides)
