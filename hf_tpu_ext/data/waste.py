@@ -32,7 +32,8 @@ class TokenWaste:
         declared (`Sequence[int]`): Declared lengths, the greatest of which is `max_length`.
         batch_size (`int`): Rows of one batch, over all devices that share a batch shape.
         train_sampling_strategy (`str`, *optional*, defaults to `"random"`): As in [`~transformers.TrainingArguments`].
-        packing (`bool`, *optional*, defaults to `False`): Whether rows are packed already. Nothing is advised then.
+        packing (`bool`, *optional*): Whether rows are packed already: nothing is advised then. `None` for a trainer that
+            does not pack.
 
     Attributes:
         rows (`int`): Number of rows.
@@ -48,7 +49,7 @@ class TokenWaste:
         declared: Sequence[int],
         batch_size: int,
         train_sampling_strategy: str = "random",
-        packing: bool = False,
+        packing: bool | None = False,
     ):
         self.declared = sorted(declared)
         self.batch_size = batch_size
@@ -105,7 +106,8 @@ class TokenWaste:
                 option += f' with `train_sampling_strategy="{strategy}"`'
             buckets = percentile_buckets(batches.amax(1).tolist(), num_buckets, max_length)
             estimates[option] = self._share(batches, buckets)
-        estimates["`packing=True`"] = self._packed_share()
+        if self.packing is not None:
+            estimates["`packing=True`"] = self._packed_share()
         return estimates
 
     def _share(self, batches: Tensor, declared: Sequence[int]) -> float:

@@ -209,13 +209,14 @@ class TPUTrainerMixin(
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         if self.backend.static_shapes and self.lengths:
             facts.lengths = self.lengths
-            if self._train_lengths is not None:
+            # Other columns hold several sequences of an example, as a pair does.
+            if self._train_lengths is not None and "input_ids" in self.train_dataset.column_names:
                 waste = TokenWaste(
                     self._train_lengths,
                     self.lengths,
                     self._train_batch_size,
                     self.args.train_sampling_strategy,
-                    packing=self._packs_rows,
+                    packing=vars(self.args).get("packing"),
                 )
                 facts.lengths = list(waste.pad_share_per_length)
                 facts.token_waste = waste.describe()

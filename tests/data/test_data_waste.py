@@ -98,3 +98,9 @@ def test_an_option_that_saves_nothing_is_not_named():
 )
 def test_no_advice(lengths, options):
     assert "Set" not in TokenWaste(lengths, [64], 8, **options).describe()
+
+
+def test_packing_is_not_advised_where_the_trainer_does_not_pack():
+    lengths = [8] * 30 + [60] * 2
+    assert "packing=True" in TokenWaste(lengths, [64], 4).describe()
+    assert "packing=True" not in TokenWaste(lengths, [64], 4, packing=None).describe()
