@@ -5,10 +5,34 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from .trainers import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments, TrainingPreempted
+    from .trainers import (
+        TPUDPOConfig,
+        TPUDPOTrainer,
+        TPUKTOConfig,
+        TPUKTOTrainer,
+        TPURewardConfig,
+        TPURewardTrainer,
+        TPUSFTConfig,
+        TPUSFTTrainer,
+        TPUTrainer,
+        TPUTrainingArguments,
+        TrainingPreempted,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["TPUSFTConfig", "TPUSFTTrainer", "TPUTrainer", "TPUTrainingArguments", "TrainingPreempted"]
+__all__ = [
+    "TPUDPOConfig",
+    "TPUDPOTrainer",
+    "TPUKTOConfig",
+    "TPUKTOTrainer",
+    "TPURewardConfig",
+    "TPURewardTrainer",
+    "TPUSFTConfig",
+    "TPUSFTTrainer",
+    "TPUTrainer",
+    "TPUTrainingArguments",
+    "TrainingPreempted",
+]
 
 
 def __getattr__(name: str):

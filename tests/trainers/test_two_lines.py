@@ -21,6 +21,7 @@ from trl import (
     SFTTrainer,
 )
 
+from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.trainers import TPUTrainerMixin
 from hf_tpu_ext.trainers.upstream import default_arguments, upstream_of
@@ -57,11 +58,11 @@ def train(xla, runs, reference_model):
         torch.manual_seed(0)
         rows = {"prompt": texts(22, 0), "chosen": texts(22, 1), "rejected": texts(22, 2)}
         of_model, load, more = {}, AutoModelForCausalLM, {}
-        if config_cls is RewardConfig:
+        if issubclass(config_cls, RewardConfig):
             load, of_model = AutoModelForSequenceClassification, {"num_labels": 1}
         elif not lora:
             more["ref_model"] = AutoModelForCausalLM.from_pretrained(reference_model, dtype=torch.float32)
-        if config_cls is KTOConfig:
+        if issubclass(config_cls, KTOConfig):
             labels = [index % 3 != 0 for index in range(22)]
             rows = {"prompt": rows["prompt"], "completion": rows["chosen"], "label": labels}
         if lora:
@@ -121,6 +122,16 @@ def test_two_lines(train, runs, config_cls, ours, stock, settings):
     # Each kind of step is traced twice for each of two shapes: the last batch of an epoch has two rows or pairs.
     assert sum(step.replays for step in counted) >= STEPS * micro_steps - 8 and counted[-1].replays == micro_steps
     assert trainer.watch.recompiles == 0 and sum(step.compiles for step in counted) <= 2 * micro_steps
+
+
+def test_length_buckets(train):
+    """The trainer of this package's with its own config: short pairs take a short graph, and every number is upstream's."""
+    settings = {"max_steps": 6, "max_length": 48}
+    trainer = train(TPUDPOTrainer, TPUDPOConfig, length_buckets=[32, 48], **settings)
+    reference = train(DPOTrainer, DPOConfig, use_cpu=True, **settings)
+    assert {shape[1] for kind, shape in trainer.watch.programs if kind == "training step"} == {32, 48}
+    for mine, other in zip(trainer.state.log_history[:-1], reference.state.log_history[:-1], strict=True):
+        assert {key: mine[key] for key in other} == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
 def test_trainers_that_generate_are_refused_by_name(xla, runs):

@@ -1,0 +1,40 @@
+"""Kahneman-Tversky optimization."""
+
+from dataclasses import dataclass
+
+from trl import KTOConfig, KTOTrainer
+
+from .configs import ExtensionArguments
+from .mixin import TPUTrainerMixin
+
+
+@dataclass
+class TPUKTOConfig(ExtensionArguments, KTOConfig):
+    """[`~trl.KTOConfig`] with the settings of [`ExtensionArguments`]."""
+
+
+class TPUKTOTrainer(TPUTrainerMixin, KTOTrainer):
+    """
+    [`~trl.KTOTrainer`] (https://huggingface.co/papers/2402.01306) that trains on TPU, GPU and CPU with the same arguments.
+
+    Takes everything that [`~trl.KTOTrainer`] takes, a plain [`~trl.KTOConfig`] included, and logs the same metrics.
+
+    The reference, and the mismatched completions that the KL term is estimated from, run inside the step's graph.
+
+    Example:
+
+    ```python
+    >>> from hf_tpu_ext import TPUKTOTrainer as KTOTrainer
+    >>> from datasets import load_dataset
+
+    >>> trainer = KTOTrainer(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     train_dataset=load_dataset("trl-lib/kto-mix-14k", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+    """
+
+    @property
+    def _config_name(self) -> str:
+        return TPUKTOConfig.__name__
