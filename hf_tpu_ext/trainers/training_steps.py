@@ -112,6 +112,8 @@ class TrainingSteps(TrainerCallback):
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
+            if isinstance(self._optimizer, LazyAdamW):
+                self._optimizer.left_out = ()
         for module in self._rematerialized:
             del module.forward
         self._rematerialized = []
@@ -279,8 +281,10 @@ class TrainingSteps(TrainerCallback):
         )
 
     def _stop_replay(self) -> None:
+        if self.replay is None:
+            return
         self.replay = None
-        if self._trainer.optimizer is not None and isinstance(self._optimizer, LazyAdamW):
+        if isinstance(self._optimizer, LazyAdamW):
             self._optimizer.in_program = None
 
     def _why_not_replay(self, models: Sequence[nn.Module], assume_pure: bool) -> str | None:
