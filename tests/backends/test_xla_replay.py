@@ -133,8 +133,8 @@ def test_what_is_computed_again_draws_the_same_numbers(xla):
     ("second", "says"),
     [
         (accumulate, None),
-        (lambda total, number: total.copy_(total * 3 + number), "a number that the step computes with has changed"),
-        (lambda total, number: total.copy_(total + number), "the step is another program than before"),
+        (lambda total, number: total.copy_(total * 3 + number), "a constant of the graph has changed"),
+        (lambda total, number: total.copy_(total + number), "the graph has changed"),
     ],
     ids=["same", "number", "program"],
 )
