@@ -133,7 +133,10 @@ def test_the_backend_of_a_run():
 
 @pytest.mark.parametrize(
     ("pjrt_device", "text"),
-    [("TPUU", "PJRT_DEVICE='TPUU' is not a supported device"), ("TPU", "PJRT_DEVICE=TPU is set but this machine has no TPU")],
+    [
+        ("TPUU", "PJRT_DEVICE='TPUU' is not a supported device"),
+        ("TPU", "PJRT_DEVICE=TPU is set but this machine has no TPU"),
+    ],
 )
 def test_a_device_that_there_is_not(pjrt_device, text, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", pjrt_device)
