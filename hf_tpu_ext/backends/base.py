@@ -17,6 +17,17 @@ from .manual_sharding import ManualSharding
 from .program import Programs
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    """Call a function on each tensor of a nested structure, in its order."""
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return type(data)((key, map_tensors(function, value)) for key, value in data.items())
+    if isinstance(data, (list, tuple)):
+        return type(data)(map_tensors(function, value) for value in data)
+    return data
+
+
 class Backend(ABC):
     """
     One accelerator, and how a training step is run on it.
@@ -92,45 +103,25 @@ class Backend(ABC):
 
     def peak_memory(self) -> int | None:
         """
-        The most bytes that were in use at once so far, or `None` where the runtime does not say.
-
-        On the device, or where that is the host, of the process.
+        The most bytes in use at once so far, on the device or else of the process; `None` where that is not known.
         """
         return None
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:  # noqa: B027
         """
-        Say how many chips to drive, before the runtime starts.
-
-        Args:
-            num_chips (`int`, *optional*):
-                How many; all by default.
-            setting (`str`):
-                Name of the setting that says so, for messages.
-
-        Raises:
-            `ValueError`: This machine does not have them, or the runtime already drives another number.
+        Say how many chips to drive (all by default), before the runtime starts. Messages name `setting`, which says
+        so. Raises `ValueError` if this machine does not have them, or the runtime already drives another number.
         """
 
     def prepare_host(self) -> list[str]:
-        """
-        Set up the machine, before the runtime starts.
-
-        Returns:
-            `list[str]`: One line for each thing that was done or that a person should do.
-        """
+        """Set up the machine, before the runtime starts. Returns lines on what was done or a person should do."""
         return []
 
     def use_compile_cache(self, setting: str) -> list[str]:
         """
-        Keep compiled programs on disk, for other processes. Before anything is compiled.
-
-        Args:
-            setting (`str`):
-                As `compile_cache_dir` in [`~hf_tpu_ext.trainers.ExtensionArguments`].
-
-        Returns:
-            `list[str]`: One line for each thing that a person should know.
+        Keep compiled programs on disk, for other processes. Before anything is compiled. `setting` is
+        `compile_cache_dir` of [`~hf_tpu_ext.trainers.ExtensionArguments`]. Returns a line for each thing that a person
+        should know.
         """
         directory, chosen = cache_root(setting)
         if directory is None or not chosen:
@@ -144,37 +135,18 @@ class Backend(ABC):
     # ---- Mesh: without effect on one device ----
 
     def use_mesh(self, mesh: dict[str, int]) -> None:  # noqa: B027
-        """
-        Arrange the chips.
-
-        Args:
-            mesh (`dict[str, int]`):
-                Size of each axis, outermost first. Their product is `num_chips`.
-        """
+        """Arrange the chips: the size of each axis, outermost first. Their product is `num_chips`."""
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:  # noqa: B027
         """
-        Split a tensor over the mesh, in place.
-
-        Args:
-            tensor (`torch.Tensor`):
-                Tensor on the device.
-            spec (`tuple`):
-                For each dimension the name of a mesh axis, a tuple of them, or `None`. All `None` puts the whole tensor
-                on every chip.
+        Split a device tensor over the mesh, in place. `spec` has for each dimension the name of a mesh axis, a tuple
+        of them, or `None`. All `None` puts the whole tensor on every chip.
         """
 
     def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """
-        Keep an activation, and its gradient, split by its first dimension over all chips.
-
-        Args:
-            tensor (`torch.Tensor`):
-                Activation whose first dimension is the rows of the batch. It is left alone if they do not divide by the
-                chips.
-
-        Returns:
-            `torch.Tensor`: The same values.
+        Keep an activation, and its gradient, split by its first dimension, the rows of the batch, over all chips. It
+        is left alone if they do not divide by the chips.
         """
         return tensor
 
@@ -190,16 +162,7 @@ class Backend(ABC):
         """Close the program recorded so far, and return when the device has finished all of them."""
 
     def send(self, data: Any) -> Any:
-        """
-        Move host tensors to the device, as data that is never folded into a program.
-
-        Args:
-            data (`Any`):
-                A CPU tensor, or a nested structure of them.
-
-        Returns:
-            `Any`: The same structure on the device.
-        """
+        """Move CPU tensors, or a nested structure of them, to the device, as data: never folded into a program."""
         if isinstance(data, torch.Tensor):
             return data.to(self.device)
         if isinstance(data, Mapping):
@@ -210,60 +173,26 @@ class Backend(ABC):
 
     def send_rows(self, data: Any, num_rows: int) -> Any:
         """
-        Move a batch to the device; each chip gets its own rows only.
-
-        Args:
-            data (`Any`):
-                A CPU tensor, or a nested structure of them.
-            num_rows (`int`):
-                Rows of the batch. Tensors with another first dimension go to every chip.
-
-        Returns:
-            `Any`: The same structure on the device.
+        Move a batch of `num_rows` rows to the device; each chip gets its own rows only. Tensors with another first
+        dimension go to every chip.
         """
         return self.send(data)
 
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         """
-        Move device tensors to the host, all in one transfer.
-
-        Args:
-            data (`Any`):
-                A tensor, or a nested structure of them. Tensors that share memory still do afterwards.
-            on_finished (`Callable[[], None]`, *optional*):
-                Called between the wait for the device and the transfer, where these are two things.
-
-        Returns:
-            `Any`: The same structure on the CPU.
+        Move a device tensor, or a nested structure of them, to the host, all in one transfer. Tensors that share
+        memory still do afterwards. `on_finished` is called between the wait for the device and the transfer, where
+        these are two things.
         """
-        if isinstance(data, torch.Tensor):
-            return data.detach().cpu()
-        if isinstance(data, Mapping):
-            return type(data)((key, self.fetch(value)) for key, value in data.items())
-        if isinstance(data, (list, tuple)):
-            return type(data)(self.fetch(value) for value in data)
-        return data
+        return map_tensors(lambda tensor: tensor.detach().cpu(), data)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """
-        Move a model to the device; tied weights stay tied.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                Model on any device. It is changed in place.
-
-        Returns:
-            [`~torch.nn.Module`]: The same model.
-        """
+        """Move a model to the device, in place; tied weights stay tied."""
         return model.to(self.device)
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:
         """
-        Context in which the forward pass computes in `dtype`, with the weights kept as they are.
-
-        Args:
-            dtype (`torch.dtype`, *optional*):
-                Compute dtype; `None` leaves every operator in the dtype of its inputs.
+        Context in which the forward pass computes in `dtype` (`None`: that of its inputs); weights stay as they are.
         """
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
@@ -274,11 +203,7 @@ class Backend(ABC):
 
     def separate(self, tensors: list[torch.Tensor]) -> None:  # noqa: B027
         """
-        Keep the compiler from seeing that what is computed from tensors was computed before.
-
-        Args:
-            tensors (`list[torch.Tensor]`):
-                Tensors on the device. What uses them from now on waits until all of them are there.
+        Keep the compiler from looking past tensors: what uses them from now on waits until all of them are there.
         """
 
     def compiles(self) -> int:

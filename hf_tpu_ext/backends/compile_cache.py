@@ -21,18 +21,10 @@ _NOT_OF_THE_TOOLCHAIN = ("XLA_FNTRACKER_", "XLA_PERSISTENT_CACHE_", "XLA_COORDIN
 
 def cache_root(setting: str) -> tuple[Path | None, bool]:
     """
-    Decide where compiled programs are kept.
+    Where compiled programs are kept (`None`: nowhere), and whether a person chose it.
 
-    Args:
-        setting (`str`):
-            `"auto"`, `"off"` or a directory. `"auto"` is what the environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or
-            a directory of the user's.
-
-    Returns:
-        `tuple[Path | None, bool]`: The directory, or `None` for none; and whether a person chose it.
-
-    Raises:
-        `ValueError`: The setting is empty.
+    `setting` is `"off"`, a directory or `"auto"`: what the environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or a
+    directory of the user's. Raises `ValueError` if it is empty.
     """
     chosen = (os.environ.get(VARIABLE) or "auto") if setting == "auto" else setting
     if not chosen:
@@ -61,41 +53,25 @@ def library_id(path: str) -> str:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """
-    What a process has had of its [`CompileCache`] so far.
-
-    Args:
-        directory (`Path`): Where the programs are.
-        programs (`int`): How many there are.
-        size (`int`): Their bytes.
-        hits (`int`): Programs that were loaded.
-        misses (`int`): Programs that were not there, and were compiled.
-        unreadable (`int`): Programs that were there and could not be loaded, and were compiled.
-        compile_seconds (`float`): Seconds spent in compiling.
-        problem (`str`, *optional*): Why programs cannot be stored.
-    """
+    """What a process has had of its [`CompileCache`] so far."""
 
     directory: Path
+    #: Programs in it, and their bytes.
     programs: int
     size: int
     hits: int
     misses: int
+    #: Programs that were there and could not be loaded, and were compiled.
     unreadable: int
     compile_seconds: float
+    #: Why programs cannot be stored.
     problem: str | None
 
 
 class CompileCache:
     """
-    A directory of compiled programs of one toolchain. The runtime writes each under its key, a number.
-
-    Args:
-        root (`Path`): Directory of all toolchains.
-        name (`str`): Name of the toolchain.
-        toolchain (`dict[str, Any]`): What programs depend on besides their keys, as JSON.
-
-    Raises:
-        `OSError`: The directory is not there and cannot be made.
+    A directory of compiled programs of one toolchain, below that of all toolchains. The runtime writes each under its
+    key, a number; `toolchain` is what they depend on besides, as JSON. Raises `OSError` if it cannot be made.
     """
 
     def __init__(self, root: Path, name: str, toolchain: dict[str, Any]):

@@ -36,9 +36,8 @@ def tpu_chips(pci_root: str = "/sys/bus/pci/devices") -> int:
 
 def tpu_kind(pci_root: str = "/sys/bus/pci/devices") -> str:
     """
-    Name the kind of TPU chip that is attached to this machine, e.g. `"TPU v5e"`; `"TPU"` where it is not known.
-
-    torch_xla does not say where one device stands for all chips (SPMD): `xla_device_kind` and `get_memory_info` fail.
+    Kind of TPU chip attached to this machine, e.g. `"TPU v5e"`; `"TPU"` where it is not known. torch_xla does not say
+    where one device stands for all chips (SPMD): `xla_device_kind` and `get_memory_info` fail.
     """
     return next(iter(_tpu_kinds(pci_root)), "TPU")
 
@@ -119,18 +118,15 @@ def pjrt_device_asked_for() -> str | None:
 
 def find_pjrt_mistake(pjrt_device: str | None, chips: int) -> tuple[str, str] | None:
     """
-    What is wrong with the device that `PJRT_DEVICE` asks for, and what to do; `None` where nothing is.
-
-    The runtime itself would wait for a TPU for minutes.
+    What is wrong with the device that `PJRT_DEVICE` asks for, and what to do; `None` where nothing is. The runtime
+    itself would wait for a TPU for minutes.
     """
+    fix = "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to auto-detect"
     if pjrt_device and pjrt_device not in PJRT_DEVICES:
         return (
-            f"PJRT_DEVICE={pjrt_device!r} is no device that this package compiles for. Allowed, in capitals: TPU, CPU",
-            "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to take what is here",
+            f"PJRT_DEVICE={pjrt_device!r} is not a supported device. Allowed, in capitals: TPU, CPU",
+            fix,
         )
     if pjrt_device == "TPU" and not chips:
-        return (
-            "PJRT_DEVICE=TPU is set but this machine has no TPU (none among its PCI devices)",
-            "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to take what is here",
-        )
+        return "PJRT_DEVICE=TPU is set but this machine has no TPU (none among its PCI devices)", fix
     return None

@@ -11,14 +11,5 @@ FOLDED_NUMBERS, ANY_FOLDED_NUMBER = "0, 1 and -1", "0, 1 or -1"
 
 
 def describe_number(value: float) -> str:
-    """
-    Tell apart the values of a Python number that are different programs.
-
-    Args:
-        value (`float`):
-            The number.
-
-    Returns:
-        `str`: The number where it is folded, the same text for all others.
-    """
+    """Tell apart the values of a Python number that are different programs: those that are folded, and all others."""
     return f"{value:g}" if value in _FOLDED else "neither 0, 1 nor -1"

@@ -30,10 +30,8 @@ def hugepages_setting(path: Path = HUGEPAGES) -> str | None:
 
 def enable_hugepages(path: Path = HUGEPAGES) -> list[str]:
     """
-    Turn transparent hugepages on, if this process may. The TPU runtime then starts and stops faster, on v5e and newer.
-
-    Returns:
-        `list[str]`: A line that says what was done or is to be done; none where they are on.
+    Turn transparent hugepages on, if this process may: the TPU runtime then starts and stops faster, on v5e and newer.
+    Returns a line that says what was done or is to be done; none where they are on.
     """
     setting = hugepages_setting(path)
     if setting in (None, "always"):
@@ -56,12 +54,8 @@ class ChipHolder:
 
 def find_chip_holders(proc: Path = Path("/proc")) -> tuple[list[ChipHolder], int]:
     """
-    Find the processes that have opened a TPU chip, except for this one.
-
-    psutil lists the regular files that a process has opened, and a chip's is a device.
-
-    Returns:
-        `tuple[list[ChipHolder], int]`: The processes, and how many others cannot be looked at: somebody else's.
+    The processes that have opened a TPU chip, except for this one, and how many others cannot be looked at: somebody
+    else's. psutil lists only the regular files that a process has opened, and a chip's is a device.
     """
     holders, hidden = [], 0
     for process in proc.glob("[0-9]*"):
@@ -83,17 +77,11 @@ def find_chip_holders(proc: Path = Path("/proc")) -> tuple[list[ChipHolder], int
 
 def let_forks_tokenize(num_workers: int, start_method: str | None) -> list[str]:
     """
-    Keep the workers of a dataloader from waiting forever for threads that they do not have.
+    Keep the workers of a dataloader from waiting forever for threads that they do not have. Returns a line if it had
+    to.
 
     A fork of a process has one of its threads. Told by `TOKENIZERS_PARALLELISM=true` to use the others, a tokenizer in
     a fork waits for them. Where the variable is not set, the tokenizers library tells a fork by itself.
-
-    Args:
-        num_workers (`int`): As `dataloader_num_workers`.
-        start_method (`str`, *optional*): As `dataloader_multiprocessing_context`; `None` is that of Python.
-
-    Returns:
-        `list[str]`: A line that says what was done, if anything was.
     """
     asked = os.environ.get(_PARALLELISM)
     default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]

@@ -10,17 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class SourceLine:
-    """
-    A line of Python code.
-
-    Args:
-        file (`str`):
-            Path of its file.
-        line (`int`):
-            Its number.
-        function (`str`):
-            The function that it is in; empty where that is not known.
-    """
+    """A line of Python code. `function` is what it is in; empty where that is not known."""
 
     file: str
     line: int
@@ -29,60 +19,32 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Operation:
-    """
-    An operation of a program.
+    """An operation of a program."""
 
-    Args:
-        name (`str`):
-            What it does, e.g. `"constant"`.
-        shape (`str`):
-            Dtype and shape of its result, e.g. `"f32[4,64]"`.
-        details (`str`):
-            What else makes it what it is: the number of a constant, the bounds of a slice.
-        operator (`str`):
-            The PyTorch operator that it is a part of, e.g. `"aten::mul"`.
-        place (`SourceLine`, *optional*):
-            The line that recorded it, where that was noted.
-    """
-
+    #: What it does, e.g. `"constant"`.
     name: str
+    #: Dtype and shape of its result, e.g. `"f32[4,64]"`.
     shape: str
+    #: What else makes it what it is: the number of a constant, the bounds of a slice.
     details: str
+    #: The PyTorch operator that it is a part of, e.g. `"aten::mul"`.
     operator: str
+    #: The line that recorded it, where that was noted.
     place: SourceLine | None = None
 
 
 class Insight:
-    """
-    What is known about compiling and about reads of the device.
-
-    This one is for an accelerator that runs operators as they come: nothing is compiled there.
-    """
+    """What is known about compiling and about reads of the device. Here nothing is compiled."""
 
     def compile_sites(self) -> list[list[SourceLine]]:
         """The calls that led to each compile since the last time this was asked, innermost first."""
         return []
 
     def note_lines(self, on: bool) -> None:
-        """
-        Note for each operation that is recorded from now on which line of Python did it.
-
-        Args:
-            on (`bool`):
-                Whether to.
-        """
+        """Whether to note, for each operation that is recorded from now on, which line of Python did it."""
 
     def operations(self, results: Sequence[torch.Tensor]) -> list[Operation]:
-        """
-        List the program that was recorded and not run yet.
-
-        Args:
-            results (`Sequence[torch.Tensor]`):
-                Tensors of which some are to be computed by it.
-
-        Returns:
-            `list[Operation]`: Its operations, in the order in which it was put together.
-        """
+        """The program that was recorded and not run yet, for those of `results` that it computes, in its order."""
         return []
 
     def operators_on_host(self) -> dict[str, int]:
@@ -103,16 +65,5 @@ class Insight:
         return ()
 
     def has_read(self, before: tuple[int, ...], result: Any) -> bool:
-        """
-        Whether an operator has read the device.
-
-        Args:
-            before (`tuple[int, ...]`):
-                What `traffic` was before it.
-            result (`Any`):
-                What it returned.
-
-        Returns:
-            `bool`: Whether it has.
-        """
+        """Whether an operator that returned `result` has read the device; `before` is `traffic` before it."""
         return False

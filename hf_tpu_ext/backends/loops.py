@@ -45,50 +45,21 @@ class Loops:
             return carry, tuple(torch.stack(result) for result in zip(*results, strict=True))
 
     def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
-        """
-        Take successive rows, from where a tensor on the device says.
-
-        Args:
-            tensor (`torch.Tensor` of shape `(rows, ...)`):
-                Where to take them from.
-            start (`torch.Tensor` of shape `()`):
-                The first one.
-            size (`int`):
-                How many.
-
-        Returns:
-            `torch.Tensor` of shape `(size, ...)`: The rows.
-        """
+        """Take `size` successive rows of a tensor, from row `start` on: `(rows, ...)` and `()`, on the device."""
         return tensor.detach()[start : start + size]
 
     def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """
-        Replace successive rows, from where a tensor on the device says.
-
-        Args:
-            tensor (`torch.Tensor` of shape `(rows, ...)`):
-                Where to put them. It is not to be used afterwards.
-            start (`torch.Tensor` of shape `()`):
-                The first one.
-            rows (`torch.Tensor` of shape `(size, ...)`):
-                The new rows.
-
-        Returns:
-            `torch.Tensor` of shape `(rows, ...)`: The tensor with the new rows.
+        Replace successive rows, beginning with row `start`, of shape `()` on the device, of a tensor `(rows, ...)`.
+        The tensor is not to be used afterwards, but what is returned.
         """
         tensor.detach()[start : start + rows.shape[0]] = rows
         return tensor
 
     def prevent_hoisting(self, tensor: torch.Tensor) -> torch.Tensor:
         """
-        Keep the conversion of a slice inside the loop's body. The compiler for TPU would convert the whole tensor before the
-        loop, and have it in memory in both dtypes.
-
-        Args:
-            tensor (`torch.Tensor`):
-                Rows from [`~Loops.take_rows`], or an entry of [`~Loops.scan`].
-
-        Returns:
-            `torch.Tensor`: The same.
+        Keep the conversion of a slice (rows from [`~Loops.take_rows`], or an entry of [`~Loops.scan`]) inside the
+        loop's body. The compiler for TPU would convert the whole tensor before the loop, and have it in memory in both
+        dtypes.
         """
         return tensor

@@ -18,13 +18,7 @@ class ManualSharding:
 
     @contextmanager
     def region(self, active: bool = True) -> Iterator[None]:
-        """
-        Within this context, what is traced is in a manual region.
-
-        Args:
-            active (`bool`, *optional*, defaults to `True`):
-                `False` for a context without effect.
-        """
+        """Within this context, what is traced is in a manual region; it has no effect with `active=False`."""
         before, self.active = self.active, self.active or active
         try:
             yield
@@ -33,30 +27,15 @@ class ManualSharding:
 
     def full_to_shard(self, tensor: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
         """
-        Take a tensor into a manual region.
-
-        Every tensor that the region uses enters this way, without its autograd history.
-
-        Args:
-            tensor (`torch.Tensor`):
-                Tensor on the device: replicated, or with `by_rows` sharded by its first dimension.
-            by_rows (`bool`, *optional*, defaults to `False`):
-                Whether the region sees the chip's own rows only.
-
-        Returns:
-            `torch.Tensor`: The chip's shard.
+        Take a device tensor into a manual region. Every tensor that the region uses enters this way, without its
+        autograd history. It is replicated, or with `by_rows` sharded by its first dimension: the region then sees the
+        chip's own rows only.
         """
         return tensor.detach()
 
     def shard_to_full(self, tensor: torch.Tensor) -> torch.Tensor:
         """
-        Take a tensor out of a manual region.
-
-        Args:
-            tensor (`torch.Tensor` of shape `(rows, ...)`):
-                The chip's shard.
-
-        Returns:
-            `torch.Tensor` of shape `(chips * rows, ...)`: The shards of all chips one after the other, each still on its chip.
+        Take the chip's shard, of shape `(rows, ...)`, out of a manual region. The result, of shape `(chips * rows,
+        ...)`, has the shards of all chips one after the other, each still on its chip.
         """
         return tensor.detach()

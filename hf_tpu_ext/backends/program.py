@@ -17,29 +17,15 @@ class Program(ABC):
     @abstractmethod
     def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
         """
-        Run it, without waiting for it.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                The tensors that it was recorded with, or others in their place. Afterwards they have their new values.
-            data (`Sequence[torch.Tensor]`):
-                New values for the data that it was recorded with, in the same order.
-            aliased (`Collection[int]`, *optional*):
-                Places in the state of tensors that share their memory with others, which are to have the new values, too.
+        Run it, without waiting for it. The tensors of `state` are those that it was recorded with, or others in their
+        place; afterwards they have their new values. `data` has new values for the data that it was recorded with, in
+        the same order, and `aliased` the places in the state of tensors that share their memory with others, which are
+        to have the new values, too.
         """
 
     @abstractmethod
     def difference(self, other: "Program") -> str | None:
-        """
-        Compare with another recording of the same step.
-
-        Args:
-            other ([`Program`]):
-                The other recording.
-
-        Returns:
-            `str` or `None`: How they differ, as half a sentence, or `None` if either can be run for the other.
-        """
+        """How another recording of the same step differs, as half a sentence; `None` if it does not matter."""
 
 
 class Recording(ABC):
@@ -47,34 +33,18 @@ class Recording(ABC):
 
     @abstractmethod
     def add_data(self, tensors: Sequence[torch.Tensor]) -> None:
-        """
-        Name tensors that have another value at each run.
-
-        Args:
-            tensors (`Sequence[torch.Tensor]`):
-                Device tensors that the trace has not used yet.
-        """
+        """Name device tensors that have another value at each run. The trace has not used them yet."""
 
     @abstractmethod
     def finish(
         self, state: Sequence[torch.Tensor], like: Program | None = None, aliased: Collection[int] = ()
     ) -> Program:
         """
-        Compile what was traced, unless it is compiled already, and run it once.
+        Compile what was traced, unless it is compiled already, and run it once. Returns it for further runs.
 
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                The state as the trace left it: the same tensors, changed in place, or others in their place.
-            like ([`Program`], *optional*):
-                An earlier recording of the same step, which spares reading numbers from the device.
-            aliased (`Collection[int]`, *optional*):
-                As in [`Program.run`].
-
-        Returns:
-            [`Program`]: The program, for further runs.
-
-        Raises:
-            `CannotReplay`: It depends on more than the state and the data, or does more than to change the state.
+        The state is as the trace left it: the same tensors, changed in place, or others in their place. `like`, an
+        earlier recording of the same step, spares reading numbers from the device. Raises `CannotReplay` if the
+        program depends on more than the state and the data, or does more than to change the state.
         """
 
 
@@ -114,70 +84,26 @@ class Programs(ABC):
     @abstractmethod
     def record(self, state: Sequence[torch.Tensor]) -> Recording:
         """
-        Begin to record a program. What was traced before is run first.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                Tensors that the program reads and may change in place.
-
-        Returns:
-            [`Recording`]: The recording.
-
-        Raises:
-            `CannotReplay`: The state does not allow it.
+        Begin to record a program that reads the tensors of a state and may change them in place. What was traced
+        before is run first. Raises `CannotReplay` if the state does not allow it.
         """
 
     @abstractmethod
     def keeps(self, compiles: int) -> bool:
-        """
-        Whether a compiled program is still there.
-
-        Args:
-            compiles (`int`):
-                [`Backend.compiles`] when it was run last.
-        """
+        """Whether a compiled program is still there; `compiles` is [`Backend.compiles`] when it was run last."""
 
     @abstractmethod
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """
-        Tell the memory of tensors apart: another number is other memory.
-
-        Args:
-            tensors (`Sequence[torch.Tensor]`):
-                Tensors on the device or on the host.
-
-        Returns:
-            `list[int]`: A number for each.
-        """
+        """A number for each tensor, on the device or on the host: another number is other memory."""
 
     @abstractmethod
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
-        """
-        Find tensors that share their memory with others, such as those of a `state_dict()` that somebody keeps.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                Tensors on the device.
-
-        Returns:
-            `set[int]`: Places of those that do.
-        """
+        """Places of device tensors that share their memory with others, such as those of a `state_dict()` in use."""
 
     @abstractmethod
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
-        """
-        Give all copies of tensors that were made in this process memory of their own, before a program is given the state's.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                Tensors on the device.
-        """
+        """Give all copies of tensors in this process memory of their own, before a program is given the state's."""
 
     @abstractmethod
     def real_copies(self) -> RealCopies:
-        """
-        Make a context in which every copy of a tensor gets memory of its own at once.
-
-        Returns:
-            [`RealCopies`]: The context, which can be left for a while.
-        """
+        """Make a context in which every copy of a tensor gets memory of its own at once."""

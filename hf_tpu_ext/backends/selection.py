@@ -2,7 +2,11 @@
 
 import os
 
+import torch
+
 from .base import Backend
+from .cpu import CPUBackend
+from .cuda import CUDABackend
 from .detect import BACKENDS, find_pjrt_mistake, has_torch_xla, pjrt_device_asked_for, tpu_chips
 
 
@@ -57,37 +61,23 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
 
 def choose_before_upstream() -> None:
     """
-    Choose before transformers and trl are imported, which fix then what they do about torch_xla.
-
-    Where there is nothing to choose, because the environment asks for what is absent, it is said to whoever makes a config
-    or a trainer without naming a backend.
+    Choose before transformers and trl are imported, which fix then what they do about torch_xla. Where the environment
+    asks for what is absent, it is said to whoever makes a config or a trainer without naming a backend.
     """
     try:
         select_backend()
     except ValueError:
-        import torch
-
         _switch_off_upstream_xla()
         if not torch.cuda.is_available():
             _accept_bf16()
 
 
 def select_tracing(num_chips: int) -> Backend:
-    """
-    From now on choose, in this process, XLA by which programs are traced for TPU chips and none is run.
-
-    Args:
-        num_chips (`int`):
-            Chips of the TPU.
-
-    Returns:
-        [`Backend`]: The backend, a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`].
-
-    Raises:
-        `ValueError`: torch_xla is not installed.
-    """
+    """From now on choose XLA by which programs are traced for TPU chips, and none is run."""
     if not has_torch_xla():
-        raise ValueError("Programs are traced by torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
+        raise ValueError(
+            "Ahead-of-time tracing needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'"
+        )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla_tracing import TracingBackend
 
@@ -103,21 +93,7 @@ def _xla(pjrt_device: str, reason: str) -> Backend:
     return XLABackend(reason, pjrt_device)
 
 
-def _cuda(reason: str) -> Backend:
-    from .cuda import CUDABackend
-
-    return CUDABackend(reason)
-
-
-def _cpu(reason: str) -> Backend:
-    from .cpu import CPUBackend
-
-    return CPUBackend(reason)
-
-
 def _choose() -> Backend:
-    import torch
-
     chips = tpu_chips()
     pjrt_device = pjrt_device_asked_for()
     xla_allowed = has_torch_xla() and os.environ.get("USE_TORCH_XLA", "1").upper() not in _OFF
@@ -127,12 +103,14 @@ def _choose() -> Backend:
         _check_pjrt_device(pjrt_device, chips)
         return _xla(pjrt_device, f"PJRT_DEVICE={pjrt_device} is set")
     if torch.cuda.is_available():
-        return _cuda("CUDA is available")
+        return CUDABackend("CUDA is available")
     if chips:
-        return _cpu("a TPU is here but torch_xla is not in use: pip install 'hf_tpu_ext[tpu]', unset USE_TORCH_XLA")
+        return CPUBackend(
+            "a TPU is attached but torch_xla is not used: pip install 'hf_tpu_ext[tpu]', unset USE_TORCH_XLA"
+        )
     if has_torch_xla():
-        return _cpu("no TPU or GPU found; PJRT_DEVICE=CPU would compile with XLA for this CPU")
-    return _cpu("no TPU or GPU found")
+        return CPUBackend("no TPU or GPU found; PJRT_DEVICE=CPU would compile with XLA for this CPU")
+    return CPUBackend("no TPU or GPU found")
 
 
 def _check_pjrt_device(pjrt_device: str, chips: int) -> None:
@@ -141,8 +119,6 @@ def _check_pjrt_device(pjrt_device: str, chips: int) -> None:
 
 
 def _explicit(name: str, setting: str) -> Backend:
-    import torch
-
     if name == "xla":
         if not has_torch_xla():
             raise ValueError(f"{setting} needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
@@ -153,11 +129,11 @@ def _explicit(name: str, setting: str) -> Backend:
     if name == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(
-                f"{setting} was asked for, but torch.cuda.is_available() is False on this machine. Use 'auto' to take "
-                "what is here, or 'cpu'."
+                f"{setting} was asked for, but torch.cuda.is_available() is False on this machine. Use 'auto' to "
+                "auto-detect, or 'cpu'."
             )
-        return _cuda(f"{setting} was asked for")
-    return _cpu(f"{setting} was asked for")
+        return CUDABackend(f"{setting} was asked for")
+    return CPUBackend(f"{setting} was asked for")
 
 
 def _switch_off_upstream_xla() -> None:
@@ -195,8 +171,4 @@ def _accept_bf16() -> None:
     """
     from transformers import training_args
 
-    training_args.is_torch_bf16_gpu_available = _bf16_is_available
-
-
-def _bf16_is_available() -> bool:
-    return True
+    training_args.is_torch_bf16_gpu_available = lambda: True

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch_xla.utils.checkpoint import checkpoint
 
 from ..hardware.topologies import Chip, find_chip
+from .base import map_tensors
 from .counters import Counters
 from .detect import local_chips, show_chips, tpu_kind
 from .host import enable_hugepages, peak_of_process
@@ -47,18 +48,7 @@ def _check_autograd(device: torch.device) -> None:
 
 
 class XLABackend(XLACompileCache):
-    """
-    Lazy tensors compiled by XLA.
-
-    Args:
-        reason (`str`):
-            Why this backend was chosen.
-        pjrt_device (`str`):
-            `"TPU"` or `"CPU"`.
-
-    Raises:
-        `ValueError`: The runtime of this process was already started for another device type.
-    """
+    """Lazy tensors compiled by XLA. A runtime started for another `pjrt_device` is a `ValueError`."""
 
     name = "xla"
     static_shapes = True
@@ -101,8 +91,8 @@ class XLABackend(XLACompileCache):
         xr.global_runtime_device_count()
         if xr.process_count() > 1:
             raise ValueError(
-                f"{xr.process_count()} processes drive this TPU slice, and this version trains in one process, on the "
-                "chips of one host. docs/multi_host.md says what a slice of several hosts would need."
+                f"Multi-host training is not supported: {xr.process_count()} processes drive this TPU slice, and this "
+                "version uses the chips of one host. docs/multi_host.md says what a slice of several hosts would need."
             )
         _check_autograd(torch_xla.device())
         return torch_xla.device()
@@ -202,7 +192,7 @@ class XLABackend(XLACompileCache):
             return self.send(data)
         if num_rows % self.num_chips:
             raise ValueError(
-                f"A batch of {num_rows} rows cannot be split over {self.num_chips} chips. Yield a multiple of "
+                f"A batch of {num_rows} rows does not divide by {self.num_chips} chips. Yield a multiple of "
                 f"{self.num_chips} rows from the data collator, or use fewer chips: num_chips=1."
             )
         if isinstance(data, Mapping):
@@ -222,27 +212,10 @@ class XLABackend(XLACompileCache):
         # one tensor, so that what is saved from it is stored once.
         unique: dict[int, torch.Tensor] = {}
 
-        def collect(value: Any) -> None:
-            if isinstance(value, torch.Tensor):
-                if value.device.type == "xla":
-                    unique.setdefault(id(value), value)
-            elif isinstance(value, Mapping):
-                for item in value.values():
-                    collect(item)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
-                    collect(item)
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            return unique.setdefault(id(tensor), tensor) if tensor.device.type == "xla" else tensor
 
-        def replace(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return fetched.get(id(value), value)
-            if isinstance(value, Mapping):
-                return type(value)((key, replace(item)) for key, item in value.items())
-            if isinstance(value, (list, tuple)):
-                return type(value)(replace(item) for item in value)
-            return value
-
-        collect(data)
+        map_tensors(collect, data)
         tensors = [tensor.detach() for tensor in unique.values()]
         self._sync(wait=True)
         # A program that is run by its handle is none of those that the sync waits for.
@@ -251,7 +224,7 @@ class XLABackend(XLACompileCache):
             on_finished()
         with self.insight.own_reads():
             fetched = dict(zip(unique, self._to_host(tensors), strict=True))
-        return replace(data)
+        return map_tensors(lambda tensor: fetched.get(id(tensor), tensor), data)
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]

@@ -20,7 +20,7 @@ def metric(name: str) -> tuple[int, float]:
 
 
 class XLACompileCache(Backend):
-    """The part of [`XLABackend`] that keeps compiled programs on disk."""
+    """Compiled programs on disk: the compilation cache of [`XLABackend`]."""
 
     def __init__(self, reason: str, pjrt_device: str):
         super().__init__(reason)
@@ -41,23 +41,23 @@ class XLACompileCache(Backend):
             return [f"compile_cache_dir={root} has no effect: XLA_PERSISTENT_CACHE_PATH={path} is set"]
         if torch_xla._XLAC._xla_computation_cache_is_initialized():
             return [
-                "Compiled programs are not kept on disk: this process had compiled one before its first trainer was made"
+                "The compilation cache is off: this process had compiled a graph before its first trainer was made"
             ]
         try:
             cache = CompileCache(root, f"torch_xla-{torch_xla.__version__}", self._toolchain())
         except OSError as error:
             return [
-                f"Compiled programs are not kept on disk: {root} cannot be made ({error.strerror}). Set compile_cache_dir "
+                f"The compilation cache is off: {root} cannot be made ({error.strerror}). Set compile_cache_dir "
                 "to another directory, or to off"
             ]
         xr.initialize_cache(str(cache.directory), readonly=cache.problem is not None)
         self._compile_cache = cache
         lines = []
         if cache.problem is not None:
-            lines.append(f"{cache.directory} cannot be written ({cache.problem}): programs are only loaded from it")
+            lines.append(f"{cache.directory} cannot be written ({cache.problem}): it is used read-only")
         if on_host:
             lines.append(
-                f"compile_cache_dir={root} saves nothing here: XLA on the host stores programs, but cannot load them"
+                f"compile_cache_dir={root} has no benefit here: XLA:CPU stores executables but cannot load them"
             )
         return lines
 

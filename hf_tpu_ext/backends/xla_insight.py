@@ -17,6 +17,7 @@ import torch_xla.debug.metrics as met
 from torch.utils._pytree import tree_leaves
 
 from .insight import Insight, Operation, SourceLine
+from .xla_compile_cache import metric
 
 
 _XLAC = torch_xla._XLAC
@@ -52,8 +53,7 @@ def _record_compiles() -> str | None:
 
 
 def _reads() -> int:
-    data = met.metric_data("TransferFromDeviceTime")
-    return 0 if data is None else data[0]
+    return metric("TransferFromDeviceTime")[0]
 
 
 class XLAInsight(Insight):

@@ -47,13 +47,7 @@ def _bits_to_float(tensor: xb.Op) -> xb.Op:
 
 
 class XLALoops(Loops):
-    """
-    Loops of XLA, whose body is recorded once.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-    """
+    """Loops of XLA, whose body is recorded once."""
 
     def __init__(self, backend: Backend):
         self._backend = backend

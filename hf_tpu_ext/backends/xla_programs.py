@@ -13,13 +13,7 @@ from .xla_tensors import XLARealCopies, aliased, separate_copies
 
 
 class XLAPrograms(Programs):
-    """
-    Programs of torch_xla.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-    """
+    """Programs of torch_xla."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
@@ -33,13 +27,7 @@ class XLAPrograms(Programs):
         return recording
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
-        """
-        Tell a recording under way of tensors that were sent to the device meanwhile.
-
-        Args:
-            tensors (`Sequence[torch.Tensor]`):
-                Tensors on the device.
-        """
+        """Tell a recording under way of tensors that were sent to the device meanwhile."""
         if self._recording is not None and (recording := self._recording()) is not None:
             recording.add_other(tensors)
 

@@ -62,47 +62,28 @@ class _Seed:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """
-    What was traced in a recording.
+    """What was traced in a recording."""
 
-    Args:
-        results (`list[torch.Tensor]`):
-            Tensors that were computed and not run yet.
-        outputs (`list[int]`):
-            Place of each in the state.
-        values (`list[torch.Tensor]`):
-            What the program is computed from, in the order of its arguments.
-        inputs (`list[int | torch.Tensor | _Seed]`):
-            For each of them its place among state and data, or a tensor that stays as it is, or a seed.
-        updated (`list[bool]`):
-            Whether a result takes its place.
-        draws (`int`):
-            Random operators in the program.
-        seed_after (`int`):
-            State of the random number generator after them.
-    """
-
+    #: Tensors that were computed and not run yet, and the place of each in the state.
     results: list[torch.Tensor]
     outputs: list[int]
+    #: What the program is computed from, in the order of its arguments, and where that comes from: a place among state
+    #: and data, a tensor that stays as it is, or a seed.
     values: list[torch.Tensor]
-    inputs: list["int | torch.Tensor | _Seed"]
+    inputs: list[int | torch.Tensor | _Seed]
+    #: For each of them, whether a result takes its place.
     updated: list[bool]
+    #: Random operators in the program, and the state of the random number generator after them.
     draws: int
     seed_after: int
 
 
 class XLARecording(Recording):
     """
-    What is traced from now on, to be compiled once and run many times.
+    What is traced from now on, to be compiled once and run many times. A run reads the state and may change it.
 
     The calls are those of torch_xla's own bridge for dynamo (`torch_xla/_dynamo/dynamo_bridge.py`). There as here the
     program is compiled with the buffers of what it updates given to it.
-
-    Args:
-        device (`torch.device`):
-            The device.
-        state (`Sequence[torch.Tensor]`):
-            Tensors that a run reads and may change.
     """
 
     def __init__(self, device: torch.device, state: Sequence[torch.Tensor]):
@@ -126,13 +107,7 @@ class XLARecording(Recording):
             self._places += 1
 
     def add_other(self, tensors: Sequence[torch.Tensor]) -> None:
-        """
-        Note tensors that were sent to the device while the step was recorded.
-
-        Args:
-            tensors (`Sequence[torch.Tensor]`):
-                Device tensors. A step that uses one which is not data cannot be run again: nobody would send it.
-        """
+        """Note tensors that were sent meanwhile. A step that uses one which is not data cannot be run again."""
         self._others.update(self._hold(tensors))
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -154,21 +129,10 @@ class XLARecording(Recording):
         xm.set_rng_state(traced.seed_after)
         return program
 
-    def end_trace(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> "TracedStep":
+    def end_trace(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> TracedStep:
         """
-        Find what was traced depends on and what it makes.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                The tensors of the state now, in the same order.
-            like ([`XLAProgram`], *optional*):
-                An earlier program that this one should be.
-
-        Returns:
-            [`TracedStep`]: What was traced.
-
-        Raises:
-            `CannotReplay`: It depends on something else, or makes something else, than state and data.
+        Find what the trace depends on and what it makes. Raises `CannotReplay` if that is more than state and data.
+        `like` is an earlier program that this one should be.
         """
         pending = _XLAC._check_tensor_need_materialization(list(state))
         for before, after, is_pending in zip(self._state, state, pending, strict=True):
@@ -193,13 +157,12 @@ class XLARecording(Recording):
         for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, buffers, strict=True)):
             if _is_seed(tensor_id):
                 inputs.append(_Seed(next(draws_before)))
-                continue
-            if place in unmarked:
+            elif place in unmarked:
                 inputs.append(unmarked[place])
-                continue
-            if buffer in self._others:
-                raise CannotReplay("a number is sent to the device in the middle of a step")
-            inputs.append(self._slots.get(buffer, value))
+            elif buffer in self._others:
+                raise CannotReplay("a host-to-device transfer within a step")
+            else:
+                inputs.append(self._slots.get(buffer, value))
         updated = [isinstance(slot, int) and slot < len(state) and pending[slot] for slot in inputs]
         return TracedStep(results, outputs, values, inputs, updated, draws, after)
 
@@ -243,62 +206,32 @@ class XLARecording(Recording):
         return [_count_draws(self._seed, seed.item() % _SEED_MODULUS) for seed in _XLAC._xla_get_cpu_tensors(seeds)]
 
 
+@dataclass(frozen=True, eq=False)
 class XLAProgram(Program):
-    """
-    A compiled program and where its inputs come from.
+    """A compiled program, and where its inputs come from. Inputs, outputs and draws are as in [`TracedStep`]."""
 
-    Args:
-        device (`torch.device`):
-            The device.
-        handle (`bytes`):
-            What torch_xla knows the compiled program by: a hash of everything in it.
-        inputs (`list[int | torch.Tensor | _Seed]`):
-            For each input its place among state and data, or a tensor that stays as it is, or a seed.
-        outputs (`list[int]`):
-            For each result its place in the state.
-        draws (`int`):
-            Random operators in the program.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        handle: bytes,
-        inputs: list[int | torch.Tensor | _Seed],
-        outputs: list[int],
-        draws: int,
-    ):
-        self._device = str(device)
-        self._handle = handle
-        self._inputs = inputs
-        self._outputs = outputs
-        self._draws = draws
+    device: torch.device
+    #: What torch_xla knows the compiled program by: a hash of everything in it.
+    handle: bytes
+    inputs: list[int | torch.Tensor | _Seed]
+    outputs: list[int]
+    draws: int
 
     @property
     def seeds(self) -> list[int]:
         """For each seed that the program starts from, the random operators between the beginning of the step and it."""
-        return [slot.draws for slot in self._inputs if isinstance(slot, _Seed) and slot.marked]
+        return [slot.draws for slot in self.inputs if isinstance(slot, _Seed) and slot.marked]
 
     @property
     def unmarked_seeds(self) -> set[int]:
         """Places of seeds that are known by their value alone."""
-        return {place for place, slot in enumerate(self._inputs) if isinstance(slot, _Seed) and not slot.marked}
+        return {place for place, slot in enumerate(self.inputs) if isinstance(slot, _Seed) and not slot.marked}
 
     def take(
         self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor], aliased: Collection[int] = ()
     ) -> None:
-        """
-        Give the state its new values.
-
-        Args:
-            state (`Sequence[torch.Tensor]`):
-                Tensors that the program reads and changes.
-            results (`Sequence[torch.Tensor]`):
-                The program's results.
-            aliased (`Collection[int]`, *optional*):
-                Places in the state of tensors that share their memory with others.
-        """
-        for index, result in zip(self._outputs, results, strict=True):
+        """Give the state its new values. At places in `aliased` are tensors that share their memory with others."""
+        for index, result in zip(self.outputs, results, strict=True):
             if index in aliased:
                 # Slower, and those that share its memory follow.
                 state[index].detach().copy_(result)
@@ -310,30 +243,29 @@ class XLAProgram(Program):
         places = [*state, *data]
         seed = xm.get_rng_state()
         inputs = []
-        for slot in self._inputs:
+        for slot in self.inputs:
             if isinstance(slot, _Seed):
                 xm.set_rng_state(_after_draws(seed, slot.draws))
-                slot = _XLAC._get_base_seed_as_tensor(self._device)
+                slot = _XLAC._get_base_seed_as_tensor(str(self.device))
             inputs.append(places[slot] if isinstance(slot, int) else slot)
-        self.take(state, _XLAC._run_cached_graph(self._handle, inputs), aliased)
+        self.take(state, _XLAC._run_cached_graph(self.handle, inputs), aliased)
         _XLAC._xla_increment_counter(REPLAYS, 1)
-        xm.set_rng_state(_after_draws(seed, self._draws))
+        xm.set_rng_state(_after_draws(seed, self.draws))
 
     def difference(self, other: "XLAProgram") -> str | None:
-        if self._handle != other._handle:
-            return "the step is another program than before"
-        if self._outputs != other._outputs:
-            return "the step changes other tensors than before"
-        for mine, theirs in zip(self._inputs, other._inputs, strict=True):
-            if isinstance(mine, torch.Tensor) and _is_same_number(mine, theirs):
-                continue
-            if isinstance(mine, torch.Tensor) != isinstance(theirs, torch.Tensor):
-                return "the step reads other tensors than before"
-            if not isinstance(mine, torch.Tensor):
-                if mine != theirs:
-                    return "the step reads other tensors than before"
-            elif _buffers([mine]) != _buffers([theirs]) and not torch.equal(mine.cpu(), theirs.cpu()):
-                return "a number that the step computes with has changed"
+        if self.handle != other.handle:
+            return "the graph has changed"
+        if self.outputs != other.outputs:
+            return "the outputs of the graph have changed"
+        for mine, theirs in zip(self.inputs, other.inputs, strict=True):
+            if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+                if _buffers([mine]) != _buffers([theirs]) and not torch.equal(mine.cpu(), theirs.cpu()):
+                    return "a constant of the graph has changed"
+            elif isinstance(mine, torch.Tensor):
+                if not _is_same_number(mine, theirs):
+                    return "the inputs of the graph have changed"
+            elif isinstance(theirs, torch.Tensor) or mine != theirs:
+                return "the inputs of the graph have changed"
         return None
 
 

@@ -54,13 +54,7 @@ class ConstrainRows(torch.autograd.Function):
 
 
 class XLAManualSharding(ManualSharding):
-    """
-    Manual regions among the chips of a mesh.
-
-    Args:
-        mesh ([`~torch_xla.distributed.spmd.Mesh`]):
-            The mesh.
-    """
+    """Manual regions among the chips of a mesh."""
 
     def __init__(self, mesh: xs.Mesh):
         self._mesh = mesh

@@ -36,16 +36,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def aliased(state: Sequence[torch.Tensor]) -> set[int]:
-    """
-    Find tensors that share their memory with others: detached ones of a `state_dict()`, or `parameter.data`.
-
-    Args:
-        state (`Sequence[torch.Tensor]`):
-            Device tensors.
-
-    Returns:
-        `set[int]`: Places of those that do.
-    """
+    """Places of tensors that share memory with others: detached ones of a `state_dict()`, or `parameter.data`."""
     return {place for place, tensor in enumerate(state) if torch._C._storage_Use_Count(_memory(tensor)) > 1}
 
 
@@ -60,14 +51,11 @@ def _give_own_buffers(tensors: Sequence[torch.Tensor]) -> None:
 
 def separate_copies(state: Sequence[torch.Tensor]) -> None:
     """
-    Give every tensor of this process that is a copy of one in the state a buffer of its own.
+    Give every tensor of this process that is a copy of one in the state a buffer of its own, before a program is given
+    the state's.
 
-    To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed by a
-    program that knows both.
-
-    Args:
-        state (`Sequence[torch.Tensor]`):
-            Device tensors whose buffers are to be given to a program.
+    To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
+    by a program that knows both.
     """
     classes, new = {torch.Tensor}, [torch.Tensor]
     while new:

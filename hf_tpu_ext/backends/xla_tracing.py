@@ -28,23 +28,15 @@ _SMALL = 2**26
 
 @dataclass(frozen=True)
 class TracedModule(Program):
-    """
-    A program that was traced and is not run.
+    """A program that was traced and is not run."""
 
-    Args:
-        module (`bytes`):
-            Serialized `HloModuleProto`.
-        arguments (`list[torch.Tensor]`):
-            What was placed, sent or computed before, for each of its arguments.
-        donated (`list[bool]`):
-            Whether a result takes the argument's place.
-        shardings (`list[str | None]`):
-            How each argument is split over the chips, as HLO writes it, where the module does not say.
-    """
-
+    #: Serialized `HloModuleProto`.
     module: bytes
+    #: What was placed, sent or computed before, for each of its arguments.
     arguments: list[torch.Tensor]
+    #: For each argument, whether a result takes its place.
     donated: list[bool]
+    #: For each argument, how it is split over the chips, as HLO writes it, where the module does not say.
     shardings: list[str | None]
 
     def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
@@ -83,12 +75,9 @@ class TracingBackend(XLABackend):
     """
     XLA on the host, by which programs are traced as for the chips of a TPU, and not run.
 
-    What is placed, sent or computed has a shape and a dtype only. So a model needs no memory, and its parameters may be on the
-    meta device. Numbers that are read are 0.
-
-    Args:
-        num_chips (`int`):
-            Chips of the TPU. The XLA runtime of this process is started with as many devices.
+    What is placed, sent or computed has a shape and a dtype only. So a model needs no memory, and its parameters may
+    be on the meta device. Numbers that are read are 0. The XLA runtime of this process is started with `num_chips`
+    devices.
     """
 
     def __init__(self, num_chips: int):
@@ -186,12 +175,7 @@ class TracingBackend(XLABackend):
         return kept.copy_(result)
 
     def end_module(self) -> TracedModule:
-        """
-        End the program traced so far, whose arguments stay as they are.
-
-        Returns:
-            [`TracedModule`]: The program.
-        """
+        """End the program traced so far, whose arguments stay as they are."""
         results = self._pending()
         _, values = _XLAC._get_tensors_xla_device_data_node(results)
         return self.take_module(results, values, [False] * len(values))
@@ -199,20 +183,7 @@ class TracingBackend(XLABackend):
     def take_module(
         self, results: list[torch.Tensor], values: list[torch.Tensor], donated: list[bool]
     ) -> TracedModule:
-        """
-        Take what was traced, and go on as if it had been run.
-
-        Args:
-            results (`list[torch.Tensor]`):
-                What was computed.
-            values (`list[torch.Tensor]`):
-                What from, in the order of the program's arguments.
-            donated (`list[bool]`):
-                Whether a result takes its place.
-
-        Returns:
-            [`TracedModule`]: The program.
-        """
+        """Take what was traced, and go on as if it had been run. The arguments are as in [`TracedStep`]."""
         arguments = []
         for identity, value in zip(_XLAC._get_tensors_handle(values), values, strict=True):
             owner = self._owners[identity]() if identity in self._owners else None

@@ -14,51 +14,34 @@ class LocalGradients:
     """
     Accumulates gradients on each chip, and adds them up over the chips once per optimizer step.
 
-    Each chip runs the forward and backward pass by itself (torch_xla's manual sharding, what JAX calls `shard_map`) on its
-    own rows, so nothing crosses between chips but what is meant to. With accumulation it keeps its gradients in a tensor
-    of shape `(chips, ...)` that is split over the chips. The closing step sums the first dimension: one all-reduce for
-    each trainable parameter. Left to the partitioner, gradients would be added up over the chips at the end of every
-    micro-step's program, since a program's results are whole tensors.
+    Each chip runs the forward and backward pass by itself (torch_xla's manual sharding, what JAX calls `shard_map`) on
+    its own rows, so nothing crosses between chips but what is meant to. With accumulation it keeps its gradients in a
+    tensor of shape `(chips, ...)` that is split over the chips. The closing step sums the first dimension: one
+    all-reduce for each trainable parameter. Left to the partitioner, gradients would be added up over the chips at the
+    end of every micro-step's program, since a program's results are whole tensors.
 
-    Only weights that are trained are entered; whatever else is whole on every chip can be used as it is. Dropout modules
-    draw for the rows of all chips, of which each takes its own: by themselves the chips would all draw the same numbers.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model on the device, whole on every chip.
-        backend ([`Backend`]):
-            The backend in use, with a mesh.
-        accumulates (`bool`):
-            Whether optimizer steps have more than one micro-step.
+    Only weights that are trained are entered; whatever else is whole on every chip can be used as it is. Dropout
+    modules draw for the rows of all chips, of which each takes its own: by themselves the chips would all draw the
+    same numbers.
     """
 
     def __init__(self, model: nn.Module, backend: Backend, accumulates: bool):
         self._backend = backend
-        self._places: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = []
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    self._places.append((module._parameters, name, parameter))
+        self._places: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = [
+            (module._parameters, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
         self._dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
-        self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
-        for _, _, parameter in self._places:
-            self._sums[parameter] = None
+        self._sums: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(place[2] for place in self._places)
         if accumulates:
             for parameter in self._sums:
                 gradients = torch.zeros((backend.num_chips, *parameter.shape), dtype=parameter.dtype)
                 self._sums[parameter] = backend.send_rows(gradients, backend.num_chips)
 
     def are_of(self, model: nn.Module) -> bool:
-        """
-        Whether these are the gradients of the parameters that a model trains now. Some may have been frozen since.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                The model.
-
-        Returns:
-            `bool`: Whether they are.
-        """
+        """Whether these are the gradients of what a model trains now. Some parameters may have been frozen since."""
         return self._sums.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
 
     @property
@@ -69,12 +52,8 @@ class LocalGradients:
     @contextmanager
     def micro_step(self, closing: bool) -> Iterator[None]:
         """
-        Run a forward and backward pass on each chip by itself.
-
-        Args:
-            closing (`bool`):
-                Whether it is the last one of the optimizer step. The parameters then have their gradient afterwards, and
-                the sums begin anew.
+        Run a forward and backward pass on each chip by itself. After the closing one of the optimizer step the
+        parameters have their gradient, and the sums begin anew.
         """
         sharding = self._backend.manual_sharding
         local = {parameter: sharding.full_to_shard(parameter).requires_grad_() for parameter in self._sums}
@@ -108,31 +87,13 @@ class LocalGradients:
         return tensor * kept / (1 - module.p)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
-        """
-        Sum a number over the chips; outside of a micro-step it is the sum already.
-
-        Args:
-            value (`torch.Tensor` of shape `()`):
-                What one chip has. Autograd does not follow it.
-
-        Returns:
-            `torch.Tensor` of shape `()`: The sum, in the part of the program that all chips share.
-        """
+        """Sum a number over the chips, without its autograd history; outside of a micro-step it is the sum already."""
         sharding = self._backend.manual_sharding
         return sharding.shard_to_full(value.reshape(1)).sum() if sharding.active else value
 
 
 def draws_random_numbers(model: nn.Module) -> str | None:
-    """
-    What in a model may draw random numbers in training other than through a dropout module.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-
-    Returns:
-        `str` or `None`: A setting of its config with its value, or `None`.
-    """
+    """A setting (`name=value`) by which a model may draw random numbers in training other than in a dropout module."""
     for module in model.modules():
         if "config" in vars(module):
             for key, value in module.config.to_dict().items():

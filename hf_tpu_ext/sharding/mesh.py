@@ -6,24 +6,14 @@ import math
 #: Axes of the mesh, outermost first. Rows of a batch are split over both; weights over `fsdp` only.
 AXES = ("data", "fsdp")
 _EXAMPLES = (
-    "mesh='data' (weights on every chip), mesh='fsdp' (weights split over all chips), mesh='data=2,fsdp=4' (both)"
+    "mesh='data' (weights replicated), mesh='fsdp' (weights sharded over all chips), mesh='data=2,fsdp=4' (both)"
 )
 
 
 def parse_mesh(mesh: str) -> dict[str, int | None]:
     """
-    Read a mesh as a person writes it.
-
-    Args:
-        mesh (`str`):
-            Axes with their sizes, e.g. `"data=2,fsdp=4"`. One axis may come without a size: it takes the chips that are
-            left.
-
-    Returns:
-        `dict[str, int | None]`: Size of each named axis; `None` for the one without a size.
-
-    Raises:
-        `ValueError`: An axis is unknown or named twice, a size is not a positive number, or two axes have no size.
+    Read the axes of a mesh with their sizes, e.g. `"data=2,fsdp=4"`. One may come without a size (`None`): it takes
+    the chips that are left. Raises `ValueError` where an axis or a size is none, or an axis is named twice.
     """
     axes: dict[str, int | None] = {}
     # A recipe may hold a number or a mapping.
@@ -65,29 +55,19 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
     sizes = {name: size or max(1, num_chips // given) for name, size in axes.items()}
     places = math.prod(sizes.values())
     if places != num_chips:
-        chips = "1 chip" if num_chips == 1 else f"{num_chips} chips"
         options = [
             f"'data={num_chips // size},fsdp={size}'" for size in range(1, num_chips + 1) if not num_chips % size
         ]
         otherwise = f"num_chips={places}" if places < num_chips else f"run on {places} chips"
         raise ValueError(
-            f"mesh={mesh!r} has {' x '.join(f'{name}={size}' for name, size in sizes.items())} places for {chips}. Set "
-            f"one of mesh={', '.join(options)}, or {otherwise}."
+            f"mesh={mesh!r} is for {places} chip{'s' if places > 1 else ''}, not {num_chips}. Set one of "
+            f"mesh={', '.join(options)}, or {otherwise}."
         )
     return {name: sizes.get(name, 1) for name in AXES}
 
 
 def describe_mesh(mesh: dict[str, int]) -> str:
-    """
-    Words for a mesh.
-
-    Args:
-        mesh (`dict[str, int]`):
-            Size of each axis.
-
-    Returns:
-        `str`: E.g. `"fully sharded (mesh fsdp=8)"`.
-    """
+    """Words for a mesh, e.g. `"fully sharded (mesh fsdp=8)"`."""
     if mesh["fsdp"] == 1:
         return f"data parallel (mesh data={mesh['data']})"
     if mesh["data"] == 1:

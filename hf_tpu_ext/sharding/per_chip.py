@@ -62,14 +62,8 @@ def _score_per_chip(backend: Backend, score: Callable, hidden, weight, bias, tar
 @contextmanager
 def score_tokens_per_chip(backend: Backend) -> Iterator[None]:
     """
-    Within this context, TRL's fused language model head scores tokens on the chip that has them.
-
-    Left to the partitioner, tokens and slices of the head cross between chips several times over. Each chip by itself takes
-    its own tokens, with the whole head.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
+    Within this context, TRL's fused language model head scores tokens on the chip that has them, with the whole head.
+    Left to the partitioner, tokens and slices of the head cross between chips several times over.
     """
     if backend.num_chips == 1:
         yield

@@ -10,20 +10,7 @@ from .plan import ShardingPlan
 
 
 def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> ShardingPlan:
-    """
-    Put a model on the device, each parameter on its chips. Where shapes are static, it computes in static shapes from now on.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model on any device. It is changed in place.
-        backend ([`Backend`]):
-            The backend in use, with the mesh.
-        mesh (`dict[str, int]`):
-            Size of each axis.
-
-    Returns:
-        [`ShardingPlan`]: Which parameter is where.
-    """
+    """Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on."""
     if backend.static_shapes:
         use_static_kernels(model, attention_for(backend))
     backend.place(model)

@@ -1,7 +1,7 @@
 """Which parameter is split over which axis of the mesh, and what that leaves on each chip."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -16,23 +16,7 @@ PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """
-    One parameter's place on the mesh.
-
-    Args:
-        name (`str`):
-            Name in the model.
-        shape (`tuple[int, ...]`):
-            Its whole shape.
-        num_bytes (`int`):
-            Its whole size in bytes.
-        trainable (`bool`):
-            Whether it has a gradient and optimizer state.
-        spec (`PartitionSpec`):
-            What each dimension is split by.
-        shards (`int`):
-            Number of parts it is split into.
-    """
+    """One parameter's place on the mesh. Shape and bytes are those of the whole; `shards` is the number of parts."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,19 +28,10 @@ class PlannedParameter:
 
 def partition_spec(shape: tuple[int, ...], mesh: dict[str, int]) -> PartitionSpec:
     """
-    Decide what a parameter is split by.
+    What a parameter is split by, for each of its dimensions.
 
     A matrix, or a tensor of more dimensions, is split over `fsdp` along its largest dimension that divides evenly.
     Vectors (norms, biases) stay whole on every chip: gathering them at each step costs more than they weigh.
-
-    Args:
-        shape (`tuple[int, ...]`):
-            Shape of the parameter.
-        mesh (`dict[str, int]`):
-            Size of each axis.
-
-    Returns:
-        `PartitionSpec`: One entry per dimension.
     """
     spec: list[str | None] = [None] * len(shape)
     even = [dim for dim, size in enumerate(shape) if size % mesh["fsdp"] == 0]
@@ -106,15 +81,7 @@ class ShardingPlan:
         return {parameter.name: parameter.spec for parameter in self.parameters}
 
     def apply(self, model: nn.Module, backend: Backend) -> None:
-        """
-        Put a model's parameters on their chips, and its buffers whole on every chip.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                The model of the plan, on the device.
-            backend ([`Backend`]):
-                The backend in use, with the plan's mesh.
-        """
+        """Put the parameters of the plan's model on their chips, and its buffers whole on every chip."""
         specs = self.specs
         for name, parameter in model.named_parameters():
             backend.shard(parameter, specs[name])
@@ -128,14 +95,8 @@ class ShardingPlan:
 
     def state_bytes_per_chip(self, moments: int = 2) -> int:
         """
-        Bytes that stay on each chip between steps or are there at the end of one: weights, gradients, optimizer moments.
-
-        Args:
-            moments (`int`, *optional*, defaults to `2`):
-                Tensors of a parameter's size that the optimizer keeps for it. AdamW keeps 2.
-
-        Returns:
-            `int`: Bytes, without activations.
+        Bytes that stay on each chip between steps or are there at the end of one: weights, gradients and the
+        optimizer's `moments`, tensors of a parameter's size, of which AdamW keeps 2. Activations are not counted.
         """
         return sum(
             parameter.num_bytes // parameter.shards * (2 + moments if parameter.trainable else 1)
@@ -144,31 +105,18 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         # Layers of a model are alike: one line stands for all of them.
-        rows: dict[tuple, int] = {}
+        rows: dict[PlannedParameter, int] = {}
         for parameter in self.parameters:
-            pattern = name_of_any_layer(parameter.name)
-            key = (
-                pattern,
-                parameter.shape,
-                parameter.num_bytes,
-                parameter.trainable,
-                parameter.spec,
-                parameter.shards,
+            kind = replace(parameter, name=name_of_any_layer(parameter.name))
+            rows[kind] = rows.get(kind, 0) + 1
+        lines = [("parameter", "count", "shape", "sharding", "per chip", "trained")]
+        for kind, count in rows.items():
+            place = ", ".join(
+                f"dim {dim}: {axis}={kind.shards}" for dim, axis in enumerate(kind.spec) if axis is not None
             )
-            rows[key] = rows.get(key, 0) + 1
-        lines = [("parameter", "count", "shape", "split over", "per chip", "trained")]
-        for (pattern, shape, num_bytes, trainable, spec, shards), count in rows.items():
-            place = ", ".join(f"dim {dim}: {axis}={shards}" for dim, axis in enumerate(spec) if axis is not None)
-            lines.append(
-                (
-                    pattern,
-                    str(count),
-                    format_size(shape),
-                    place or "whole on every chip",
-                    format_bytes(num_bytes // shards * count),
-                    "yes" if trainable else "no",
-                )
-            )
+            per_chip = format_bytes(kind.num_bytes // kind.shards * count)
+            trained = "yes" if kind.trainable else "no"
+            lines.append((kind.name, str(count), format_size(kind.shape), place or "replicated", per_chip, trained))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -203,10 +151,10 @@ def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int
     if needed <= memory_per_chip:
         return None
     line = (
-        f"weights, gradients and optimizer state need {format_bytes(needed)} on each chip, which holds "
+        f"weights, gradients and optimizer state need {format_bytes(needed)} of HBM per chip, which has "
         f"{format_bytes(memory_per_chip)}: "
     )
     split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip(moments)
     if split < needed and split <= memory_per_chip:
-        return f"{line}mesh=fsdp splits them over all chips, {format_bytes(split)} on each"
+        return f"{line}mesh=fsdp shards them over all chips, {format_bytes(split)} on each"
     return f"{line}train fewer weights (LoRA: use_peft: true) or a smaller model, or take more chips"

@@ -205,8 +205,8 @@ def test_host_stores_and_finds_again(tmp_path):
     assert said["auto"] == []
     assert said["off"] == [f"compile_cache_dir=off has no effect: this process keeps its programs in {cache}"]
     assert said[str(below_a_file)] == [
-        f"Compiled programs are not kept on disk: {below_a_file} cannot be made (Not a directory). Set compile_cache_dir "
-        "to another directory, or to off"
+        f"The compilation cache is off: {below_a_file} cannot be made (Not a directory). Set compile_cache_dir to another "
+        "directory, or to off"
     ]
     assert said[str(cache)] == []  # the second time
     assert said[str(other)] == [f"compile_cache_dir={other} has no effect: this process keeps its programs in {cache}"]
@@ -217,7 +217,7 @@ def test_host_stores_and_finds_again(tmp_path):
     program.write_bytes(program.read_bytes()[:100])
     said, use = in_a_process("auto", HF_TPU_EXT_COMPILE_CACHE=str(cache))
     assert said["auto"] == [
-        f"compile_cache_dir={cache} saves nothing here: XLA on the host stores programs, but cannot load them"
+        f"compile_cache_dir={cache} has no benefit here: XLA:CPU stores executables but cannot load them"
     ]
     assert use == {"misses": 0, "unreadable": 1, "programs": 1}
     assert program.stat().st_size > 100
@@ -226,7 +226,7 @@ def test_host_stores_and_finds_again(tmp_path):
 def test_too_late(tmp_path):
     said, use = in_a_process("compile", tmp_path)
     assert said[str(tmp_path)] == [
-        "Compiled programs are not kept on disk: this process had compiled one before its first trainer was made"
+        "The compilation cache is off: this process had compiled a graph before its first trainer was made"
     ]
     assert use is None and list(tmp_path.iterdir()) == []
 

@@ -45,7 +45,7 @@ assert (spent.compiles, spent.executions, spent.reads) == (0, 0, 2), spent
 try:
     backend.send_rows(batch, 12)
 except ValueError as error:
-    assert "12 rows cannot be split over 8 chips" in str(error), error
+    assert "12 rows does not divide by 8 chips" in str(error), error
 else:
     raise AssertionError("12 rows were split over 8 chips")
 

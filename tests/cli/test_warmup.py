@@ -103,9 +103,7 @@ def test_run_after_warmup_misses_nothing(command, prepared, tmp_path):
     toolchain.unlink()
     toolchain.mkdir()
     _, result = command("warmup", status=2)
-    expected = (
-        "cannot be written (Is a directory): programs are only loaded from it. Set compile_cache_dir to a directory"
-    )
+    expected = "cannot be written (Is a directory): it is used read-only. Set compile_cache_dir to a directory"
     assert expected in result.stderr
 
 
@@ -154,7 +152,7 @@ def test_pretraining(command):
         (["--backend", "cpu"], "nothing is compiled on cpu (backend='cpu' was asked for)"),
         ([], "on this device (CPU, compiled by XLA) stored ones cannot be loaded"),
         (["--compile_cache_dir", "off"], "compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out"),
-        (["--compile_cache_dir", "{}/model/config.json/cache"], "Compiled programs are not kept on disk"),
+        (["--compile_cache_dir", "{}/model/config.json/cache"], "The compilation cache is off"),
         (["--compile_cache_dir", ""], "compile_cache_dir is empty"),
         (["--no_such_key", "1"], "unknown key 'no_such_key' on the command line. `hf-tpu warmup --help`"),
         (["recipe.yaml"], "A recipe is given as: --config recipe.yaml"),

@@ -133,7 +133,10 @@ def test_the_backend_of_a_run():
 
 @pytest.mark.parametrize(
     ("pjrt_device", "text"),
-    [("TPUU", "PJRT_DEVICE='TPUU' is no device"), ("TPU", "PJRT_DEVICE=TPU is set but this machine has no TPU")],
+    [
+        ("TPUU", "PJRT_DEVICE='TPUU' is not a supported device"),
+        ("TPU", "PJRT_DEVICE=TPU is set but this machine has no TPU"),
+    ],
 )
 def test_a_device_that_there_is_not(pjrt_device, text, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", pjrt_device)
@@ -145,7 +148,7 @@ def test_a_device_that_there_is_not(pjrt_device, text, monkeypatch):
 
 
 def test_a_tpu_that_would_not_be_used():
-    check = check_backend(True, python("""print('["cpu", "a TPU is here but torch_xla is not in use"]')"""))
+    check = check_backend(True, python("""print('["cpu", "a TPU is attached but torch_xla is not used"]')"""))
     assert check.status == "failed"
     assert "pip install 'hf_tpu_ext[tpu]'" in check.fix
 

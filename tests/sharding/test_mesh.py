@@ -76,13 +76,13 @@ def test_resolve(mesh, num_chips, expected):
 @pytest.mark.parametrize(
     ("mesh", "num_chips", "words"),
     [
-        ("data=8", 1, ["data=8 places", "1 chip."]),
-        ("data=4", 8, ["data=4 places", "8 chips."]),
-        ("fsdp=16", 8, ["fsdp=16 places", "8 chips."]),
-        ("data=2,fsdp=2", 8, ["data=2 x fsdp=2 places", "8 chips."]),
-        ("data=3,fsdp", 8, ["data=3 x fsdp=", "8 chips."]),
-        ("data=16,fsdp", 8, ["data=16 x fsdp=1 places", "8 chips."]),
-        ("fsdp=16,data", 1, ["fsdp=16 x data=1 places", "1 chip."]),
+        ("data=8", 1, ["is for 8 chips, not 1."]),
+        ("data=4", 8, ["is for 4 chips, not 8."]),
+        ("fsdp=16", 8, ["is for 16 chips, not 8."]),
+        ("data=2,fsdp=2", 8, ["is for 4 chips, not 8."]),
+        ("data=3,fsdp", 8, ["is for 6 chips, not 8."]),
+        ("data=16,fsdp", 8, ["is for 16 chips, not 8."]),
+        ("fsdp=16,data", 1, ["is for 16 chips, not 1."]),
     ],
 )
 def test_size_that_is_not_the_number_of_chips(mesh, num_chips, words):

@@ -55,13 +55,13 @@ class Small(nn.Module):
 
 
 TABLE = """\
-parameter           count  shape    split over           per chip  trained
-------------------  -----  -------  -------------------  --------  -------
-odd                 1      3 x 3    whole on every chip  36 B      yes
-embed.weight        1      32 x 16  dim 0: fsdp=4        512 B     no
-layers.*.norm       2      16       whole on every chip  128 B     yes
-layers.*.up.weight  2      64 x 16  dim 0: fsdp=4        2.05 kB   yes
-layers.*.up.bias    2      64       whole on every chip  512 B     yes
+parameter           count  shape    sharding       per chip  trained
+------------------  -----  -------  -------------  --------  -------
+odd                 1      3 x 3    replicated     36 B      yes
+embed.weight        1      32 x 16  dim 0: fsdp=4  512 B     no
+layers.*.norm       2      16       replicated     128 B     yes
+layers.*.up.weight  2      64 x 16  dim 0: fsdp=4  2.05 kB   yes
+layers.*.up.bias    2      64       replicated     512 B     yes
 Weights: 10.92 kB, 3.24 kB on each chip. With gradients and AdamW's moments: 11.41 kB on each chip, without activations."""
 
 
@@ -116,7 +116,7 @@ def test_a_model_in_full(tied):
     assert [line.split()[1] for line in lines if line.startswith("model.layers.*.self_attn.q_proj.weight")] == ["2"]
     whole = ShardingPlan(tied, WHOLE)
     assert {parameter.shards for parameter in whole.parameters} == {1}
-    assert str(whole).count("whole on every chip") == len(str(whole).splitlines()) - 3
+    assert str(whole).count("replicated") == len(str(whole).splitlines()) - 3
 
 
 def test_a_model_with_lora(tied):
