@@ -107,16 +107,7 @@ class Dimensions:
 
 
 def read_dimensions(config: PreTrainedConfig) -> Dimensions | None:
-    """
-    Read the sizes of a model.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the model.
-
-    Returns:
-        [`Dimensions`] or `None`: The sizes; `None` if the model is none of [`MODEL_TYPES`].
-    """
+    """Read the sizes of a model from its configuration; `None` if it is none of [`MODEL_TYPES`]."""
     kind = config.model_type
     if kind not in MODEL_TYPES:
         return None
@@ -162,16 +153,7 @@ def count_lora_parameters(dimensions: Dimensions, rank: int, targets: str | list
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """
-    Count the parameters that a model has.
-
-    Args:
-        model (`nn.Module`):
-            The model, in which a tied weight counts once.
-
-    Returns:
-        `tuple[int, int]`: All of them, and those that are trained.
-    """
+    """Count the parameters of a model, a tied weight once: all of them, and those that are trained."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
 

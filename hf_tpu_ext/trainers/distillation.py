@@ -34,13 +34,7 @@ KD_METRICS = ("ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement")
 
 
 def distills(args: Any) -> bool:
-    """
-    Whether arguments ask for a teacher.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The arguments.
-    """
+    """Whether arguments ask for a teacher."""
     return isinstance(args, TPUSFTConfig) and (args.kd_teacher is not None or args.kd_cache is not None)
 
 

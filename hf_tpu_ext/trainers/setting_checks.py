@@ -26,14 +26,8 @@ _REFUSE_NEGATIVE_RATES = {
 
 def check_recipe(args: ExtensionArguments) -> None:
     """
-    Refuse what upstream runs into later, before any data is loaded.
-
-    Args:
-        args ([`ExtensionArguments`]):
-            Arguments of a run that trains with an optimizer of upstream's.
-
-    Raises:
-        `ValueError`: A setting cannot work; the message says what to set instead.
+    Refuse what upstream runs into later, before any data is loaded, with a `ValueError` that says what to set instead.
+    It is for runs that train with an optimizer of upstream's.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
     check_settings(args, backend.lazy, {"train_dataset": True})
@@ -41,18 +35,8 @@ def check_recipe(args: ExtensionArguments) -> None:
 
 def check_settings(args: TrainingArguments, lazy: bool, given: Mapping[str, Any]) -> None:
     """
-    Refuse what upstream runs into later, with a traceback. What upstream takes is taken.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments of the run.
-        lazy (`bool`):
-            Whether the device's steps are compiled programs.
-        given (`Mapping[str, Any]`):
-            What the trainer was given, by the names of [`~transformers.Trainer`].
-
-    Raises:
-        `ValueError`: A setting cannot work; the message says what to set instead.
+    Refuse what upstream runs into later, with a traceback; what upstream takes is taken. The `ValueError` says what to
+    set instead. `given` is what the trainer was given, by the names of [`~transformers.Trainer`].
     """
     if given.get("train_dataset") is not None:
         _check_step(args, lazy)
