@@ -37,9 +37,7 @@ class StepGradients:
         for parameter in self._parameters:
             if parameter.grad is None:
                 continue
-            if parameter in kept:
-                parameter.grad.detach_().zero_()
-            elif set_to_none:
+            if set_to_none and parameter not in kept:
                 parameter.grad = None
             else:
                 parameter.grad.detach_().zero_()

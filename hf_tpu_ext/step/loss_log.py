@@ -68,11 +68,7 @@ class LossLog:
 
     def read(self, fetched: dict[str, torch.Tensor]) -> LossWindow:
         """Take `tensors`, as they were fetched to the CPU, and start anew."""
-        window = LossWindow(
-            total=fetched["loss"].item(),
-            steps=fetched["steps"].item(),
-            finite_steps=fetched["finite_steps"].item(),
-            first_nonfinite=fetched["first_nonfinite"].item(),
-        )
+        names = ("loss", "steps", "finite_steps", "first_nonfinite")
+        window = LossWindow(*(fetched[name].item() for name in names))
         self._sums.reset()
         return window

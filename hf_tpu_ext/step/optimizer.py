@@ -83,15 +83,13 @@ class LazyAdamW(torch.optim.AdamW):
             self.sent, _ = self._count_and_send(self.updated)
             return loss
         left_out = set(self.left_out)
-        self.updated, self.sent = (
-            [
-                _Update(group, parameter, self.state[parameter])
-                for group in self.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None and parameter not in left_out
-            ],
-            None,
-        )
+        self.sent = None
+        self.updated = [
+            _Update(group, parameter, self.state[parameter])
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and parameter not in left_out
+        ]
         if self.updated:
             self.sent, row_of = self._count_and_send(self.updated)
             self._update(self.updated, self.sent, row_of)
@@ -130,14 +128,8 @@ class LazyAdamW(torch.optim.AdamW):
         values = []
         for group, step in rows:
             beta1, beta2 = group["betas"]
-            learning_rate = group["lr"]
-            values.append(
-                (
-                    1 - learning_rate * group["weight_decay"],
-                    learning_rate / (1 - beta1**step),
-                    (1 - beta2**step) ** 0.5,
-                )
-            )
+            learning_rate, decay = group["lr"], group["weight_decay"]
+            values.append((1 - learning_rate * decay, learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5))
         return self._backend.send(torch.tensor(values, dtype=torch.float32)), row_of
 
     def _update(self, updates: list["_Update"], coefficients: torch.Tensor, row_of: list[int]) -> None:

@@ -58,7 +58,7 @@ def read_run_state(checkpoint: str) -> dict[str, Any]:
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
     """
     Resolve `resume_from_checkpoint`: a checkpoint directory, `True` for the newest whole one in `output_dir`, or
-    neither to start anew. One that is not there or damaged is a `ValueError`.
+    `None` to start anew. One that is not there or damaged is a `ValueError`.
     """
     if not resume_from_checkpoint:
         return None

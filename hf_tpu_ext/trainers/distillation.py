@@ -193,12 +193,7 @@ class DistillationMixin:
         mixed = loss + alpha * (temperature**2 * kd - ce) / num_tokens
         tokens = self.over_chips(scored.sum()).clamp(min=1)
         sums = (ce, kd, total(terms.coverage), total(terms.agreement))
-        self._add_kd_metrics(
-            mode,
-            {name: self.over_chips(value.detach()) / tokens for name, value in zip(KD_METRICS, sums, strict=True)},
-        )
+        for name, value in zip(KD_METRICS, sums, strict=True):
+            mean = self.over_chips(value.detach()) / tokens
+            self._metrics[mode][name].append(mean if self.backend.lazy else mean.item())
         return mixed
-
-    def _add_kd_metrics(self, mode: str, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            self._metrics[mode][name].append(value if self.backend.lazy else value.item())

@@ -262,20 +262,14 @@ class _StackedGroups:
             state.pop(parameter, {}) for group in self.optimizer.param_groups for parameter in group["params"]
         ]
         for parameter, (position, index) in zip(chain.from_iterable(self._singles), self._parts, strict=True):
-            state[parameter] = {
-                name: value.clone() if index is None or not value.ndim else value[index].clone()
-                for name, value in of_stacked[position].items()
-            }
+            state[parameter] = _part(of_stacked[position], index)
         for group, singles in zip(self.optimizer.param_groups, self._singles, strict=True):
             group["params"] = singles
 
     def _split(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = state_dict["state"]
         split = {
-            number: {
-                name: value.clone() if index is None or not value.ndim else value[index].clone()
-                for name, value in state[position].items()
-            }
+            number: _part(state[position], index)
             for number, (position, index) in enumerate(self._parts)
             if position in state
         }
@@ -295,6 +289,14 @@ class _StackedGroups:
             for position, found in parts.items()
         }
         return {"state": state, "param_groups": _numbered(state_dict["param_groups"], self._stacked_sizes)}
+
+
+def _part(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.Tensor]:
+    """The state of a single parameter, a copy of its part of a stacked one's."""
+    return {
+        name: value.clone() if index is None or not value.ndim else value[index].clone()
+        for name, value in state.items()
+    }
 
 
 def _name_in_two_groups(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -> str | None:
