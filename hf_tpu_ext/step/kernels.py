@@ -8,9 +8,13 @@ def use_static_kernels(model: nn.Module) -> None:
     """
     Make a transformers model use the attention and the mixture-of-experts code that compile to static shapes.
 
-    Attention becomes `"eager"`, plain matrix products, which XLA fuses: the scaled dot product operator reads the mask
-    on the host to leave it out where it can, and does not take part in autocast. Experts become `"batched_mm"`: the
-    default sorts tokens by expert, with sizes that change with the data.
+    Attention becomes `"eager"`, plain matrix products, which XLA fuses: the scaled dot product operator reads the mask on
+    the host to leave it out where it can, and does not take part in autocast. Experts become `"batched_mm"`: the default
+    sorts tokens by expert, with sizes that change with the data.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            Model to change in place; models inside wrappers such as [`~peft.PeftModel`] are found.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -159,11 +159,17 @@ def use_sliced_attention(model: nn.Module, backend: Backend) -> None:
     """
     Make a transformers model go through its attention in slices: some rows, some heads, or some queries at a time.
 
-    A slice is computed by the model's own eager attention, in the forward pass and again in the backward pass, so the
-    numbers are the same, and there are never more scores, probabilities and gradients of them than those of one slice.
-    Eager attention itself is used where all scores are no more than a slice, on another device than the backend's,
-    with dropout of probabilities, and where attention knows more than queries, keys, values and a mask: sinks,
-    position biases. As with transformers' other implementations there is no `output_attentions`.
+    A slice is computed by the model's own eager attention, in the forward pass and again in the backward pass, so the numbers
+    are the same, and there are never more scores, probabilities and gradients of them than those of one slice. Eager
+    attention itself is used where all scores are no more than a slice, on another device than the backend's, with dropout of
+    probabilities, and where attention knows more than queries, keys, values and a mask: sinks, position biases. As with
+    transformers' other implementations there is no `output_attentions`.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            Model to change in place; models inside wrappers such as [`~peft.PeftModel`] are found.
+        backend ([`Backend`]):
+            The backend in use.
     """
     AttentionInterface.register(SLICED_EAGER, partial(_sliced_attention, backend))
     AttentionMaskInterface.register(SLICED_EAGER, eager_mask)

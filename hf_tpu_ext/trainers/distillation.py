@@ -34,7 +34,13 @@ KD_METRICS = ("ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement")
 
 
 def distills(args: Any) -> bool:
-    """Whether arguments ask for a teacher."""
+    """
+    Whether arguments ask for a teacher.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The arguments.
+    """
     return isinstance(args, TPUSFTConfig) and (args.kd_teacher is not None or args.kd_cache is not None)
 
 
@@ -193,7 +199,12 @@ class DistillationMixin:
         mixed = loss + alpha * (temperature**2 * kd - ce) / num_tokens
         tokens = self.over_chips(scored.sum()).clamp(min=1)
         sums = (ce, kd, total(terms.coverage), total(terms.agreement))
-        for name, value in zip(KD_METRICS, sums, strict=True):
-            mean = self.over_chips(value.detach()) / tokens
-            self._metrics[mode][name].append(mean if self.backend.lazy else mean.item())
+        self._add_kd_metrics(
+            mode,
+            {name: self.over_chips(value.detach()) / tokens for name, value in zip(KD_METRICS, sums, strict=True)},
+        )
         return mixed
+
+    def _add_kd_metrics(self, mode: str, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._metrics[mode][name].append(value if self.backend.lazy else value.item())

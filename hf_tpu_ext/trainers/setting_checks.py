@@ -35,8 +35,18 @@ def check_recipe(args: ExtensionArguments) -> None:
 
 def check_settings(args: TrainingArguments, lazy: bool, given: Mapping[str, Any]) -> None:
     """
-    Refuse what upstream runs into later, with a traceback; what upstream takes is taken. The `ValueError` says what to
-    set instead. `given` is what the trainer was given, by the names of [`~transformers.Trainer`].
+    Refuse what upstream runs into later, with a traceback. What upstream takes is taken.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Arguments of the run.
+        lazy (`bool`):
+            Whether the device's steps are compiled programs.
+        given (`Mapping[str, Any]`):
+            What the trainer was given, by the names of [`~transformers.Trainer`].
+
+    Raises:
+        `ValueError`: A setting cannot work; the message says what to set instead.
     """
     if given.get("train_dataset") is not None:
         _check_step(args, lazy)
