@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..backends.base import Backend
 from .activation_checkpointing import Dots
 from .autocast import current_autocast, matmul_dtype
-from .python_state import settings_of
+from .module_settings import settings_of
 from .seeded_dropout import dropouts_seeded
 
 

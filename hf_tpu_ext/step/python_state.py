@@ -47,11 +47,6 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """Find the plain attributes of a module, not of those inside it. Empty dicts, of hooks or parameters, are among them."""
-    return {name: value for name, value in vars(module).items() if is_plain(value)}
-
-
 class PythonState:
     """
     Everything that can be reached from some objects through attributes and containers.

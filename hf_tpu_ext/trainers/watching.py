@@ -13,8 +13,8 @@ from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.recompile_cause import BatchEntry, ParameterFacts, StepFacts
 from ..callbacks.recompile_monitor import RecompileMonitor
 from ..callbacks.source_lines import describe_line, package_of
+from ..step.module_settings import settings_of
 from ..step.optimizer import LazyAdamW
-from ..step.python_state import settings_of
 from .own_code import is_known, names_of_a_step
 
 
