@@ -35,16 +35,8 @@ class PretrainArguments:
 
 def token_rows(dataset, tokenizer, text_field: str, max_length: int):
     """
-    Tokenize documents, each closed by an end-of-sequence token, join them and cut the result into rows of one length.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Documents.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer.
-        text_field (`str`): Column that holds the text.
-        max_length (`int`): Length of a row. What each thousand documents leave over is dropped.
-
-    Returns:
-        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: Rows of `input_ids` and `labels`, each `(max_length,)`.
+    Tokenize documents, each closed by an end-of-sequence token, join them and cut the result into rows of `input_ids`
+    and `labels`, each `(max_length,)`. What each thousand documents leave over is dropped.
     """
     from trl import pack_dataset
 
@@ -67,13 +59,8 @@ def run(argv: list[str]) -> None:
 
 def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callable[[type], type] | None = None) -> None:
     """
-    Train with a recipe, and save the model.
-
-    Args:
-        recipe ([`Recipe`]): The recipe.
-        command (`str`): Name of the command, for its help.
-        description (`str`): First part of its help.
-        adapt_trainer (`Callable[[type], type]`, *optional*): Makes the trainer class from [`TPUTrainer`].
+    Train with a recipe, and save the model. The command's name and description are for its help; `adapt_trainer` makes
+    the trainer class from [`TPUTrainer`].
     """
     import torch
     from datasets import Dataset, load_dataset

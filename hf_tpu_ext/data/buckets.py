@@ -21,17 +21,10 @@ def round_up_length(length: int, max_length: int, multiple_of: int | None = None
 
 def group_batches(lengths: Iterable[int], batch_size: int, train_sampling_strategy: str = "random") -> Tensor:
     """
-    Groups row lengths into batches as the sampler of the dataloader would, for one fixed shuffle.
-
-    Args:
-        lengths (`Iterable[int]`): Length of each row, in their order, which counts for `"sequential"` only.
-        batch_size (`int`): Rows of one batch.
-        train_sampling_strategy (`str`, *optional*, defaults to `"random"`):
-            As in [`~transformers.TrainingArguments`]. `"group_by_length"` and `"sequential"` are told apart; every
-            other strategy is taken for `"random"`.
-
-    Returns:
-        `Tensor`: Lengths of shape `(num_batches, batch_size)`, int64. Rows that complete the last batch have length 0.
+    Groups row lengths into batches as the sampler of the dataloader would, for one fixed shuffle. Of the strategies of
+    [`~transformers.TrainingArguments`], `"group_by_length"` and `"sequential"` are told apart, and every other one is
+    taken for `"random"`. The result is int64 of shape `(num_batches, batch_size)`; rows that complete the last batch
+    have length 0.
     """
     lengths = torch.tensor(list(lengths))
     rows = len(lengths)

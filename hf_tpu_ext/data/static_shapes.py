@@ -157,14 +157,10 @@ def complete_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) 
 
 class ShapeGuard:
     """
-    Stops a run whose collator yields more shapes than were declared, since each one compiles the whole step again.
+    Stops a run whose collator yields more shapes than the `limit` declared, since each one compiles the whole step
+    again. Lengths and the name of the config class are for the error.
 
     One guard watches one dataloader: training and evaluation batches have different numbers of rows.
-
-    Args:
-        limit (`int`): Number of distinct batch shapes allowed.
-        lengths (`Sequence[int]`): Declared lengths, named in the error.
-        config_name (`str`, *optional*): Class of the arguments that have `max_length`, for the error.
     """
 
     def __init__(self, limit: int, lengths: Sequence[int], config_name: str | None = None):

@@ -74,20 +74,9 @@ def make_tokenizer(output_dir: str | Path) -> Path:
 
 def make_model(output_dir: str | Path, model_type: str = "qwen3", seed: int = 0, **overrides) -> Path:
     """
-    Make a randomly initialised model of two layers and hidden size 64 together with its tokenizer
-    ([`make_tokenizer`]).
-
-    Args:
-        output_dir (`str` or `Path`): Directory to write to. Created when absent.
-        model_type (`str`, *optional*, defaults to `"qwen3"`): Model family, one of [`FAMILIES`].
-        seed (`int`, *optional*, defaults to `0`): Seed of the initial weights.
-        **overrides:
-            Fields of the family's configuration to set otherwise, for instance `num_hidden_layers=4` or
-            `tie_word_embeddings=True`. Whether the embeddings are tied is the family's own default.
-
-    Returns:
-        `Path`: `output_dir`, which `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
-        The weights are float32.
+    Make a randomly initialised float32 model of two layers and hidden size 64, of one of [`FAMILIES`], together with
+    its tokenizer ([`make_tokenizer`]), in a directory that `from_pretrained` loads. `overrides` are fields of the
+    family's configuration, for instance `num_hidden_layers=4` or `tie_word_embeddings=True`.
     """
     if model_type not in FAMILIES:
         raise ValueError(

@@ -21,19 +21,10 @@ _DOTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 def use_checkpoint_function(model: nn.Module, function: Callable) -> int:
     """
-    Make the layers that checkpoint their activations use `function`.
+    Make the layers that checkpoint their activations call `function(layer, *inputs)`, and count them.
 
     transformers keeps the function in `_gradient_checkpointing_func` of each such layer
     (`transformers/modeling_layers.py`), set when checkpointing is enabled.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model with activation checkpointing enabled.
-        function (`Callable`):
-            Called as `function(layer, *inputs)`.
-
-    Returns:
-        `int`: Number of layers changed.
     """
     layers = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
     for layer in layers:
@@ -43,11 +34,8 @@ def use_checkpoint_function(model: nn.Module, function: Callable) -> int:
 
 class Dots(TorchDispatchMode):
     """
-    Context that records the matrix products with weights, or gives those recorded before instead of computing them.
-
-    Args:
-        recorded (`list[torch.Tensor]`, *optional*):
-            The `results` of an earlier context, in which the same was computed.
+    Context that records in `results` the matrix products with weights, or gives those `recorded` by an earlier context
+    instead of computing them.
     """
 
     def __init__(self, recorded: list[Tensor] | None = None):
@@ -106,22 +94,11 @@ class _KeepDots(torch.autograd.Function):
 
 def keep_dots(backend: Backend, function: Callable, *inputs: Any) -> Any:
     """
-    Run a layer, and keep its matrix products with weights: in the backward pass only the rest is computed again, which is
-    attention and what works element by element.
+    Run a layer, and keep its matrix products with weights: in the backward pass only the rest is computed again, which
+    is attention and what works element by element. At least one of `inputs` requires a gradient.
 
-    A policy of PyTorch's own (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) would save nothing on XLA: the
-    program would hold the same operators twice, and the compiler keep one of them.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use, a lazy one.
-        function (`Callable`):
-            The layer. Its weights get their gradients from `torch.autograd.backward`.
-        *inputs:
-            What it is called with, at least one of them a tensor that requires a gradient.
-
-    Returns:
-        `Any`: What it returned.
+    A policy of PyTorch's own (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) would save nothing on
+    XLA: the program would hold the same operators twice, and the compiler keep one of them.
     """
     return _KeepDots.apply(function, backend, *inputs)
 
@@ -141,21 +118,8 @@ def _checkpointed(module: nn.Module, function: Callable, *args: Any, **kwargs: A
 
 def checkpoint_modules(model: nn.Module, names: str, function: Callable) -> list[nn.Module]:
     """
-    Checkpoint the modules that are named, instead of whole layers.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-        names (`str`):
-            Ends of the names of modules, e.g. `"mlp"` or `"self_attn,mlp"`.
-        function (`Callable`):
-            Called as `function(run, *inputs)`.
-
-    Returns:
-        `list[torch.nn.Module]`: The modules. Deleting `forward` of each undoes it.
-
-    Raises:
-        `ValueError`: A name is that of no module.
+    Checkpoint the modules whose names end as `names` say, e.g. `"mlp"` or `"self_attn,mlp"`, instead of whole layers,
+    by `function(run, *inputs)`. Deleting `forward` of each undoes it. A name of no module is a `ValueError`.
     """
     found: list[nn.Module] = []
     for name in names.split(","):
@@ -176,18 +140,9 @@ def checkpoint_modules(model: nn.Module, names: str, function: Callable) -> list
 
 def rematerialize(model: nn.Module, policy: str, backend: Backend) -> list[nn.Module]:
     """
-    Make a model compute again in the backward pass what a policy says.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model on the device. For `"full"` and `"dots"`, with activation checkpointing enabled.
-        policy (`str`):
-            One of [`POLICIES`], or names of modules as [`checkpoint_modules`] takes them.
-        backend ([`Backend`]):
-            The backend in use, a lazy one.
-
-    Returns:
-        `list[torch.nn.Module]`: Modules whose `forward` was replaced; deleting it undoes that.
+    Make a model compute again in the backward pass what a policy says: one of [`POLICIES`], or names of modules as
+    [`checkpoint_modules`] takes them. `"full"` and `"dots"` need activation checkpointing enabled. Returned are the
+    modules whose `forward` was replaced; deleting it undoes that.
     """
     if policy == "none":
         return []

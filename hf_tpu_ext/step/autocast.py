@@ -8,16 +8,7 @@ import torch
 
 
 def current_autocast(device_type: str) -> Callable[[], AbstractContextManager]:
-    """
-    Note the autocast that is on.
-
-    Args:
-        device_type (`str`):
-            Type of the device.
-
-    Returns:
-        `Callable`: Makes a context with that autocast, as often as it is called.
-    """
+    """Note the autocast that is on. What is returned makes a context with it, as often as it is called."""
     return partial(
         torch.autocast,
         device_type,
@@ -27,15 +18,6 @@ def current_autocast(device_type: str) -> Callable[[], AbstractContextManager]:
 
 
 def matmul_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """
-    Dtype that a matrix product of a tensor is computed in.
-
-    Args:
-        tensor (`torch.Tensor`):
-            One of its operands.
-
-    Returns:
-        `torch.dtype`: That of the autocast that is on, or of the tensor.
-    """
+    """Dtype that a matrix product of a tensor is computed in: that of the autocast that is on, or the tensor's."""
     device_type = tensor.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype

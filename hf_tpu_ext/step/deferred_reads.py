@@ -20,10 +20,10 @@ _TORCH = str(Path(torch.__file__).parent)
 
 class DeferredReads(TorchFunctionMode):
     """
-    Context in which a loss that reads its metrics from the device leaves them there.
+    Context in which a loss of `package` that reads its metrics from a device of `device_type` leaves them there.
 
-    Within the code of one package, `tensor.item()` is the tensor itself, which goes on to behave like a number. A condition
-    on the device does not branch:
+    Within the code of that package, `tensor.item()` is the tensor itself, which goes on to behave like a number. A
+    condition on the device does not branch:
 
     - `value if tensor else constant` is `torch.where`;
     - `if tensor:` around nothing but `self._metrics[...][...].append(value)` makes `value` count only where it is true, see
@@ -31,12 +31,6 @@ class DeferredReads(TorchFunctionMode):
     - rows or elements chosen by a mask are all of them with the mask, see [`SelectedRows`].
 
     Any other read is one, as outside of the context.
-
-    Args:
-        device_type (`str`):
-            Type of the device whose tensors are left there.
-        package (`str`):
-            Package whose code is the loss.
     """
 
     def __init__(self, device_type: str, package: str):
@@ -119,14 +113,8 @@ class DeferredReads(TorchFunctionMode):
 
     def condition_at(self, frame: FrameType) -> Tensor | None:
         """
-        Find what decides whether a line is reached.
-
-        Args:
-            frame (`types.FrameType`):
-                Where the code is.
-
-        Returns:
-            `torch.Tensor` of shape `()` or `None`: The condition, a boolean on the device, if there is one.
+        The condition that decides whether the line where a frame is is reached, a boolean of shape `()` on the device,
+        if any.
         """
         found = None
         for branch, condition in self._conditions.get(frame.f_code, {}).items():
@@ -136,13 +124,7 @@ class DeferredReads(TorchFunctionMode):
 
 
 class Appended(list):
-    """
-    A list of metrics, with the condition under which each one was appended.
-
-    Args:
-        reads ([`DeferredReads`]):
-            The context of the loss.
-    """
+    """A list of metrics, with the condition under which each one was appended."""
 
     def __init__(self, reads: DeferredReads):
         super().__init__()
@@ -151,13 +133,7 @@ class Appended(list):
         self.conditions: list[Tensor | None] = []
 
     def append(self, value: Any) -> None:
-        """
-        Append a value.
-
-        Args:
-            value (`torch.Tensor` of shape `()` or a number):
-                The value.
-        """
+        """Append a number, or a tensor of shape `()`."""
         super().append(value)
         self.conditions.append(self._reads.condition_at(sys._getframe(1)))
 
@@ -188,13 +164,7 @@ class _Span(tuple):
 
 
 class _Branch:
-    """
-    A conditional expression with a constant as its alternative, or an `if` around metrics.
-
-    Args:
-        node (`ast.IfExp` or `ast.If`):
-            Its syntax.
-    """
+    """A conditional expression with a constant as its alternative, or an `if` around metrics."""
 
     def __init__(self, node: ast.IfExp | ast.If):
         body = node.body if isinstance(node.body, list) else [node.body]
@@ -273,16 +243,7 @@ def _appends_a_metric(statement: ast.stmt) -> bool:
 
 
 def metrics_in(source: ast.AST) -> Iterator[str]:
-    """
-    Find the names of the metrics that a piece of code appends to: `self._metrics[mode]["name"].append(...)`.
-
-    Args:
-        source (`ast.AST`):
-            Syntax of the code.
-
-    Returns:
-        `Iterator[str]`: Their names.
-    """
+    """Find the names of the metrics that a piece of code appends to: `self._metrics[mode]["name"].append(...)`."""
     for node in ast.walk(source):
         match node:
             case ast.Attribute(

@@ -1,4 +1,4 @@
-"""What can be said of a model without running it: parameters, arithmetic and memory of a training step."""
+"""What can be said of a model without running it: its parameters, and the arithmetic of a training step."""
 
 from dataclasses import dataclass
 
@@ -10,41 +10,11 @@ from .attention import scores_at_once
 
 #: Types of models whose layers are those that are counted here.
 MODEL_TYPES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-_QKV_BIASED = {"qwen2"}
-_QK_NORMED = {"qwen3"}
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """
-    Sizes of a dense decoder.
-
-    Args:
-        layers (`int`):
-            Number of layers.
-        hidden (`int`):
-            Size of a token between layers.
-        intermediate (`int`):
-            Size of a token within the gated MLP.
-        heads (`int`):
-            Number of heads of queries.
-        kv_heads (`int`):
-            Number of heads of keys, and of values.
-        head_dim (`int`):
-            Size of a head.
-        vocabulary (`int`):
-            Number of tokens in the vocabulary.
-        tied (`bool`):
-            Whether the head is the embedding.
-        qkv_bias (`bool`):
-            Whether queries, keys and values have a bias.
-        out_bias (`bool`):
-            Whether what attention returns has one.
-        mlp_bias (`bool`):
-            Whether the MLP's products have one.
-        qk_norm (`bool`):
-            Whether queries and keys are normalized.
-    """
+    """Sizes of a dense decoder: numbers of layers and heads, widths, and tokens in the vocabulary."""
 
     layers: int
     hidden: int
@@ -53,11 +23,6 @@ class Dimensions:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    tied: bool
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
 
     @property
     def queries(self) -> int:
@@ -65,113 +30,34 @@ class Dimensions:
         return self.heads * self.head_dim
 
     @property
-    def keys(self) -> int:
-        """Size of a token's keys, and of its values."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """What goes into and comes out of each product with weights in a layer."""
-        return {
-            "q_proj": (self.hidden, self.queries),
-            "k_proj": (self.hidden, self.keys),
-            "v_proj": (self.hidden, self.keys),
-            "o_proj": (self.queries, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
-        }
-
-    @property
     def matrices(self) -> int:
         """Parameters of a layer that are factors of products."""
-        return sum(size * other for size, other in self.linears.values())
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of a layer."""
-        biases = self.qkv_bias * (self.queries + 2 * self.keys) + self.out_bias * self.hidden
-        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
-        norms = 2 * self.hidden + self.qk_norm * 2 * self.head_dim
-        return self.matrices + biases + norms
+        attention = 2 * self.queries + 2 * self.kv_heads * self.head_dim
+        return self.hidden * (attention + 3 * self.intermediate)
 
     @property
     def embedding(self) -> int:
         """Parameters of the embedding, and of the head."""
         return self.vocabulary * self.hidden
 
-    @property
-    def parameters(self) -> int:
-        """Parameters of the model."""
-        return self.layers * self.layer_parameters + self.embedding * (1 if self.tied else 2) + self.hidden
-
 
 def read_dimensions(config: PreTrainedConfig) -> Dimensions | None:
-    """
-    Read the sizes of a model.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the model.
-
-    Returns:
-        [`Dimensions`] or `None`: The sizes; `None` if the model is none of [`MODEL_TYPES`].
-    """
-    kind = config.model_type
-    if kind not in MODEL_TYPES:
+    """Read the sizes of a model from its configuration; `None` if it is none of [`MODEL_TYPES`]."""
+    if config.model_type not in MODEL_TYPES:
         return None
-    values = config.to_dict()
-    biased = bool(values.get("attention_bias"))
     return Dimensions(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=values.get("head_dim") or config.hidden_size // config.num_attention_heads,
+        head_dim=config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
-        tied=config.tie_word_embeddings,
-        qkv_bias=biased or kind in _QKV_BIASED,
-        out_bias=biased,
-        mlp_bias=bool(values.get("mlp_bias")),
-        qk_norm=kind in _QK_NORMED,
     )
 
 
-def count_lora_parameters(dimensions: Dimensions, rank: int, targets: str | list[str] = "all-linear") -> int | None:
-    """
-    Count the parameters that LoRA adds.
-
-    Args:
-        dimensions ([`Dimensions`]):
-            Sizes of the model.
-        rank (`int`):
-            Rank of the adapters.
-        targets (`str` or `list[str]`, *optional*, defaults to `"all-linear"`):
-            As `target_modules` of PEFT's `LoraConfig`.
-
-    Returns:
-        `int` or `None`: Their number: `rank x (inputs + outputs)` for each product; `None` if a target is not a product of a
-        layer.
-    """
-    linears = dimensions.linears
-    names = list(linears) if targets == "all-linear" else targets
-    if isinstance(names, str) or not set(names) <= linears.keys():
-        return None
-    return dimensions.layers * rank * sum(sum(linears[name]) for name in names)
-
-
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """
-    Count the parameters that a model has.
-
-    Args:
-        model (`nn.Module`):
-            The model, in which a tied weight counts once.
-
-    Returns:
-        `tuple[int, int]`: All of them, and those that are trained.
-    """
+    """Count the parameters of a model, a tied weight once: all of them, and those that are trained."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
 
@@ -206,12 +92,10 @@ def step_flops(
             Parameters of LoRA adapters. By default, all weights are trained.
         rematerialization (`str`, *optional*, defaults to `"none"`):
             What is computed twice: `"none"` of the above, which is what utilization (MFU) is about, `"head"`, `"dots"` or
-            `"full"`.
-        sliced_attention (`bool`, *optional*, defaults to `False`):
-            Whether attention is computed in slices.
+            `"full"`. Other policies give `None`.
 
     Returns:
-        `float` or `None`: Operations; an addition and a multiplication are two. `None` for other policies.
+        `float` or `None`: Operations; an addition and a multiplication are two.
     """
     rows, length = batch_shape
     layers = dimensions.layers * dimensions.matrices

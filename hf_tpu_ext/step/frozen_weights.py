@@ -68,16 +68,7 @@ _SHORT = {nn.Linear: _ShortLinear, nn.Embedding: _ShortEmbedding}
 
 def bfloat16_holds(weights: Sequence[Tensor], backend: Backend) -> list[bool]:
     """
-    Say of each weight whether bfloat16 holds it exactly, as is the case where it was published in bfloat16.
-
-    Args:
-        weights (`Sequence[torch.Tensor]`):
-            float32 tensors on the device.
-        backend ([`Backend`]):
-            The backend in use.
-
-    Returns:
-        `list[bool]`: One for each.
+    Say of each float32 weight whether bfloat16 holds it exactly, as is the case where it was published in bfloat16.
     """
     if not weights:
         return []
@@ -154,13 +145,7 @@ class FrozenWeights:
         self.num_bytes = 0
 
     def shorten(self, holds: Callable[[Sequence[Tensor]], list[bool]]) -> None:
-        """
-        Turn the weights that bfloat16 holds exactly into bfloat16.
-
-        Args:
-            holds (`Callable[[Sequence[torch.Tensor]], list[bool]]`):
-                Says of each weight whether it does, as [`bfloat16_holds`].
-        """
+        """Turn the weights that bfloat16 holds exactly, which `holds` says as [`bfloat16_holds`], into bfloat16."""
         found = _find_modules(self._model)
         is_held = holds([modules[0].weight for modules in found.values()])
         # Layers are to stay alike, for those that run as one loop.
@@ -194,16 +179,7 @@ class FrozenWeights:
             self._backend.flush()
 
     def in_float32(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """
-        Give a state dict the dtypes that it has without this.
-
-        Args:
-            state_dict (`dict[str, torch.Tensor]`):
-                State dict of the model on the host, in which tied weights are one tensor.
-
-        Returns:
-            `dict[str, torch.Tensor]`: The same with float32 weights, the tied ones still one tensor.
-        """
+        """Give a state dict on the host the float32 that it has without this. Tied weights stay one tensor."""
         widened: dict[int, Tensor] = {}
         for name in self.names & state_dict.keys():
             tensor = state_dict[name]

@@ -10,15 +10,9 @@ class StepGradients:
     """
     Zeroes the gradients of a model, in place of its `zero_grad`.
 
-    With gradient accumulation gradients are there from the start of a run and are zeroed in place, so that the first
-    micro-step adds to them like every other and is the same program. Without it they live inside the one program of a
-    step and need no memory between steps.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model on its device.
-        keep (`bool`):
-            Whether gradients are kept from step to step.
+    With gradient accumulation (`keep`) gradients are there from the start of a run and are zeroed in place, so that
+    the first micro-step adds to them like every other and is the same program. Without it they live inside the one
+    program of a step and need no memory between steps.
     """
 
     def __init__(self, model: nn.Module, keep: bool):
@@ -36,22 +30,14 @@ class StepGradients:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._received.add))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """
-        Drop the gradients, or zero those that are kept.
-
-        Args:
-            set_to_none (`bool`, *optional*, defaults to `True`):
-                As [`torch.nn.Module.zero_grad`] takes it. What is kept is zeroed in any case.
-        """
+        """Drop the gradients, or zero those that are kept, whatever `set_to_none` says."""
         if self.in_program:
             return
         kept = set(self._kept)
         for parameter in self._parameters:
             if parameter.grad is None:
                 continue
-            if parameter in kept:
-                parameter.grad.detach_().zero_()
-            elif set_to_none:
+            if set_to_none and parameter not in kept:
                 parameter.grad = None
             else:
                 parameter.grad.detach_().zero_()

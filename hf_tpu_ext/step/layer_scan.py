@@ -237,16 +237,7 @@ def _stack_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, 
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """
-    Find the layers of a model.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-
-    Returns:
-        `tuple` or `None`: The module that has them, and under which name, if there is one list of layers.
-    """
+    """Find the module that has the layers of a model, and under which name, if there is one list of layers."""
     found = [
         (module, name)
         for module in model.modules()
@@ -258,16 +249,8 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 def why_not_alike(layers: nn.ModuleList, hook: Callable | None = None) -> str | None:
     """
-    Say why layers cannot be the turns of one loop.
-
-    Args:
-        layers ([`~torch.nn.ModuleList`]):
-            The layers.
-        hook (`Callable`, *optional*):
-            A forward hook that may be registered on all of them.
-
-    Returns:
-        `str` or `None`: What differs.
+    Say what differs between layers, so that they cannot be the turns of one loop. The forward `hook` may be on all of
+    them.
     """
     first = _traits(layers[0])
     for index, layer in enumerate(layers):

@@ -125,26 +125,10 @@ def _over_slices(
     turn: Callable, constants: tuple, carry: tuple, tokens: int, vocabulary: int, backend: Backend
 ) -> tuple:
     """
-    Go through the vocabulary.
+    Go through the vocabulary: whole slices are the turns of the loop, and what is left is one with fewer columns.
 
-    Whole slices are the turns of the loop; what is left is a turn of its own, with fewer columns.
-
-    Args:
-        turn (`Callable`):
-            Called as `turn(start, size, constants, carry)`; returns the next `carry`.
-        constants (`tuple[torch.Tensor | None, ...]`):
-            What every turn uses. The loop carries them as well: it would compute them anew in each turn.
-        carry (`tuple[torch.Tensor | None, ...]`):
-            What the first turn gets.
-        tokens (`int`):
-            Number of tokens.
-        vocabulary (`int`):
-            Size of the vocabulary.
-        backend ([`Backend`]):
-            The backend in use.
-
-    Returns:
-        `tuple[torch.Tensor | None, ...]`: What the last turn returned.
+    A turn is called as `turn(start, size, constants, carry)`, and returns the next `carry`; that of the last is
+    returned. The loop carries the constants as well: it would compute them anew in each turn.
     """
     size = min(vocabulary, max(_LEAST_SLICE, _TILE_ELEMENTS // tokens // _LEAST_SLICE * _LEAST_SLICE))
     count, left = divmod(vocabulary, size)
@@ -188,16 +172,10 @@ def score_tokens(
             Its bias.
         targets (`torch.Tensor` of shape `(tokens,)`):
             Next tokens, each within the vocabulary.
-        temperature (`float`):
-            What the logits are divided by.
         chunk_size (`int`):
             Width of upstream's slices, which is not that of these.
-        softcap (`float`, *optional*):
-            `final_logit_softcapping` of the model.
-        scale (`float`, *optional*, defaults to `1.0`):
-            What the logits are multiplied by.
-        outputs (`tuple[str, ...]`, *optional*):
-            Which of upstream's optional outputs to compute.
+        temperature, softcap, scale, outputs:
+            As upstream.
 
     Returns:
         `tuple[torch.Tensor | None, ...]` of shape `(tokens,)`: Log-probability of the target, entropy, logarithm of the sum

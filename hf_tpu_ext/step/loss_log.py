@@ -11,17 +11,8 @@ from .metrics import DeviceSums
 @dataclass(frozen=True)
 class LossWindow:
     """
-    What a [`LossLog`] held when it was read.
-
-    Args:
-        total (`float`):
-            Sum of the finite step losses.
-        steps (`int`):
-            Optimizer steps seen.
-        finite_steps (`int`):
-            Optimizer steps whose loss was finite.
-        first_nonfinite (`int`):
-            Which of the steps was the first with a loss of NaN or infinity, from 1; 0 if none was.
+    What a [`LossLog`] held when it was read: the sum of the finite step losses, numbers of optimizer steps, and which
+    step, from 1, was the first with a loss of NaN or infinity; 0 if none was.
     """
 
     total: float
@@ -41,10 +32,6 @@ class LossLog:
 
     Upstream adds every loss to one sum and, with its filter off (as it has to be where reading the loss would stop the
     program), one NaN makes every later logged loss NaN.
-
-    Args:
-        backend ([`Backend`]):
-            Where the sums are kept.
     """
 
     def __init__(self, backend: Backend):
@@ -59,15 +46,8 @@ class LossLog:
 
     def add(self, loss: torch.Tensor, closing: bool, accumulating: bool) -> None:
         """
-        Count the loss of a micro-step.
-
-        Args:
-            loss (`torch.Tensor` of shape `()`):
-                Its share of the optimizer step's loss.
-            closing (`bool`):
-                Whether it is the last one of the optimizer step.
-            accumulating (`bool`):
-                Whether optimizer steps have more than one micro-step.
+        Count the loss of a micro-step, of shape `()`: its share of the optimizer step's, whose last micro-step is
+        `closing`. `accumulating` is whether there are several.
         """
         sums = self._sums.tensors
         loss = loss.detach().float()
@@ -87,21 +67,8 @@ class LossLog:
         self._sums.reset()
 
     def read(self, fetched: dict[str, torch.Tensor]) -> LossWindow:
-        """
-        Take what was fetched, and start anew.
-
-        Args:
-            fetched (`dict[str, torch.Tensor]`):
-                `tensors`, on the CPU.
-
-        Returns:
-            [`LossWindow`]: The sums as Python numbers.
-        """
-        window = LossWindow(
-            total=fetched["loss"].item(),
-            steps=fetched["steps"].item(),
-            finite_steps=fetched["finite_steps"].item(),
-            first_nonfinite=fetched["first_nonfinite"].item(),
-        )
+        """Take `tensors`, as they were fetched to the CPU, and start anew."""
+        names = ("loss", "steps", "finite_steps", "first_nonfinite")
+        window = LossWindow(*(fetched[name].item() for name in names))
         self._sums.reset()
         return window

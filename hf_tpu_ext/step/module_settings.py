@@ -10,15 +10,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
     """
-    Find the attributes of a module that are plain: numbers, strings, and collections of them. Empty dicts, of hooks or of
-    parameters, are among them.
-
-    Args:
-        module ([`~torch.nn.Module`]):
-            The module. Those inside it are not looked at.
-
-    Returns:
-        `dict[str, Any]`: The attributes by name.
+    Find the attributes of a module, not of those inside it, that are plain: numbers, strings, and collections of them.
+    Empty dicts, of hooks or of parameters, are among them.
     """
     return {name: value for name, value in vars(module).items() if _is_plain(value)}
 

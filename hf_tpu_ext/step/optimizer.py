@@ -29,18 +29,10 @@ class LazyAdamW(torch.optim.AdamW):
     [`torch.optim.AdamW`] for lazily compiled devices.
 
     The update and the state dict are those of [`torch.optim.AdamW`] (decoupled weight decay,
-    https://huggingface.co/papers/1711.05101), so checkpoints move between the two. What differs is how the numbers that
-    change at each step reach the device: the learning rate, the weight decay factor and the two bias corrections travel
-    as one small data tensor. As Python numbers they would be constants of the program whenever they equal 0 or 1: at the
-    first step of a warm-up, at the end of a decay to 0, and once `1 - beta2**step` rounds to 1.
-
-    Args:
-        params (`Iterable`):
-            Parameters or parameter groups.
-        backend ([`Backend`]):
-            Where the parameters are.
-        **kwargs:
-            `lr`, `betas`, `eps` and `weight_decay` of [`torch.optim.AdamW`].
+    https://huggingface.co/papers/1711.05101), so checkpoints move between the two. What differs is how the numbers
+    that change at each step reach the device: the learning rate, the weight decay factor and the two bias corrections
+    travel as one small data tensor. As Python numbers they would be constants of the program whenever they equal 0 or
+    1: at the first step of a warm-up, at the end of a decay to 0, and once `1 - beta2**step` rounds to 1.
     """
 
     def __init__(self, params, backend: Backend, **kwargs):
@@ -72,13 +64,7 @@ class LazyAdamW(torch.optim.AdamW):
                     }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
-        Load a state dict of this class or of [`torch.optim.AdamW`].
-
-        Args:
-            state_dict (`dict[str, Any]`):
-                What `state_dict` returned.
-        """
+        """Load a state dict of this class or of [`torch.optim.AdamW`]."""
         # A checkpoint of the fused AdamW says so in its groups, and PyTorch then puts every step counter on the device,
         # where counting would be one read per parameter and step.
         groups = [{**group, "fused": None, "capturable": False} for group in state_dict["param_groups"]]
@@ -86,16 +72,7 @@ class LazyAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:
-        """
-        Update every parameter that has a gradient.
-
-        Args:
-            closure (`Callable`, *optional*):
-                Recomputes the loss.
-
-        Returns:
-            `torch.Tensor` or `None`: What `closure` returned.
-        """
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,27 +83,20 @@ class LazyAdamW(torch.optim.AdamW):
             self.sent, _ = self._count_and_send(self.updated)
             return loss
         left_out = set(self.left_out)
-        self.updated, self.sent = (
-            [
-                _Update(group, parameter, self.state[parameter])
-                for group in self.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None and parameter not in left_out
-            ],
-            None,
-        )
+        self.sent = None
+        self.updated = [
+            _Update(group, parameter, self.state[parameter])
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and parameter not in left_out
+        ]
         if self.updated:
             self.sent, row_of = self._count_and_send(self.updated)
             self._update(self.updated, self.sent, row_of)
         return loss
 
     def settings(self) -> Hashable:
-        """
-        What the program of a step depends on besides tensors.
-
-        Returns:
-            `Hashable`: Equal where the program is.
-        """
+        """What the program of a step depends on besides tensors: equal where the program is."""
         groups = tuple(
             (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
             for group in self.param_groups
@@ -158,14 +128,8 @@ class LazyAdamW(torch.optim.AdamW):
         values = []
         for group, step in rows:
             beta1, beta2 = group["betas"]
-            learning_rate = group["lr"]
-            values.append(
-                (
-                    1 - learning_rate * group["weight_decay"],
-                    learning_rate / (1 - beta1**step),
-                    (1 - beta2**step) ** 0.5,
-                )
-            )
+            learning_rate, decay = group["lr"], group["weight_decay"]
+            values.append((1 - learning_rate * decay, learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5))
         return self._backend.send(torch.tensor(values, dtype=torch.float32)), row_of
 
     def _update(self, updates: list["_Update"], coefficients: torch.Tensor, row_of: list[int]) -> None:
@@ -188,16 +152,8 @@ class LazyAdamW(torch.optim.AdamW):
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """
-    Scale gradients so that their norm is at most `max_norm`, as [`torch.nn.utils.clip_grad_norm_`] does.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model with gradients.
-        max_norm (`float`):
-            Greatest norm of all gradients together.
-
-    Returns:
-        `torch.Tensor` of shape `()`: Their norm before.
+    Scale gradients so that their norm is at most `max_norm`, as [`torch.nn.utils.clip_grad_norm_`] does. Returns what
+    it was before, of shape `()`.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=False)
@@ -210,16 +166,7 @@ def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """
-    Refuse an optimizer that was made before the model was placed: its parameters are no longer the model's.
-
-    Args:
-        optimizer ([`~torch.optim.Optimizer`]):
-            The caller's optimizer.
-        model ([`~torch.nn.Module`]):
-            Model on its device.
-
-    Raises:
-        `ValueError`: It would train nothing.
+    Refuse (`ValueError`) an optimizer made before the model was placed: its parameters are no longer the model's.
     """
     placed = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in placed for group in optimizer.param_groups for parameter in group["params"]):

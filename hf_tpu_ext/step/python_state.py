@@ -39,16 +39,7 @@ def host_random_state() -> tuple:
 
 
 def is_plain(value: Any) -> bool:
-    """
-    Whether a value is a number, a string or the like, or a collection of them.
-
-    Args:
-        value (`Any`):
-            The value.
-
-    Returns:
-        `bool`: Whether it is.
-    """
+    """Whether a value is a number, a string or the like, or a collection of them."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -221,12 +212,7 @@ class PythonState:
         return [tensor._version for tensor in tensors], self._memory_of(tensors) if tensors else None
 
     def change(self) -> str | None:
-        """
-        Compare with what was noted.
-
-        Returns:
-            `str` or `None`: What has changed, as half a sentence.
-        """
+        """Compare with what was noted. Returns what has changed, as half a sentence."""
         if self._is_as_noted():
             return self._changed_trait()
         change = self._changed_entry() or self._changed_trait()

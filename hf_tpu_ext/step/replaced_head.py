@@ -10,11 +10,8 @@ import trl.trainer.utils
 @contextmanager
 def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
     """
-    Within this context, TRL's fused language model head is computed by another function. The outermost context decides.
-
-    Args:
-        apply (`Callable`):
-            Called as `trl.kernels.ChunkedLogProbFunction.apply`.
+    Within this context, TRL's fused language model head is computed by `apply`, which is called as
+    `trl.kernels.ChunkedLogProbFunction.apply`. The outermost context decides.
     """
     function = trl.trainer.utils._ChunkedLogProbFunction
     if isinstance(function, SimpleNamespace):

@@ -25,13 +25,7 @@ OPTIMIZER_STEP, MICRO_STEP = "training step", "micro-step"
 
 
 def warn_not_replayed(reason: str) -> None:
-    """
-    Say that steps are not replayed.
-
-    Args:
-        reason (`str`):
-            Why, as half a sentence.
-    """
+    """Say that steps are not replayed, and why, as half a sentence."""
     logger.warning(f"Every step is traced, not replayed: {reason}. step_replay=False leaves this line out.")
 
 
@@ -114,13 +108,7 @@ class StepReplay:
         return [*self._tensors, *gradients, *self._more_state(), self.grad_norm]
 
     def refuse(self, reason: str) -> None:
-        """
-        Trace every step from now on.
-
-        Args:
-            reason (`str`):
-                Why, as half a sentence.
-        """
+        """Trace every step from now on. The reason is half a sentence."""
         if self.refused is None:
             warn_not_replayed(reason)
         self.refused = reason
@@ -135,16 +123,13 @@ class StepReplay:
 
     def begin(self, kind: str, data: dict[str, Any]) -> bool:
         """
-        Begin a step.
+        Begin a step, and say whether it is to be traced. Otherwise nothing is, and `end` runs it.
 
         Args:
             kind (`str`):
                 `"micro-step"` or `"training step"`.
             data (`dict[str, Any]`):
                 What differs from step to step: tensors on the device. Other values are part of the program.
-
-        Returns:
-            `bool`: Whether the step is to be traced. Otherwise nothing is, and `end` runs it.
         """
         self._copies.suspend()
         self._backend.flush()

@@ -31,22 +31,15 @@ def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 
     """
     Dropout. Whether an element is kept follows from the seed and its place, by a hash.
 
-    XLA's own generator gives a whole tensor at once, which is the same on all chips that run by themselves, and in memory
-    before it is used. These numbers are computed where they are used, each by itself, and are the same however rows are
-    split over chips.
+    XLA's own generator gives a whole tensor at once, which is the same on all chips that run by themselves, and in
+    memory before it is used. These numbers are computed where they are used, each by itself, and are the same however
+    rows are split over chips.
 
     Args:
         tensor (`torch.Tensor` of shape `(..., width)`):
-            What to drop elements of.
-        p (`float`):
-            Probability of an element to be dropped.
-        seed (`torch.Tensor` of shape `()`, int32):
-            The seed.
-        chip (`torch.Tensor` of shape `()`, int32, *optional*, defaults to 0):
-            Number of the chip whose rows these are, where each chip has as many of its own.
-
-    Returns:
-        `torch.Tensor` of shape `(..., width)`: The elements that are kept, divided by `1 - p`, and zeros.
+            What to drop elements of. Those that are kept are divided by `1 - p`, with `p` the probability to be dropped.
+        seed, chip (`torch.Tensor` of shape `()`, int32):
+            The seed, and the number of the chip whose rows these are, where each chip has as many of its own.
     """
     place, size = chip * (tensor.numel() // tensor.shape[-1]), 1
     for dim in range(tensor.ndim - 2, -1, -1):
@@ -86,15 +79,8 @@ def draw_seeds(backend: Backend, count: int) -> Tensor:
 @contextmanager
 def dropouts_seeded(modules: Sequence[nn.Dropout], seed: Tensor, chip: Tensor) -> Iterator[None]:
     """
-    Within this context, dropout modules in training drop what follows from a seed.
-
-    Args:
-        modules (`Sequence[torch.nn.Dropout]`):
-            The modules. Each drops other elements.
-        seed (`torch.Tensor` of shape `()`, int32):
-            The seed.
-        chip (`torch.Tensor` of shape `()`, int32):
-            As in [`seeded_dropout`].
+    Within this context, dropout modules in training drop what follows from a seed and a chip, as in
+    [`seeded_dropout`]; each drops other elements.
     """
     before = [vars(module).get("forward") for module in modules]
     for number, module in enumerate(modules):

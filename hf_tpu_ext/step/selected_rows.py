@@ -50,16 +50,8 @@ def _with_mask(values: Tensor, mask: Tensor) -> SelectedRows:
 
 def select(values: Tensor, mask: Tensor) -> SelectedRows:
     """
-    Choose rows or elements.
-
-    Args:
-        values (`torch.Tensor`):
-            All of them, or those that were chosen before.
-        mask (`torch.Tensor` of dtype bool):
-            Of the first dimensions of `values`: which to choose.
-
-    Returns:
-        [`SelectedRows`]: They.
+    Choose rows or elements of `values`, all of them or those that were chosen before, by a bool mask of its first
+    dimensions.
     """
     of_mask = None
     if isinstance(mask, SelectedRows):
@@ -73,16 +65,7 @@ def select(values: Tensor, mask: Tensor) -> SelectedRows:
 
 
 def selection_of(mask: Tensor) -> SelectedRows:
-    """
-    Name the rows of a mask, for `index_select`.
-
-    Args:
-        mask (`torch.Tensor` of shape `(rows,)` and dtype bool):
-            Which to choose.
-
-    Returns:
-        [`SelectedRows`]: In place of their numbers.
-    """
+    """Name the rows of a bool mask of shape `(rows,)`, for `index_select`, in place of their numbers."""
     return _with_mask(mask, mask)
 
 

@@ -26,11 +26,8 @@ def _inputs_to_device(module: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
 
 def accept_cpu_tensors(model: nn.Module) -> None:
     """
-    Let a model be called with CPU tensors wherever it is: `model(**tokenizer("Hi", return_tensors="pt"))`.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model to change in place. The one inside a [`~peft.PeftModel`] is as well, for when adapters are merged.
+    Let a model be called with CPU tensors wherever it is: `model(**tokenizer("Hi", return_tensors="pt"))`. The one
+    inside a [`~peft.PeftModel`] is changed as well, for when adapters are merged.
     """
     for module in {model, unwrap_peft_model(model)}:
         if _inputs_to_device not in module._forward_pre_hooks.values():
@@ -45,12 +42,8 @@ def save_from_host(backend: Backend) -> None:
     """
     Have `save_pretrained` of models and of adapters write tensors that are on a device without addresses.
 
-    transformers and PEFT find tied weights by their address. Parameters cross to the host in one transfer, and those that
-    are one parameter there are one tensor.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use, a lazy one.
+    transformers and PEFT find tied weights by their address. Parameters cross to the host in one transfer, and those
+    that are one parameter there are one tensor.
     """
     save_pretrained = PreTrainedModel.save_pretrained
     adapter_weights = peft.peft_model.get_peft_model_state_dict

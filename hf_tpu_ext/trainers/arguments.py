@@ -47,16 +47,7 @@ _HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames
 
 
 def copy_arguments(args: TrainingArguments) -> TrainingArguments:
-    """
-    Copy arguments, and those of their values that upstream's trainers change in place.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The caller's arguments.
-
-    Returns:
-        [`~transformers.TrainingArguments`]: A copy of the same class.
-    """
+    """Copy arguments, and those of their values that upstream's trainers change in place."""
     args = copy.copy(args)
     args.accelerator_config = copy.copy(args.accelerator_config)
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs"):
@@ -68,25 +59,10 @@ def copy_arguments(args: TrainingArguments) -> TrainingArguments:
 @dataclass
 class CompiledArguments:
     """
-    Arguments for the compiled path.
+    Arguments for the compiled path: a changed copy of the caller's, with one line in `changes` for each setting that
+    was replaced or has no effect.
 
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            A changed copy of the caller's arguments.
-        compute_dtype (`torch.dtype`, *optional*):
-            Dtype of the forward and backward pass; `None` is that of the weights.
-        changes (`list[str]`):
-            One line for each setting that was replaced or has no effect, for the user.
-        mesh (`str`, *optional*):
-            How the chips share the work, as [`~sharding.parse_mesh`] takes it.
-        show_sharding (`bool`, *optional*, defaults to `False`):
-            As in [`ExtensionArguments`].
-        step_replay (`bool`, *optional*):
-            As in [`ExtensionArguments`].
-        rematerialization (`str`, *optional*, defaults to `"none"`):
-            As in [`ExtensionArguments`].
-        scan_layers (`str`, *optional*, defaults to `"auto"`):
-            As in [`ExtensionArguments`].
+    A `compute_dtype` of `None` is that of the weights. The others are as in [`ExtensionArguments`].
     """
 
     args: TrainingArguments
@@ -103,14 +79,8 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
     """
     Point arguments, and the accelerate state that goes with them, to the backend's device.
 
-    Upstream fixes the device when the arguments are made, which may have been before the backend was chosen, and has no
-    name for an XLA device other than its own XLA branches, which are switched off.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments to change in place.
-        backend ([`Backend`]):
-            The backend in use.
+    Upstream fixes the device when the arguments are made, which may have been before the backend was chosen, and has
+    no name for an XLA device other than its own XLA branches, which are switched off.
     """
     if backend.unknown_upstream:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -127,21 +97,8 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
 
 def compile_arguments(args: TrainingArguments, loads_model: bool, num_chips: int) -> CompiledArguments:
     """
-    Adapt arguments to a device whose steps are compiled programs.
-
-    Args:
-        args ([`~transformers.TrainingArguments`] or [`~trl.SFTConfig`]):
-            The caller's arguments.
-        loads_model (`bool`):
-            Whether the trainer loads the model by its name, with `model_init_kwargs`.
-        num_chips (`int`):
-            Chips of the run.
-
-    Returns:
-        [`CompiledArguments`]: The adapted copy, and what was changed.
-
-    Raises:
-        `ValueError`: A setting has no equivalent here.
+    Adapt arguments to a device whose steps are compiled programs. A setting that has no equivalent there is a
+    `ValueError`. `loads_model` is whether the trainer loads the model by its name, with `model_init_kwargs`.
     """
     adapted = CompiledArguments(copy_arguments(args))
     _precision(adapted)
@@ -162,16 +119,8 @@ def compile_arguments(args: TrainingArguments, loads_model: bool, num_chips: int
 
 def check_weights(model, quantization_config) -> None:
     """
-    Refuse quantized weights, before they are loaded where that is still to come.
-
-    Args:
-        model (`str` or [`~torch.nn.Module`], *optional*):
-            Name of the model, or the model.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            How the trainer would quantize a model that it loads by its name. Upstream ignores it for others.
-
-    Raises:
-        `ValueError`: The weights are or would be quantized.
+    Refuse quantized weights (`ValueError`), of a model or of a name, before they are loaded where that is still to
+    come. Upstream ignores `quantization_config` unless it loads the model.
     """
     if isinstance(model, str):
         is_quantized = quantization_config is not None
@@ -249,15 +198,7 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
 
 
 def set_gradient_checkpointing(args: TrainingArguments, value: bool) -> None:
-    """
-    Say whether layers are checkpointed, under both of upstream's names.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments to change in place.
-        value (`bool`):
-            Whether they are.
-    """
+    """Say whether layers are checkpointed, under both of upstream's names."""
     # The second is the name of the first from transformers 5.19 on.
     for name in {"gradient_checkpointing", "activation_checkpointing"} & set(vars(args)):
         setattr(args, name, value)

@@ -22,14 +22,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def find_frozen(model: nn.Module) -> list[str]:
     """
-    List the weights under an adapter that are those of its base, and stay so.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model that is trained.
-
-    Returns:
-        `list[str]`: Their names in it; none where it has no adapter, or one that is not merged.
+    List the weights under an adapter that are those of its base, and stay so, by their names in the model that is
+    trained; none where it has no adapter, or one that is not merged.
     """
     if not isinstance(model, PeftModel) or model.active_peft_config.is_prompt_learning:
         return []
@@ -44,15 +38,8 @@ def find_frozen(model: nn.Module) -> list[str]:
 
 def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Tensor]) -> None:
     """
-    Note the base of an adapter beside it. The file is whole or not there.
-
-    Args:
-        directory (`str` or `Path`):
-            The adapter's directory.
-        model_name (`str`):
-            Name or path of the base.
-        weights (`Mapping[str, torch.Tensor]`):
-            Weights of the base, on any device, by their name in the model with the adapter.
+    Note the base of an adapter beside it: its name or path, and its weights by their name in the model with the
+    adapter. The file is whole or not there.
     """
     found = {}
     for name, weight in weights.items():
@@ -66,20 +53,9 @@ def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Ten
 
 def find_differences(directory: str | Path, model: nn.Module) -> tuple[int, list[str]] | None:
     """
-    Compare a model with the base that an adapter was trained on.
-
-    Args:
-        directory (`str` or `Path`):
-            The adapter's directory.
-        model ([`~torch.nn.Module`]):
-            The model, in float32.
-
-    Returns:
-        `tuple[int, list[str]]` or `None`: How many weights were compared, and the names of those that differ; `None` where
-        there is nothing to compare with.
-
-    Raises:
-        `ValueError`: What was noted cannot be read.
+    Compare a float32 model with the base that the adapter in a directory was trained on. Returns how many weights were
+    compared, and the names of those that differ; `None` where there is nothing to compare with. What was noted and
+    cannot be read is a `ValueError`.
     """
     path = Path(directory) / BASE_FILE
     if not path.is_file():

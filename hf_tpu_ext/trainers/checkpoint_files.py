@@ -19,16 +19,7 @@ _TEMPORARY = "_tmp-"
 
 
 def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
-    """
-    List the checkpoints of a run.
-
-    Args:
-        run_dir (`str` or `Path`):
-            Directory of the run.
-
-    Returns:
-        `dict[int, Path]`: Checkpoint directories by the number in their name, ascending.
-    """
+    """List the checkpoint directories of a run by the number in their name, ascending."""
     found = {}
     for path in Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name) and path.is_dir():
@@ -37,38 +28,20 @@ def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
 
 
 def temporary_dir(checkpoint: Path) -> Path:
-    """
-    Name the directory beside a checkpoint's place that it is written in.
-
-    Args:
-        checkpoint (`Path`):
-            Where the checkpoint is to be.
-
-    Returns:
-        `Path`: The directory, which need not be there.
-    """
+    """Name the directory beside a checkpoint's place that it is written in."""
     return checkpoint.with_name(_TEMPORARY + checkpoint.name)
 
 
 def remove_leftovers(run_dir: str | Path) -> None:
-    """
-    Remove what a process left when it was killed while it wrote or deleted a checkpoint.
-
-    Args:
-        run_dir (`str` or `Path`):
-            Directory of the run.
-    """
+    """Remove what a process left when it was killed while it wrote or deleted a checkpoint."""
     for path in Path(run_dir).glob(f"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(path)
 
 
 def seal(directory: Path) -> None:
     """
-    Write the manifest of a checkpoint, with the size and the SHA-256 of each of its files, and bring all of it to the disk.
-
-    Args:
-        directory (`Path`):
-            Directory with all other files of the checkpoint.
+    Write the manifest of a checkpoint, with the size and the SHA-256 of each of its files, and bring all of it to the
+    disk.
     """
     files, directories = {}, []
     for path in sorted(directory.rglob("*")):
@@ -87,13 +60,8 @@ def seal(directory: Path) -> None:
 
 def move_into_place(written: Path, checkpoint: Path) -> None:
     """
-    Give a sealed checkpoint its name, in one step of the file system.
-
-    Args:
-        written (`Path`):
-            Directory inside [`temporary_dir`].
-        checkpoint (`Path`):
-            Where the checkpoint is to be. What is there is taken away.
+    Give a sealed checkpoint inside [`temporary_dir`] its name, in one step of the file system. What is there is taken
+    away.
     """
     if checkpoint.exists():
         os.rename(checkpoint, written.with_name("replaced"))
@@ -103,17 +71,10 @@ def move_into_place(written: Path, checkpoint: Path) -> None:
 
 def find_damage(checkpoint: Path) -> str | None:
     """
-    Say what is wrong with a checkpoint. Each of its files is read once.
+    Say which file of a checkpoint is damaged, and how; `None` for a whole one. Each file is read once.
 
-    One without a manifest (of stock TRL, or of transformers) is taken for whole if its state, which is written last, can be
-    read.
-
-    Args:
-        checkpoint (`Path`):
-            Checkpoint directory.
-
-    Returns:
-        `str` or `None`: Which file it is and what is wrong with it, or `None` for a whole checkpoint.
+    One without a manifest (of stock TRL, or of transformers) is taken for whole if its state, which is written last,
+    can be read.
     """
     try:
         return _damage_by_manifest(checkpoint) or _damage_of_state(checkpoint / TRAINER_STATE_NAME)
@@ -155,20 +116,11 @@ def _damage_of_state(state: Path) -> str | None:
 
 def delete_old(run_dir: str | Path, newest: Path, limit: int | None, best: str | None) -> None:
     """
-    Delete the oldest checkpoints, down to a number.
+    Delete the oldest checkpoints, down to `limit` (`save_total_limit`), except the newest, which was just written, and
+    the best.
 
-    Upstream goes by the time of their last change. Here the number in their name counts, whatever the clock does; one that is
-    higher than the newest's was left by another run, and goes first.
-
-    Args:
-        run_dir (`str` or `Path`):
-            Directory of the run.
-        newest (`Path`):
-            The checkpoint that was just written. It stays.
-        limit (`int`, *optional*):
-            `save_total_limit`: how many may stay. By default all.
-        best (`str`, *optional*):
-            The best checkpoint, which stays as well.
+    Upstream goes by the time of their last change. Here the number in their name counts, whatever the clock does; one
+    that is higher than the newest's was left by another run, and goes first.
     """
     if not limit or limit < 0:
         return

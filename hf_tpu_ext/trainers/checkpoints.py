@@ -34,13 +34,7 @@ class EpochOrder(TrainerCallback):
         self._resumed: str | None = None
 
     def resume(self, rng_state: str | None) -> None:
-        """
-        Begin the next epoch with a state.
-
-        Args:
-            rng_state (`str`, *optional*):
-                `rng_state` as it was when the checkpoint was written.
-        """
+        """Begin the next epoch with `rng_state` as it was when the checkpoint was written."""
         self._resumed = rng_state
 
     def on_epoch_begin(self, args, state, control, **kwargs):
@@ -51,48 +45,20 @@ class EpochOrder(TrainerCallback):
 
 
 def write_run_state(checkpoint: str, state: dict[str, Any]) -> None:
-    """
-    Write what upstream's checkpoint leaves out. The file is whole or not there.
-
-    Args:
-        checkpoint (`str`):
-            Checkpoint directory.
-        state (`dict[str, Any]`):
-            What to keep, as JSON.
-    """
+    """Write, as JSON, what upstream's checkpoint leaves out. The file is whole or not there."""
     write_atomically(Path(checkpoint) / _RUN_STATE_FILE, json.dumps(state))
 
 
 def read_run_state(checkpoint: str) -> dict[str, Any]:
-    """
-    Read what [`write_run_state`] wrote.
-
-    Args:
-        checkpoint (`str`):
-            Checkpoint directory.
-
-    Returns:
-        `dict[str, Any]`: Empty for a checkpoint of upstream's trainer.
-    """
+    """Read what [`write_run_state`] wrote; of a checkpoint of upstream's trainer, nothing."""
     path = Path(checkpoint) / _RUN_STATE_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
     """
-    Resolve `resume_from_checkpoint`.
-
-    Args:
-        resume_from_checkpoint (`str` or `bool`, *optional*):
-            A checkpoint directory, or `True` for the newest whole one in `output_dir`.
-        output_dir (`str`):
-            Directory of the run.
-
-    Returns:
-        `str` or `None`: The checkpoint directory, or `None` to start anew.
-
-    Raises:
-        `ValueError`: There is no such checkpoint, or it is damaged.
+    Resolve `resume_from_checkpoint`: a checkpoint directory, `True` for the newest whole one in `output_dir`, or
+    `None` to start anew. One that is not there or damaged is a `ValueError`.
     """
     if not resume_from_checkpoint:
         return None
@@ -126,17 +92,11 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
 @contextmanager
 def leaving_no_empty_dir(output_dir: str) -> Iterator[None]:
     """
-    Context that makes sure that the output directory can be written to, before hours are spent on what goes there.
+    Context that makes sure (`ValueError`) that the output directory can be written to, before hours are spent on what
+    goes there. It is created if need be.
 
     Where the context ends with an error, as of a setting that does not work, the directories that were made for it are
     removed again, if nothing is in them.
-
-    Args:
-        output_dir (`str`):
-            Directory of the run. It is created if need be.
-
-    Raises:
-        `ValueError`: It cannot be created or written to.
     """
     path = Path(output_dir)
     made = [directory for directory in (path, *path.parents) if not directory.exists()]

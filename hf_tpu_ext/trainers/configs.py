@@ -180,10 +180,6 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
     [`~trl.SFTConfig`] with the settings of [`ExtensionArguments`].
 
     Args:
-        backend (`str`, *optional*, defaults to `"auto"`):
-            See [`ExtensionArguments`].
-        length_buckets (`list[int]`, *optional*):
-            See [`ExtensionArguments`].
         show_samples (`int`, *optional*, defaults to `0`):
             How many prompts of the evaluation set are answered before and after training, and printed side by side.
         kd_teacher (`str`, *optional*):
@@ -206,7 +202,7 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
         kd_preload (`bool`, *optional*, defaults to `False`):
             Whether to read the whole cache into memory at start.
         **kwargs:
-            All fields of [`~trl.SFTConfig`].
+            All fields of [`ExtensionArguments`] and [`~trl.SFTConfig`].
     """
 
     show_samples: int = field(

@@ -11,18 +11,7 @@ _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 
 
 def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
-    """
-    A trainer's datasets, by what to call them in a message.
-
-    Args:
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            As [`~transformers.Trainer`].
-        eval_dataset ([`~datasets.Dataset`] or `dict`, *optional*):
-            As [`~transformers.Trainer`].
-
-    Returns:
-        `dict[str, Any]`: For instance under `"train_dataset"` and `"eval_dataset['short']"`.
-    """
+    """A trainer's datasets, by what to call them in a message: `"train_dataset"`, `"eval_dataset['short']"`."""
     if isinstance(eval_dataset, dict):
         named = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
     else:
@@ -32,19 +21,8 @@ def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
 
 def check_has_rows(dataset, name: str) -> list[str]:
     """
-    Check that a dataset has rows.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset to check. Of a stream, the first row is read.
-        name (`str`):
-            What to call it, see [`named_datasets`].
-
-    Returns:
-        `list[str]`: Its columns; none for a dataset of another type, which is left to upstream.
-
-    Raises:
-        `ValueError`: The dataset is empty.
+    Check that a dataset has rows (`ValueError`). Of a stream, the first row is read. Returns its columns; none for a
+    dataset of another type, which is left to upstream. Messages call it `name`, see [`named_datasets`].
     """
     if isinstance(dataset, datasets.Dataset):
         columns, is_empty = dataset.column_names, len(dataset) == 0
@@ -60,20 +38,8 @@ def check_has_rows(dataset, name: str) -> list[str]:
 
 def check_dataset(dataset, name: str, args: TrainingArguments | None, has_formatting_func: bool) -> None:
     """
-    Check that a dataset has rows and the columns that supervised fine-tuning needs.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset to check. Other types are left to upstream.
-        name (`str`):
-            What to call it, see [`named_datasets`].
-        args ([`~trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
-            Arguments of the run.
-        has_formatting_func (`bool`):
-            Whether a `formatting_func` makes the text.
-
-    Raises:
-        `ValueError`: The dataset is empty or none of its columns is text to train on.
+    Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`). Other types than
+    those of `datasets` are left to upstream.
     """
     columns = check_has_rows(dataset, name)
     # Upstream makes an `SFTConfig` of other arguments, with the defaults that the class holds.
@@ -91,18 +57,7 @@ def check_dataset(dataset, name: str, args: TrainingArguments | None, has_format
 
 
 def check_columns_are_text(dataset, name: str) -> None:
-    """
-    Check that a dataset has no images.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Dataset to check. Other types are left to upstream.
-        name (`str`):
-            What to call it, see [`named_datasets`].
-
-    Raises:
-        `ValueError`: It has.
-    """
+    """Check that a dataset has no images (`ValueError`). Other types than those of `datasets` are left to upstream."""
     columns = dataset.column_names if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) else None
     images = sorted({"image", "images"} & set(columns or ()))
     if images:

@@ -147,19 +147,9 @@ class CompiledEvaluation:
 
 class _PredictedAhead:
     """
-    Dataloader that yields a batch when its prediction was read, together with those of other batches.
-
-    Args:
-        dataloader ([`~torch.utils.data.DataLoader`]):
-            Dataloader.
-        made (`deque`):
-            Where predictions are put.
-        predict (`Callable`):
-            Predicts a batch.
-        read (`Callable`):
-            Reads a list of predictions from the device.
-        most (`int`, *optional*):
-            Number of batches that are read together, by default those that [`MOST_BYTES_HELD`] allows.
+    Dataloader that yields a batch when its prediction was read, together with those of other batches: `most` at once,
+    by default as many as [`MOST_BYTES_HELD`] allows. What `predict` gives for a batch and `read` reads from the device
+    is put in `made`.
     """
 
     def __init__(self, dataloader, made: deque, predict: Callable, read: Callable, most: int | None):

@@ -17,19 +17,10 @@ from .lengths import row_lengths
 
 class EveryLengthMixin:
     """
-    Makes `train` of a trainer run a few optimizer steps for each length that batches are padded to, and one evaluation.
+    Makes `train` of a trainer run a few optimizer steps for each length that batches are padded to, and one
+    evaluation.
 
-    Nothing is saved, logged or reported, and the recipe's `output_dir` is not touched.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `str`):
-            As upstream.
-        args ([`ExtensionArguments`]):
-            Arguments of the run. They are changed.
-        *rest:
-            Upstream's other positional arguments.
-        **kwargs:
-            Upstream's other keyword arguments.
+    Nothing is saved, logged or reported, and the recipe's `output_dir` is not touched. `args` are changed.
     """
 
     #: In place of the recipe's.
@@ -49,31 +40,14 @@ class EveryLengthMixin:
 
     @classmethod
     def over(cls, trainer: type, output_dir: str) -> type:
-        """
-        Make the class that does this for another.
-
-        Args:
-            trainer (`type`):
-                Trainer class of the run.
-            output_dir (`str`):
-                Directory for what a trainer needs one for.
-
-        Returns:
-            `type`: The class.
-        """
+        """Make the class that does this for a trainer class, with a directory for what a trainer needs one for."""
         name = f"{cls.__name__.removesuffix('Mixin')}{trainer.__name__}"
         return type(name, (cls, trainer), {"output_dir": output_dir})
 
     def train_every_length(self, callbacks: Sequence[TrainerCallback] = ()) -> None:
         """
-        Train on made batches of every length, and evaluate at the end.
-
-        Args:
-            callbacks (`Sequence[~transformers.TrainerCallback]`, *optional*):
-                In place of those that say how a run is getting on.
-
-        Raises:
-            `ValueError`: The rows are not tokens.
+        Train on made batches of every length, and evaluate at the end, with `callbacks` in place of those that say how
+        a run is getting on. Rows that are not tokens are a `ValueError`.
         """
         assert self.lengths, "the commands that take a recipe ask for max_length"
         rows_per_step = self._train_batch_size * self.args.gradient_accumulation_steps

@@ -42,13 +42,7 @@ _FIXED = {
 
 
 class FollowedArguments:
-    """
-    Notes what arguments are, to find what was changed since.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The arguments.
-    """
+    """Notes what arguments are, to find what was changed since."""
 
     def __init__(self, args: TrainingArguments):
         self.args = args
@@ -56,12 +50,7 @@ class FollowedArguments:
         self.changes()
 
     def changes(self) -> dict[str, Any]:
-        """
-        Compare with what was noted, and note what is there now.
-
-        Returns:
-            `dict[str, Any]`: What has changed, with its present value.
-        """
+        """What has changed since the last time, with its present value."""
         values, before = vars(self.args), self._noted
         self._noted = {field.name: copy(values[field.name]) for field in fields(self.args) if field.name in values}
         return {name: value for name, value in self._noted.items() if name in before and before[name] != value}
@@ -76,13 +65,7 @@ class FollowedArgumentsMixin:
     """
 
     def follow_arguments(self, args: TrainingArguments) -> None:
-        """
-        Take up changes from now on.
-
-        Args:
-            args ([`~transformers.TrainingArguments`]):
-                The caller's arguments.
-        """
+        """Take up changes of the caller's arguments from now on."""
         self._callers_args, self._own_args = FollowedArguments(args), FollowedArguments(self.args)
 
     def take_up_changes(self) -> None:

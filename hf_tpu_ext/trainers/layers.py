@@ -32,13 +32,9 @@ class LayerScan:
     """
     Trains the layers of a model as one loop, see [`LayerStack`].
 
-    The parameters are stacked once the optimizer was made, which then trains the stacked ones, and are given back to the layers
-    when training ends, and for as long as callbacks of the user's run. Checkpoints of the model and of the optimizer are those of
-    the layers.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
+    The parameters are stacked once the optimizer was made, which then trains the stacked ones, and are given back to
+    the layers when training ends, and for as long as callbacks of the user's run. Checkpoints of the model and of the
+    optimizer are those of the layers.
     """
 
     def __init__(self, trainer):
@@ -48,14 +44,8 @@ class LayerScan:
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """
-        Run the layers as one loop from now on, if that is wanted and possible.
-
-        Args:
-            optimizer ([`~torch.optim.Optimizer`]):
-                The optimizer of the model's parameters.
-
-        Raises:
-            `ValueError`: It is wanted and not possible.
+        Run the layers as one loop from now on, if that is wanted and possible. Wanted and not possible is a
+        `ValueError`.
         """
         wanted = self._trainer.compiled.scan_layers
         if wanted == "off":
@@ -228,15 +218,8 @@ class LayerScan:
 
 class _StackedGroups:
     """
-    Makes an optimizer train stacked parameters, and keeps its state dict that of the single ones.
-
-    Args:
-        optimizer ([`~torch.optim.Optimizer`]):
-            Optimizer of the single parameters, without state.
-        places (`dict[int, tuple[str, int]]`):
-            Name and layer of each, by its `id`.
-        stacked (`dict[str, torch.nn.Parameter]`):
-            Stacked parameters by name.
+    Makes an optimizer without state train stacked parameters, and keeps its state dict that of the single ones.
+    `places` has the name and layer of each of these, by its `id`.
     """
 
     def __init__(
@@ -279,20 +262,14 @@ class _StackedGroups:
             state.pop(parameter, {}) for group in self.optimizer.param_groups for parameter in group["params"]
         ]
         for parameter, (position, index) in zip(chain.from_iterable(self._singles), self._parts, strict=True):
-            state[parameter] = {
-                name: value.clone() if index is None or not value.ndim else value[index].clone()
-                for name, value in of_stacked[position].items()
-            }
+            state[parameter] = _part(of_stacked[position], index)
         for group, singles in zip(self.optimizer.param_groups, self._singles, strict=True):
             group["params"] = singles
 
     def _split(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = state_dict["state"]
         split = {
-            number: {
-                name: value.clone() if index is None or not value.ndim else value[index].clone()
-                for name, value in state[position].items()
-            }
+            number: _part(state[position], index)
             for number, (position, index) in enumerate(self._parts)
             if position in state
         }
@@ -312,6 +289,14 @@ class _StackedGroups:
             for position, found in parts.items()
         }
         return {"state": state, "param_groups": _numbered(state_dict["param_groups"], self._stacked_sizes)}
+
+
+def _part(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.Tensor]:
+    """The state of a single parameter, a copy of its part of a stacked one's."""
+    return {
+        name: value.clone() if index is None or not value.ndim else value[index].clone()
+        for name, value in state.items()
+    }
 
 
 def _name_in_two_groups(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -> str | None:

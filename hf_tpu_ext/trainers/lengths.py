@@ -16,19 +16,7 @@ _NOT_TOKENS = ("position_ids", "segment_ids", "token_type_ids")
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """
-    The token that batches are padded with.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of the model.
-
-    Returns:
-        `int`: Its pad token id.
-
-    Raises:
-        `ValueError`: It has none.
-    """
+    """The pad token id of a tokenizer. One that has none is a `ValueError`."""
     if tokenizer.pad_token_id is None:
         raise ValueError(
             "The tokenizer has no pad token, and batches are padded to a fixed length on XLA. Set one, for example "
@@ -39,17 +27,11 @@ def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     """
-    Lengths of a prepared dataset's rows.
+    Lengths of a prepared dataset's rows, as a trainer that truncates them to `longest` sees them; `None` where they
+    are not known without going through the data.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Dataset with an `input_ids` column; or with columns of completions that end in `_ids`, as `chosen_ids` and
-            `rejected_ids`, of which the longest counts, behind the prompt if there are `prompt_ids`.
-        longest (`int`, *optional*):
-            The trainer truncates longer rows to this length.
-
-    Returns:
-        `list[int]` or `None`: One length per row; `None` where they are not known without going through the data.
+    They are those of the `input_ids` column; or of columns of completions that end in `_ids`, as `chosen_ids` and
+    `rejected_ids`, of which the longest counts, behind the prompt if there are `prompt_ids`.
     """
     if not isinstance(dataset, datasets.Dataset) or not len(dataset):
         return None
@@ -68,16 +50,7 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
 
 
 def longest_kept(args: TrainingArguments) -> int | None:
-    """
-    The length that a trainer truncates rows to.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments of the run.
-
-    Returns:
-        `int` or `None`: The length, in tokens; `None` where rows are taken as they are.
-    """
+    """The length in tokens that a trainer truncates rows to; `None` where rows are taken as they are."""
     return None if isinstance(args, TPUTrainingArguments) else vars(args).get("max_length")
 
 
@@ -85,22 +58,9 @@ def lengths_for(
     args: TrainingArguments, train_lengths: list[int] | None, train, evaluated, batch_size: int
 ) -> list[int]:
     """
-    Decide the lengths that the batches of a trainer are padded to.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments of the run.
-        train_lengths (`list[int]`, *optional*):
-            Row lengths of the training data, if known.
-        train ([`~datasets.Dataset`], *optional*):
-            Training data.
-        evaluated ([`~datasets.Dataset`] or `dict`, *optional*):
-            Data to evaluate on.
-        batch_size (`int`):
-            Rows of a batch.
-
-    Returns:
-        `list[int]`: Distinct lengths, ascending; none where nothing is known, and batches keep what the collator gives them.
+    Decide the lengths that the batches of a trainer are padded to, from those of the rows of the training data, if
+    known, and from the data. Returns distinct lengths, ascending; none where nothing is known, and batches keep what
+    the collator gives them.
     """
     kept = longest_kept(args)
     eval_lengths = [
@@ -130,29 +90,12 @@ def declare_lengths(
     train_sampling_strategy: str,
 ) -> list[int]:
     """
-    Decide the lengths that batches are padded to.
+    Decide the lengths that batches are padded to. Returns distinct lengths, ascending.
 
     Without buckets it is the length of the longest row, rounded up, so that a `max_length` far above the data costs
     nothing. `max_length` itself is always among them, for rows that only an evaluation set has; a length that does not
-    occur is never compiled.
-
-    Args:
-        length_buckets (`list[int]`, *optional*):
-            As in [`ExtensionArguments`].
-        max_length (`int`):
-            Greatest length of a row.
-        train_lengths (`list[int]`, *optional*):
-            Row lengths of the training data, if known.
-        batch_size (`int`):
-            Rows of a batch.
-        train_sampling_strategy (`str`):
-            As in [`~transformers.TrainingArguments`].
-
-    Returns:
-        `list[int]`: Distinct lengths, ascending.
-
-    Raises:
-        `ValueError`: The buckets are not usable, or are to be chosen from data whose lengths are not known.
+    occur is never compiled. Buckets that are not usable, or that are to be chosen from data whose lengths are not
+    known, are a `ValueError`.
     """
     if not length_buckets:
         fitting = [] if train_lengths is None else [round_up_length(max(train_lengths), max_length)]

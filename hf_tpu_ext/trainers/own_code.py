@@ -55,14 +55,8 @@ _GLOBAL_HOOKS = {
 
 def is_known(module: str) -> bool:
     """
-    Whether a module is in a package whose code does the same at every step, as far as what it reads is the same.
-
-    Args:
-        module (`str`):
-            Its name, as `"transformers.models.llama.modeling_llama"`.
-
-    Returns:
-        `bool`: Whether it is.
+    Whether a module, e.g. `"transformers.models.llama.modeling_llama"`, is in a package whose code does the same at
+    every step, as far as what it reads is the same.
     """
     return module.partition(".")[0] in _KNOWN_PACKAGES
 
@@ -125,19 +119,8 @@ def names_of_a_step(
     cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP, packages: tuple[str, ...] = _KNOWN_PACKAGES
 ) -> frozenset[str]:
     """
-    Find what the code of known packages reads of a trainer within a step, in the methods called there and in those that they
-    call.
-
-    Args:
-        cls (`type`):
-            Class of the trainer.
-        methods (`tuple[str, ...]`, *optional*):
-            The methods that are called; those of a training step by default.
-        packages (`tuple[str, ...]`, *optional*):
-            Whose code is looked at.
-
-    Returns:
-        `frozenset[str]`: Names of methods and attributes.
+    Find the methods and attributes of a trainer that the code of known packages reads within a step, in the methods
+    called there and in those that they call.
     """
     found: set[str] = set()
     names = list(methods)
@@ -156,15 +139,8 @@ def names_of_a_step(
 
 def attributes_of_a_step(trainer: Trainer) -> list[str]:
     """
-    List the attributes of a trainer that upstream's code reads within a step, and that stay as they are. This package's own are
-    not among them: it knows what it computes with.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-
-    Returns:
-        `list[str]`: Their names.
+    List the attributes of a trainer that upstream's code reads within a step, and that stay as they are. This
+    package's own are not among them: it knows what it computes with.
     """
     upstream = tuple(package for package in _KNOWN_PACKAGES if package != _OURS)
     return sorted(names_of_a_step(type(trainer), packages=upstream) - _BOOKKEEPING)
@@ -172,16 +148,8 @@ def attributes_of_a_step(trainer: Trainer) -> list[str]:
 
 def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:
     """
-    Find where the code of a step looks up names: in the classes of the trainer and of the modules, and in their files.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        models (`Sequence[torch.nn.Module]`):
-            Models that a step runs.
-
-    Returns:
-        `dict[str, Mapping[str, Any]]`: The names, and what they stand for.
+    Find where the code of a step looks up names, and what they stand for: in the classes of the trainer and of the
+    modules, and in their files.
     """
     found = {"torch.nn.functional": vars(nn.functional)}
     for cls in _classes_of(trainer, models):
@@ -203,18 +171,8 @@ def find_own_code(
     trainer: Trainer, models: Sequence[nn.Module], methods: tuple[str, ...] = METHODS_OF_A_STEP
 ) -> str | None:
     """
-    Look for code that is not of known packages and that runs within a step.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        models (`Sequence[torch.nn.Module]`):
-            Models that a step runs, the trained one first.
-        methods (`tuple[str, ...]`, *optional*):
-            The methods of the trainer that are called; those of a training step by default.
-
-    Returns:
-        `str` or `None`: The first that was found, as half a sentence.
+    Look for code that is not of known packages and that runs within `methods` of the trainer, or in one of the models,
+    the trained one first. Returns the first that was found, as half a sentence.
     """
     trains = methods is METHODS_OF_A_STEP
     for find in (
@@ -233,16 +191,8 @@ def find_own_code(
 
 def has_own_code(callback: TrainerCallback, event: str) -> bool:
     """
-    Whether a callback may look at the layers of the model in an event.
-
-    Args:
-        callback ([`~transformers.TrainerCallback`]):
-            The callback.
-        event (`str`):
-            Name of the event, as `"on_save"`.
-
-    Returns:
-        `bool`: Whether it has code for it, and is not of this package or transformers.
+    Whether a callback may look at the layers of the model in an event, as `"on_save"`: it has code for it, and is not
+    of this package or transformers.
     """
     owner = owner_of(type(callback), event)
     looks_at_none = owner is RichProgressCallback or owner.__module__.partition(".")[0] in _PACKAGES_OF_CALLBACKS
@@ -252,13 +202,7 @@ def has_own_code(callback: TrainerCallback, event: str) -> bool:
 def find_own_code_between_steps(trainer: Trainer) -> str | None:
     """
     Look for code that is not of known packages, that runs between steps, and that may look at the layers of the model.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-
-    Returns:
-        `str` or `None`: The first that was found, as half a sentence.
+    Returns the first that was found, as half a sentence.
     """
     classes = type(trainer).__mro__
     upstream = {name for cls in classes if is_known(cls.__module__) for name in vars(cls) if not name.startswith("__")}
@@ -346,16 +290,7 @@ def _in_namespaces(namespaces: dict[str, Any]) -> str | None:
 
 
 def draws_other_layers(model: nn.Module) -> str | None:
-    """
-    Find the setting by which a model leaves out other layers at every step.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-
-    Returns:
-        `str` or `None`: The setting and its value.
-    """
+    """Find the setting, and its value, by which a model leaves out other layers at every step."""
     unwrapped = unwrap_peft_model(model)
     if isinstance(unwrapped, PreTrainedModel):
         for key, value in unwrapped.config.to_dict().items():

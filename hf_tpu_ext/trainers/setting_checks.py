@@ -26,14 +26,8 @@ _REFUSE_NEGATIVE_RATES = {
 
 def check_recipe(args: ExtensionArguments) -> None:
     """
-    Refuse what upstream runs into later, before any data is loaded.
-
-    Args:
-        args ([`ExtensionArguments`]):
-            Arguments of a run that trains with an optimizer of upstream's.
-
-    Raises:
-        `ValueError`: A setting cannot work; the message says what to set instead.
+    Refuse what upstream runs into later, before any data is loaded, with a `ValueError` that says what to set instead.
+    It is for runs that train with an optimizer of upstream's.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
     check_settings(args, backend.static_shapes, {"train_dataset": True})

@@ -16,13 +16,8 @@ from .every_length import EveryLengthMixin
 
 class WarmedUp(Exception):
     """
-    Ends a warm-up, in place of a return into a script that would save what was not trained.
-
-    Args:
-        programs (`dict[tuple[str, tuple[int, ...]], Counters]`):
-            What was spent on each kind of step and shape of its batch.
-        cache (`CacheUse`):
-            The compile cache.
+    Ends a warm-up, in place of a return into a script that would save what was not trained. `programs` is what was
+    spent on each kind of step and shape of its batch.
     """
 
     def __init__(self, programs: dict[tuple[str, tuple[int, ...]], Counters], cache: CacheUse):
@@ -33,17 +28,8 @@ class WarmedUp(Exception):
 
 def open_compile_cache(args: ExtensionArguments) -> list[str]:
     """
-    Open the compile cache that a warm-up is to fill.
-
-    Args:
-        args ([`ExtensionArguments`]):
-            Arguments of the run.
-
-    Returns:
-        `list[str]`: One line for each thing that a person should know.
-
-    Raises:
-        `ValueError`: There is nothing to compile, or nowhere to keep it.
+    Open the compile cache that a warm-up is to fill. Returns one line for each thing that a person should know.
+    Nothing to compile, or nowhere to keep it, is a `ValueError`.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
     if not backend.traces_steps:
@@ -74,21 +60,9 @@ class WarmUpMixin(EveryLengthMixin):
     """
     Makes `train` of a trainer compile the programs of training and evaluation, for every length that they need.
 
-    They are compiled by running them: a few optimizer steps for each length, and one evaluation, over rows of the data that
-    have that length. Nothing is saved, logged or reported, and the recipe's `output_dir` is not touched.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `str`):
-            As upstream.
-        args ([`ExtensionArguments`]):
-            Arguments of the run. They are changed.
-        *rest:
-            Upstream's other positional arguments.
-        **kwargs:
-            Upstream's other keyword arguments.
-
-    Raises:
-        `ValueError`: There is nothing to compile, or nowhere to keep it.
+    They are compiled by running them: a few optimizer steps for each length, and one evaluation, over rows of the data
+    that have that length. Nothing is saved, logged or reported, and the recipe's `output_dir` is not touched. `args`
+    are changed. Nothing to compile, or nowhere to keep it, is a `ValueError`.
     """
 
     # A step may be run otherwise once it was seen, and otherwise again once the two were compared.
@@ -101,17 +75,8 @@ class WarmUpMixin(EveryLengthMixin):
 
     def train(self, *args, **kwargs) -> None:
         """
-        Compile the programs, in place of training.
-
-        Args:
-            *args:
-                Not used.
-            **kwargs:
-                Not used.
-
-        Raises:
-            [`WarmedUp`]: When they are compiled.
-            `ValueError`: The rows are not tokens.
+        Compile the programs, in place of training, and raise [`WarmedUp`]. Rows that are not tokens are a
+        `ValueError`.
         """
         num_programs = len(self.train_rows) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         if self.eval_dataset is not None:
