@@ -71,7 +71,7 @@ def command(prepared, tmp_path):
             return None, result
         line = next(line for line in result.stdout.splitlines() if line.startswith("Compile cache: "))
         assert "hits: 0" in line, "XLA on the host cannot load programs"
-        unread = re.search("found but not loaded: ([0-9]+)", line)
+        unread = re.search("unreadable: ([0-9]+)", line)
         return (int(re.search("misses: ([0-9]+)", line)[1]), int(unread[1]) if unread else 0), result
 
     return run
