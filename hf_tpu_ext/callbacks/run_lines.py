@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from ..backends.base import Backend
 from ..backends.compile_cache import CacheUse
+from ..words import count
 
 
 @dataclass
@@ -97,7 +98,7 @@ def describe_cache_use(cache: CacheUse) -> str:
     if cache.unreadable:
         found += f", unreadable: {cache.unreadable}"
     return (
-        f"Compilation cache: {found}; compiling: {cache.compile_seconds:.1f} s; {cache.programs} executables, "
+        f"Compilation cache: {found}; compiling: {cache.compile_seconds:.1f} s; {count(cache.programs, 'executable')}, "
         f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"
     )
 

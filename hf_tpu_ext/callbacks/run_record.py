@@ -68,9 +68,7 @@ class RunRecord(TrainerCallback):
 
     def _give_up(self, error: OSError) -> None:
         self._writer = None
-        logger.warning(
-            f"run.jsonl cannot be written ({error}). Training continues; the report ends here."
-        )
+        logger.warning(f"run.jsonl cannot be written ({error}). Training continues; the report ends here.")
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._begin = time.perf_counter()

@@ -156,9 +156,7 @@ class TracingMixin(EveryLengthMixin):
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         if run is None and kind == OPTIMIZER_STEP or self.steps.replay is None:
-            raise ValueError(
-                "The steps of this recipe cannot be planned, since they are not replayed; the line above says why."
-            )
+            raise ValueError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
         key = (kind, self.watching.batch_shape)

@@ -67,7 +67,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     bound = derived["roofline"]
     rows = [
         [
-            "memory of a chip, at most",
+            "peak HBM per chip",
             _show(derived["peak_bytes"], format_bytes),
             _show(memory and round(memory * 2**30), format_bytes),
         ],
@@ -80,17 +80,17 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
             _show(run.middle("step_time"), format_seconds),
         ],
         [
-            "tokens a second and chip, with pads",
+            "tokens/s/chip, with padding",
             _at_most(derived["tokens_per_second"], format_number),
             _show(rate and rate / backend["chips"], format_number),
         ],
-        ["utilization (MFU), with pads", _at_most(derived["mfu"], _percent), _show(utilization, _percent)],
+        ["MFU, with padding", _at_most(derived["mfu"], _percent), _show(utilization, _percent)],
         [
-            "the same, pads left out",
+            "MFU, without padding",
             _at_most(derived["mfu"] and plan["token_share"] and derived["mfu"] * plan["token_share"], _percent),
             _show(utilization and utilization * tokens / padded, _percent),
         ],
-        ["programs", str(len(plan["programs"])), str(len(run.programs))],
+        ["graphs", str(len(plan["programs"])), str(len(run.programs))],
     ]
     section.tables.append(Table(["", "planned, for the longest batch", "measured, at the median"], rows))
     return section

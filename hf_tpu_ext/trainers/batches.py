@@ -98,8 +98,8 @@ class BatchesMixin:
                     self._said.add(mode)
                     what = "training" if mode == "train" else "evaluation"
                     logger.warning(
-                        f"The last batch has {rows} of {wanted} rows and keeps this shape, one more {what} program to "
-                        f"compile: {reason}. dataloader_drop_last=True leaves such batches out."
+                        f"The last batch has {rows} of {wanted} rows and is not padded, which compiles one more {what} "
+                        f"graph: {reason}. dataloader_drop_last=True drops such batches."
                     )
         guards[mode].check(inputs)
         if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
@@ -226,18 +226,18 @@ class BatchesMixin:
         """
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:
-            return "preprocess_logits_for_metrics is code of yours"
+            return "preprocess_logits_for_metrics is user code"
         return find_own_code(self, [self.model, *self._further_models()], methods)
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""
         owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and not _is_ours(cls))
         if owner is not Trainer:
-            return f"the loss of {owner.__name__} is not known to leave masked tokens out"
+            return f"the loss of {owner.__name__} may count masked tokens"
         model = unwrap_peft_model(self.model)
         name = type(model).__name__
         if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
-            return f"the loss of {name} is not known to leave masked tokens out"
+            return f"the loss of {name} may count masked tokens"
         for key, value in model.config.to_dict().items():
             if "z_loss" in key and value:
                 return f"{key}={value} counts every token of a batch"
@@ -249,18 +249,18 @@ class BatchesMixin:
         if not isinstance(labels, torch.Tensor):
             return "its targets are not in `labels`" if self.model.training else None
         if labels.is_floating_point():
-            return f"no value of `labels` ({_name_of(labels.dtype)}) is left out of the loss"
+            return f"no value of `labels` ({_name_of(labels.dtype)}) is ignored by the loss"
         others = [key for key in batch if "label" in key and key not in ("labels", "shift_labels")]
         if others:
-            return f"`{others[0]}` is not known to be left out of the loss"
+            return f"the loss may count masked values of `{others[0]}`"
         model = unwrap_peft_model(self.model)
         per_row = type(model).__name__ in _ROW_MODELS
         if labels.ndim != (1 if per_row else 2):
-            return f"`labels` of shape {tuple(labels.shape)} are not known to be left out of the loss"
+            return f"the loss may count masked `labels` of shape {tuple(labels.shape)}"
         if per_row and (
             model.config.num_labels == 1 or model.config.problem_type not in (None, "single_label_classification")
         ):
-            return "no value of `labels` is left out of the loss, a regression"
+            return "regression: no value of `labels` is ignored by the loss"
         return None
 
 

@@ -84,12 +84,12 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
 
     Args:
         resume_from_checkpoint (`str` or `bool`, *optional*):
-            A checkpoint directory, or `True` for the newest whole one in `output_dir`.
+            A checkpoint directory, or `True` for the newest complete one in `output_dir`.
         output_dir (`str`):
             Directory of the run.
 
     Returns:
-        `str` or `None`: The checkpoint directory, or `None` to start anew.
+        `str` or `None`: The checkpoint directory, or `None` to start over.
 
     Raises:
         `ValueError`: There is no such checkpoint, or it is damaged.
@@ -110,7 +110,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
         raise ValueError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} is {kind}: {what}. {hint}, or "
-            f"resume_from_checkpoint=True for the newest whole one in {output_dir!r}."
+            f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}."
         )
     for checkpoint in reversed(checkpoints_by_step(output_dir).values()):
         damage = find_damage(checkpoint)
@@ -118,8 +118,8 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
             return str(checkpoint)
         logger.warning(f"{checkpoint} is skipped: {damage}.")
     raise ValueError(
-        f"resume_from_checkpoint=True, but {output_dir!r} holds no whole checkpoint. Leave resume_from_checkpoint out to "
-        "start anew, or set output_dir to the directory of the run to resume."
+        f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. Leave resume_from_checkpoint out to "
+        "start over, or set output_dir to the directory of the run to resume."
     )
 
 

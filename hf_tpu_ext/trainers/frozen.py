@@ -75,6 +75,6 @@ class ShortFrozenWeights:
         if not num_bytes:
             return []
         return [
-            f"frozen weights in bfloat16, which holds them exactly: {format_bytes(num_bytes)} of HBM instead of "
+            f"frozen weights in bfloat16 (exact): {format_bytes(num_bytes)} of HBM instead of "
             f"{format_bytes(2 * num_bytes)}"
         ]

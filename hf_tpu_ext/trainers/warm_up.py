@@ -48,8 +48,8 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
     if not backend.lazy:
         raise ValueError(
-            f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Give this command on "
-            "the machine with the TPU."
+            f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Run this command on "
+            "the TPU machine."
         )
     lines = backend.use_compile_cache(args.compile_cache_dir)
     cache = backend.cache_use()
@@ -57,13 +57,13 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
         raise ValueError(f"{lines[0]}.")
     if cache_root(args.compile_cache_dir)[0] is None:
         raise ValueError(
-            "There is nowhere to keep programs: compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out."
+            "There is no compilation cache: compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out."
         )
     if cache is None:
         raise ValueError(
-            f"There is nowhere to keep programs: on this device ({backend.device_name}) stored ones cannot be loaded, so "
-            "none are stored. Give this command on the machine with the TPU. To store them all the same, to compare their "
-            "keys, name a directory: --compile_cache_dir DIR"
+            f"There is no compilation cache: this device ({backend.device_name}) cannot load stored executables, so none "
+            "are stored. Run this command on the TPU machine. To store them anyway, to compare their keys, name a "
+            "directory: --compile_cache_dir DIR"
         )
     if cache.problem is not None:
         raise ValueError(f"{lines[0]}. Set compile_cache_dir to a directory that can be written.")
