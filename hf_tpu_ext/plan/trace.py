@@ -127,7 +127,7 @@ class TracingMixin(EveryLengthMixin):
         """
         self._num_rows = len(self.train_dataset) if has_length(self.train_dataset) else None
         self.pop_callback(ShowSamples)
-        with tqdm(desc="tracing", unit="program", disable=self.args.disable_tqdm) as self._bar:
+        with tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm) as self._bar:
             self.train_every_length()
 
     def _describe_run(self) -> Run:

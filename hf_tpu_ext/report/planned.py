@@ -72,10 +72,10 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
             _show(memory and round(memory * 2**30), format_bytes),
         ],
         [
-            "an optimizer step",
+            "optimizer step",
             ""
             if bound is None
-            else f"at least {format_seconds(bound['seconds'])} ({bound['wall']}), expected "
+            else f"at least {format_seconds(bound['seconds'])} ({bound['wall']}-bound), expected "
             f"{' to '.join(format_seconds(seconds) for seconds in bound['expected_seconds'])}",
             _show(run.middle("step_time"), format_seconds),
         ],

@@ -139,7 +139,7 @@ def _damage_by_manifest(checkpoint: Path) -> str | None:
     for name, (path, _, digest) in expected.items():
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return f"{name} is damaged (SHA-256 mismatch)"
+                return f"{name} does not match its SHA-256"
     return None
 
 

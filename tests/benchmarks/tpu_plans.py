@@ -238,7 +238,7 @@ def make_row(case: Case, planned: dict) -> str:
         cells += [
             "yes" if derived["fits"] else "no",
             format_bytes(derived["peak_bytes"]),
-            format_bytes(parts["activations and temporary"]),
+            format_bytes(parts["activations and temporaries"]),
             format_bytes(parts["generated code"]),
             f"{1000 * derived['roofline']['seconds']:.0f} ms",
         ]

@@ -50,8 +50,8 @@ def test_the_plan_in_the_directory_of_the_run(write_run, write_plan, tmp_path):
     page = make_report([run])
     shown = rows(page)
     assert shown["peak HBM per chip"] == ("2.50 GB", "2.68 GB")
-    planned, measured = shown["an optimizer step"]
-    assert planned.startswith("at least 200 ms (arithmetic), expected 2") and measured == "250 ms"
+    planned, measured = shown["optimizer step"]
+    assert planned.startswith("at least 200 ms (compute-bound), expected 2") and measured == "250 ms"
     # Eight chips.
     assert shown["tokens/s/chip, with padding"] == ("at most 20,480", "16,384")
     assert shown["MFU, with padding"] == ("at most 50 %", "40 %")

@@ -23,7 +23,7 @@ def test_headline(write_run, tmp_path):
         "time of a step": "20 ms",
         "MFU": "40 %",
         "padding": "29.0 %",
-        "programs": "1 in 2 s",
+        "compilations": "1 in 2 s",
         "peak memory": "2.5 GiB",
         # 8 chips for an hour.
         "cost so far": "$9.60",

@@ -122,7 +122,7 @@ def test_damage_is_named(tmp_path):
     optimizer.write_bytes(data[:-1])
     assert find_damage(checkpoint) == "optimizer.pt has 2999 bytes instead of 3000"
     optimizer.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert find_damage(checkpoint) == "optimizer.pt is damaged (SHA-256 mismatch)"
+    assert find_damage(checkpoint) == "optimizer.pt does not match its SHA-256"
     optimizer.unlink()
     assert find_damage(checkpoint) == "optimizer.pt is missing"
     optimizer.mkdir()
