@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..backends.insight import Operation, SourceLine
 from ..backends.program import Program
-from ..words import format_size
+from ..formatting import format_size
 from .recompile_cause import Cause, StepFacts, compare_facts, compare_operations
 from .source_lines import describe_line, own_line
 

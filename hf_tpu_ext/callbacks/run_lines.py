@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from ..backends.base import Backend
 from ..backends.compile_cache import CacheUse
-from ..words import count
+from ..formatting import count
 
 
 @dataclass

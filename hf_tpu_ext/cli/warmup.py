@@ -3,7 +3,7 @@
 import tempfile
 from functools import partial
 
-from ..words import format_size
+from ..formatting import format_size
 from . import pretrain, sft
 from .recipe import open_recipe
 

@@ -14,7 +14,7 @@ import numpy as np
 from transformers.utils import logging
 
 from ..atomic_write import write_atomically
-from ..words import format_bytes
+from ..formatting import format_bytes
 from .cache_format import (
     FORMAT,
     MANIFEST,

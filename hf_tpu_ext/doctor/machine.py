@@ -9,7 +9,7 @@ import psutil
 
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
 from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, hugepages_setting
-from ..words import format_bytes
+from ..formatting import format_bytes
 from .check import Check
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from ..formatting import format_bytes
 from ..hardware.topologies import Topology
-from ..words import format_bytes
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from ..formatting import count
 from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
 from ..sharding import describe_mesh
 from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
-from ..words import count
 from .compiler import compile_programs, required_versions, why_no_compiler
 from .page import format_count
 from .programs import CompiledProgram, TracedProgram

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from ..words import count, format_bytes, format_size
+from ..formatting import count, format_bytes, format_size
 from .result import FLOPS_RATIO, Plan, Trial
 from .roofline import BASIS
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from ..words import format_bytes, format_seconds
+from ..formatting import format_bytes, format_seconds
 from .result import Plan, Trial
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..words import format_bytes, format_number, format_seconds
+from ..formatting import format_bytes, format_number, format_seconds
 from .parts import Section, Table
 from .record import Run
 

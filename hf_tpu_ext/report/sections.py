@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ..formatting import count, format_number, format_seconds, format_size
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
-from ..words import count, format_number, format_seconds, format_size
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_step_times
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES

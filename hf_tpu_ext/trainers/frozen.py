@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..formatting import format_bytes
 from ..sharding import ShardingPlan
 from ..step.frozen_weights import FrozenWeights
-from ..words import format_bytes
 
 
 class ShortFrozenWeights:

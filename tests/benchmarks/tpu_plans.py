@@ -19,7 +19,7 @@ from tables import make_parser, write_block
 from transformers import AutoConfig
 
 from hf_tpu_ext.examples.tiny import make_tokenizer
-from hf_tpu_ext.words import format_bytes
+from hf_tpu_ext.formatting import format_bytes
 
 
 ROOT = Path(__file__).parents[2]

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
+from hf_tpu_ext.formatting import format_number, format_seconds
 from hf_tpu_ext.hardware.prices import read_prices
 from hf_tpu_ext.report.figures import draw_curves
 from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.report.sections import headline
-from hf_tpu_ext.words import format_number, format_seconds
 
 
 def test_headline(write_run, tmp_path):
