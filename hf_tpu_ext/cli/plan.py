@@ -35,7 +35,7 @@ options of its own:
   --compiler PYTHON    a Python that has the compiler's packages, by default this one
   --jobs N             graphs to compile in parallel (default: 1)
 """
-# Keys of the recipe that make no sense with rows that are made.
+# Keys of the recipe that make no sense with synthetic rows.
 _OF_THE_DATA = (
     "datasets",
     "dataset_config",
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
 
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
-            recipe = _with_made_rows(recipe, Path(directory), options.seq_lengths)
+            recipe = _with_synthetic_rows(recipe, Path(directory), options.seq_lengths)
         elif not {"dataset_name", "datasets"} & {*recipe.values, *(word.removeprefix("--") for word in recipe.argv)}:
             raise ValueError(
                 "Graphs depend on batch shapes, and the recipe names no dataset. Give sequence lengths instead: "
@@ -132,8 +132,8 @@ def run(argv: list[str]) -> int:
     return {True: 0, False: 1, None: 2}[plan.fits]
 
 
-def _with_made_rows(recipe: Recipe, directory: Path, lengths: list[int]) -> Recipe:
-    from ..plan.made_rows import write_rows
+def _with_synthetic_rows(recipe: Recipe, directory: Path, lengths: list[int]) -> Recipe:
+    from ..plan.synthetic_rows import write_rows
 
     values = {key: value for key, value in recipe.values.items() if key not in _OF_THE_DATA}
     named = write_rows(directory, lengths, values)

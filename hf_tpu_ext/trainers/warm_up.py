@@ -116,7 +116,7 @@ class WarmUpMixin(EveryLengthMixin):
         num_programs = len(self.train_rows) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         if self.eval_dataset is not None:
             num_programs += len(self.eval_rows)
-        with tqdm(total=num_programs, desc="compiling", unit="program", disable=self.args.disable_tqdm) as bar:
+        with tqdm(total=num_programs, desc="compiling", unit="graph", disable=self.args.disable_tqdm) as bar:
             compiling = _Compiling(self, self.pop_callback(ShowSamples), bar)
             self.train_every_length([compiling])
         raise WarmedUp(compiling.programs, self.backend.cache_use())
