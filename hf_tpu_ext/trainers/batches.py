@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, complete_rows, count_rows
+from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, pad_rows
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
 from .training_steps import SentBatch
 from .upstream import upstream_of
@@ -87,11 +87,11 @@ class BatchesMixin:
         if rows < wanted:
             # Chips that compute gradients by themselves take as many rows each.
             local = mode == "train" and self.local_gradients is not None
-            reason = None if local else self.why_not_complete(mode, inputs)
+            reason = None if local else self.why_not_padded(mode, inputs)
             if reason is None and rows_of_example > 1:
                 reason = f"{rows_of_example} rows are one example"
             if reason is None:
-                inputs = complete_rows(inputs, wanted, self._pad_token_id)
+                inputs = pad_rows(inputs, wanted, self._pad_token_id)
             else:
                 guards = self._last_batch_guards
                 if mode not in self._said:
@@ -187,7 +187,7 @@ class BatchesMixin:
 
     # ---- What rows can be added to ----
 
-    def why_not_complete(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
+    def why_not_padded(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
         """
         Why rows cannot be added to a batch.
 

@@ -168,7 +168,7 @@ class ChipsMixin:
         own_code = self.own_code_in_step("train")
         if own_code is not None:
             return f"{own_code}, which may look at the rows of all chips"
-        counted = self.why_not_complete("train")
+        counted = self.why_not_padded("train")
         if counted is not None:
             return counted
         random = draws_random_numbers(model) if self.args.neftune_noise_alpha is None else "neftune_noise_alpha"
