@@ -150,7 +150,7 @@ class TracingMixin(EveryLengthMixin):
             optimizer_steps=steps,
             max_steps=self._max_steps,
             token_share=facts.token_share,
-            has_teacher=bool(self._further_models()),
+            has_teacher=bool(self._other_models()),
             sliced_attention=self.model.config._attn_implementation == SLICED_EAGER,
         )
 
@@ -179,7 +179,7 @@ class TracingMixin(EveryLengthMixin):
     def _roles(self) -> dict[int, str]:
         """What tensors are for, by their identity."""
         roles = {}
-        for model in (self.model, *self._further_models()):
+        for model in (self.model, *self._other_models()):
             for tensor in (*model.parameters(), *model.buffers()):
                 roles[id(tensor)] = "weights"
                 if tensor.grad is not None:

@@ -227,7 +227,7 @@ class BatchesMixin:
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:
             return "preprocess_logits_for_metrics is user code"
-        return find_own_code(self, [self.model, *self._further_models()], methods)
+        return find_own_code(self, [self.model, *self._other_models()], methods)
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""

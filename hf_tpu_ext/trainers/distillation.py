@@ -143,8 +143,8 @@ class DistillationMixin:
         # A teacher that is run takes part of the time.
         return None if distills(self.args) and self.args.kd_cache is None else super()._flops_of_batch()
 
-    def _further_models(self) -> list[torch.nn.Module]:
-        models = super()._further_models()
+    def _other_models(self) -> list[torch.nn.Module]:
+        models = super()._other_models()
         return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -40,7 +40,7 @@ class ShortFrozenWeights:
             return
         self.in_use = [
             FrozenWeights(model, trainer.backend, ShardingPlan(model, trainer.mesh).specs)
-            for model in (trainer.model, *trainer._further_models())
+            for model in (trainer.model, *trainer._other_models())
         ]
         try:
             for frozen in self.in_use:
