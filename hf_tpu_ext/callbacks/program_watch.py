@@ -45,7 +45,7 @@ class ProgramEvent:
         seconds (`float`):
             Seconds that its compiling, or its loading, took.
         compiled (`bool`):
-            Whether it was compiled. Otherwise it was loaded from the compile cache.
+            Whether it was compiled. Otherwise it was loaded from the compilation cache.
         cause (`str`, *optional*):
             Why it was compiled again; `None` for the first of its kind and shape.
     """
@@ -187,7 +187,7 @@ class ProgramWatch:
         line = own_line(frames)
         if line is None:
             # A log, the first state of the optimizer, samples: what a run does once or at every log.
-            self._note_event("other program", (), seconds, None)
+            self._note_event("other graph", (), seconds, None)
             return
         if any(frame.function == "training_step" for frame in frames):
             self._cut = line
@@ -201,7 +201,7 @@ class ProgramWatch:
                 "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
                 "on the host.",
             )
-        self._note_event(f"program of {place}", (), seconds, cause)
+        self._note_event(f"graph of {place}", (), seconds, cause)
         where = "outside of training" if self.step is None else f"step {self.step}"
         again = f"recompilation outside of the training steps ({seconds:.1f} s, number {known.runs} at this line)"
         self._say(known, f"{where}: {again}", cause)

@@ -80,7 +80,7 @@ class DistillationMixin:
         student = unwrap_peft_model(self.model)
         if name == student.name_or_path and not isinstance(self.model, PeftModel):
             raise ValueError(
-                f"kd_teacher={name!r} is the student itself, which it would be held to. Give another model; with LoRA, "
+                f"kd_teacher={name!r} is the student itself. Give another model; with LoRA, "
                 "kd_teacher='base' holds the student to its base."
             )
         check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
@@ -135,7 +135,7 @@ class DistillationMixin:
             )
         if cache.manifest.teacher == student and not isinstance(self.model, PeftModel):
             raise ValueError(
-                f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself, which it would be held to. "
+                f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself. "
                 "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
             )
 

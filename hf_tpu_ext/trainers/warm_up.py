@@ -22,7 +22,7 @@ class WarmedUp(Exception):
         programs (`dict[tuple[str, tuple[int, ...]], Counters]`):
             What was spent on each kind of step and shape of its batch.
         cache (`CacheUse`):
-            The compile cache.
+            The compilation cache.
     """
 
     def __init__(self, programs: dict[tuple[str, tuple[int, ...]], Counters], cache: CacheUse):
@@ -33,7 +33,7 @@ class WarmedUp(Exception):
 
 def open_compile_cache(args: ExtensionArguments) -> list[str]:
     """
-    Open the compile cache that a warm-up is to fill.
+    Open the compilation cache that a warm-up is to fill.
 
     Args:
         args ([`ExtensionArguments`]):

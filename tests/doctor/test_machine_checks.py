@@ -107,7 +107,7 @@ def test_compile_cache(tmp_path):
     (cache.directory / "456").write_bytes(b"x" * 10)
     check = check_compile_cache(True, str(root))
     assert check.status == "ok"
-    assert check.text.startswith("2 programs, 1.01 kB of at most 21.47 GB, in ")
+    assert check.text.startswith("2 executables, 1.01 kB of at most 21.47 GB, in ")
 
 
 def test_compile_cache_that_cannot_be_written(tmp_path):
