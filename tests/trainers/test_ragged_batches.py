@@ -255,7 +255,7 @@ def test_a_label_smoother_leaves_out_the_rows_that_are_added(trained):
 def said_of(messages, reason):
     """Checks that training and evaluation say once each that the last batch keeps its shape, and why."""
     said = [message for message in messages if "The last batch has 1 of 8 rows" in message]
-    assert ["training program" in message for message in said] == [True, False]
+    assert ["training graph" in message for message in said] == [True, False]
     assert all(reason in message and "dataloader_drop_last=True" in message for message in said)
 
 
