@@ -31,7 +31,7 @@ def made(xla, tiny_model, tmp_path_factory, runs_class):
 
 
 def note(trainer):
-    return trainer._note_python_state([trainer.model], [*trainer.model.parameters(), *trainer.model.buffers()])
+    return trainer.steps._note_python_state([trainer.model], [*trainer.model.parameters(), *trainer.model.buffers()])
 
 
 @contextmanager
@@ -210,7 +210,7 @@ class InStep(TrainerCallback):
     [
         (lambda t: attribute(t, "compute_loss", own), "trainer.compute_loss is user code"),
         (lambda t: attribute(t, "compute_loss_func", own), "compute_loss_func is user code"),
-        (lambda t: attribute(SFTTrainer, "compute_loss", own), "compute_loss of SFTTrainer was replaced"),
+        (lambda t: attribute(SFTTrainer, "compute_loss", own), "compute_loss of SFTTrainer is patched by user code"),
         (lambda t: attribute(base(t).model, "forward", own), "forward of base_model.model.model is user code"),
         (lambda t: attribute(base(t).model, "norm", OwnNorm(4)), "norm is a OwnNorm, a custom module"),
         (lambda t: attribute(base(t), "_loss_function", own), "_loss_function of base_model.model is user code"),
@@ -218,8 +218,8 @@ class InStep(TrainerCallback):
         (lambda t: attribute(modeling_qwen3, "rotate_half", own), "rotate_half of transformers.models.qwen3"),
         (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "a user hook on base_model"),
         (lambda t: hook(base(t).lm_head.register_full_backward_hook(own)), "a user hook"),
-        (lambda t: hook(nn.modules.module.register_module_forward_hook(own)), "for all modules or optimizers"),
-        (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "registered on the optimizer"),
+        (lambda t: hook(nn.modules.module.register_module_forward_hook(own)), "a user hook on all modules or optimizers"),
+        (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "a user hook on the optimizer"),
         (lambda t: attribute(t.optimizer.optimizer, "step", own), "a method of the optimizer"),
         (lambda t: in_dict(vars(t.callback_handler), "callbacks", [InStep()]), None),
     ],
@@ -322,7 +322,7 @@ def test_a_step_that_reads_the_device_is_not_replayed_whatever_was_said(xla, tmp
     model.reads = True
     _, spent = train_scaled(tmp_path, model=model, step_replay=True)
     assert spent.replays == 0
-    assert "a step reads the device" in caplog.text
+    assert "a device-to-host sync in the step" in caplog.text
 
 
 class BagOfWords(nn.Module):
