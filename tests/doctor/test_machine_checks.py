@@ -100,7 +100,7 @@ def test_memory(least, status):
 
 def test_compile_cache(tmp_path):
     root = tmp_path / "cache"
-    assert "0 programs" in check_compile_cache(True, str(root)).text
+    assert "0 executables" in check_compile_cache(True, str(root)).text
     assert not root.exists()
     cache = CompileCache(root, "toolchain", {})
     (cache.directory / "123").write_bytes(b"x" * 1000)
