@@ -218,7 +218,10 @@ class InStep(TrainerCallback):
         (lambda t: attribute(modeling_qwen3, "rotate_half", own), "rotate_half of transformers.models.qwen3"),
         (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "a user hook on base_model"),
         (lambda t: hook(base(t).lm_head.register_full_backward_hook(own)), "a user hook"),
-        (lambda t: hook(nn.modules.module.register_module_forward_hook(own)), "a user hook on all modules or optimizers"),
+        (
+            lambda t: hook(nn.modules.module.register_module_forward_hook(own)),
+            "a user hook on all modules or optimizers",
+        ),
         (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "a user hook on the optimizer"),
         (lambda t: attribute(t.optimizer.optimizer, "step", own), "a method of the optimizer"),
         (lambda t: in_dict(vars(t.callback_handler), "callbacks", [InStep()]), None),
