@@ -365,7 +365,7 @@ def main() -> None:
     write_atomically(output_dir / "ready.json", json.dumps(ready, indent=2) + "\n")
     print(
         f"Model in {model_dir}\n"
-        f"Data in {data_dir}: {ready['rows']['train']} rows to train on, {ready['rows']['test']} held out"
+        f"Data in {data_dir}: {ready['rows']['train']} training rows, {ready['rows']['test']} evaluation rows"
     )
 
 

@@ -42,7 +42,7 @@ class TrainingPreempted(SystemExit):
 
     def __str__(self) -> str:
         return (
-            f"Stopped by {self.reason} after step {self.step}, saved in {self.checkpoint}. To go on, give the same command "
+            f"Stopped by {self.reason} after step {self.step}, saved in {self.checkpoint}. To resume, run the same command "
             "with --resume_from_checkpoint true, or call trainer.train(resume_from_checkpoint=True)."
         )
 
@@ -120,7 +120,7 @@ class Preemption(TrainerCallback):
         now = time.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
-            self._tell(signal.Signals(number).name, "; a second one quits at once")
+            self._tell(signal.Signals(number).name, "; a second one exits immediately")
         elif now - self._signalled_at > _ONE_SIGNAL_SECONDS:
             self._restore_handlers()
             signal.raise_signal(number)

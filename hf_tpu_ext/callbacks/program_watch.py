@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..backends.insight import Operation, SourceLine
 from ..backends.program import Program
-from ..words import format_size
+from ..formatting import format_size
 from .recompile_cause import Cause, StepFacts, compare_facts, compare_operations
 from .source_lines import describe_line, own_line
 
@@ -45,7 +45,7 @@ class ProgramEvent:
         seconds (`float`):
             Seconds that its compiling, or its loading, took.
         compiled (`bool`):
-            Whether it was compiled. Otherwise it was loaded from the compile cache.
+            Whether it was compiled. Otherwise it was loaded from the compilation cache.
         cause (`str`, *optional*):
             Why it was compiled again; `None` for the first of its kind and shape.
     """
@@ -162,7 +162,7 @@ class ProgramWatch:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
             self._note_event(kind, shape, seconds, cause)
-            again = f"the {kind} for batches of {format_size(shape)} was compiled again ({seconds:.1f} s)"
+            again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._say(known, f"{where}: {again}", cause)
         elif known.unexplained is not None and operations:
             self._explain_later(kind, known, operations)
@@ -187,7 +187,7 @@ class ProgramWatch:
         line = own_line(frames)
         if line is None:
             # A log, the first state of the optimizer, samples: what a run does once or at every log.
-            self._note_event("other program", (), seconds, None)
+            self._note_event("other graph", (), seconds, None)
             return
         if any(frame.function == "training_step" for frame in frames):
             self._cut = line
@@ -197,13 +197,13 @@ class ProgramWatch:
         cause = None
         if known.runs > 1:
             cause = Cause(
-                f"what {place} asks for is another program each time",
-                "Keep shapes and Python numbers there the same, or fetch the tensors with trainer.backend.fetch and compute "
+                f"{place} compiles a new graph each time",
+                "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
                 "on the host.",
             )
-        self._note_event(f"program of {place}", (), seconds, cause)
+        self._note_event(f"graph of {place}", (), seconds, cause)
         where = "outside of training" if self.step is None else f"step {self.step}"
-        again = f"a program was compiled outside of the steps ({seconds:.1f} s), number {known.runs} there"
+        again = f"recompilation outside of the training steps ({seconds:.1f} s, number {known.runs} at this line)"
         self._say(known, f"{where}: {again}", cause)
 
     # ---- Causes ----
@@ -221,8 +221,8 @@ class ProgramWatch:
     ) -> Cause:
         if cut is not None:
             return Cause(
-                f"{describe_line(cut)} has the device compute within the step, and what follows is another program",
-                "Leave reads, print and torch_xla.sync out of the step.",
+                f"{describe_line(cut)} cuts the graph within the step",
+                "Remove device-to-host syncs, print and torch_xla.sync from the step.",
             )
         cause = None
         if known.facts:
@@ -235,9 +235,9 @@ class ProgramWatch:
             self._backend.insight.note_lines(True)
             known.unexplained = len(self.events)
             cause = Cause(
-                "batch, parameters, settings and optimizer are as before, so it is a Python number or a branch"
+                "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"
                 + (f" in {facts.own_code}" if facts.own_code else ""),
-                "The next steps are compared with those before, to find it.",
+                "The next graphs are compared to find it.",
             )
         return cause
 
@@ -248,7 +248,7 @@ class ProgramWatch:
             return
         index, known.unexplained = known.unexplained, None
         event = self.events[index] = replace(self.events[index], cause=cause.what)
-        logger.warning(f"step {event.step}: the {kind} was compiled again because {cause.what}. {cause.advice}")
+        logger.warning(f"step {event.step}: cause of the recompilation of the {kind}: {cause.what}. {cause.advice}")
 
     # ---- Words and counts ----
 
@@ -268,10 +268,10 @@ class ProgramWatch:
         known.said += 1
         if self._max_recompiles is not None and self.recompiles > self._max_recompiles:
             raise TooManyRecompiles(
-                f"{line} This was recompile number {self.recompiles}, and max_recompiles={self._max_recompiles}."
+                f"{line} This was recompilation {self.recompiles}; max_recompiles={self._max_recompiles}."
             )
         if known.said <= _MOST_LINES:
-            end = " Further ones are counted only." if known.said == _MOST_LINES else ""
+            end = " Further ones are only counted." if known.said == _MOST_LINES else ""
             logger.warning(f"{line}{end}")
 
     def describe(self) -> str | None:
@@ -281,7 +281,7 @@ class ProgramWatch:
             return None
         causes = Counter(event.cause for event in again)
         named = "; ".join(f"{cause} ({count}x)" for cause, count in causes.most_common(3))
-        return f"Compiled again: {len(again)} programs in {sum(event.seconds for event in again):.1f} s. {named}"
+        return f"Recompilations: {len(again)} in {sum(event.seconds for event in again):.1f} s. {named}"
 
     @contextmanager
     def _compiling(self, what: str) -> Iterator[None]:

@@ -1,17 +1,17 @@
-"""Why a program was compiled again: what has changed since it was compiled before."""
+"""Causes of recompilation: what has changed since a graph was compiled before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from ..backends.folded_numbers import ANY_FOLDED_NUMBER, FOLDED_NUMBERS
+from ..backends.folded_numbers import FOLDED_NUMBERS
 from ..backends.insight import Operation
 from .source_lines import describe_line
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a program was compiled again: what has changed, from what to what, and a sentence on what to do about it."""
+    """Cause of a recompilation: what has changed, from what to what, and a sentence on what to do about it."""
 
     what: str
     advice: str
@@ -102,7 +102,7 @@ def _compare_batches(before: StepFacts, after: StepFacts) -> Cause | None:
     if was.dtype != now.dtype:
         words = [entry.dtype or f"the value {entry.shape}" for entry in (was, now)]
         return Cause(f"`{key}` was {words[0]}, is {words[1]}{source}", "Yield one dtype in every batch.")
-    advice = f"A Python value is part of the program: yield `{key}` as a tensor, or leave it out of the batch."
+    advice = f"A Python value is a constant of the graph: yield `{key}` as a tensor, or leave it out of the batch."
     if was.dtype:
         advice = f"Pad `{key}` to one shape in the data collator."
     return Cause(f"`{key}` was {was.shape}, is {now.shape}{source}", advice)
@@ -121,7 +121,7 @@ def _compare_parameters(before: Mapping[str, ParameterFacts], after: Mapping[str
         words = ["trained" if facts.trained else "frozen" for facts in (was, now)]
         return Cause(
             f"`{name}` was {words[0]}, is {words[1]}{more}",
-            "Every set of trained parameters is another program: freeze before training, or in as few stages as possible.",
+            "Each set of trainable parameters is another graph: freeze before training, or in as few stages as possible.",
         )
     if was.dtype != now.dtype:
         return Cause(f"`{name}` was {was.dtype}, is {now.dtype}{more}", "Convert the model before training.")
@@ -135,21 +135,21 @@ def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
         )
     if before.state_made != after.state_made:
         return Cause(
-            f"{after.optimizer} makes its state in the first step, so that this step is another program",
-            "This happens once; optim=adamw_torch makes it before.",
+            f"{after.optimizer} creates its state in the first step, which is another graph",
+            "This happens once; optim=adamw_torch creates it before.",
         )
     changed = _changed(before.numbers, after.numbers)
     if not changed:
         return None
     was, now = before.numbers.get(changed[0]), after.numbers.get(changed[0])
     advice = (
-        f"The optimizer takes it as a Python number, of which {FOLDED_NUMBERS} become part of the program: keep it off these, "
-        "or use optim=adamw_torch, which gets it as data."
+        f"The optimizer takes it as a Python number, and torch_xla folds {FOLDED_NUMBERS} into the graph: avoid these, or use "
+        "optim=adamw_torch, which takes it as a tensor."
     )
     if "not 0" in (was, now):
         advice = (
-            "A step without it is another program: set it before training. From one number above 0 to another it may change "
-            "at any time."
+            "Zero and nonzero are different graphs: set it before training. Changes between nonzero values do not "
+            "recompile."
         )
     return Cause(f"`{changed[0]}` of {after.optimizer} was {was}, is {now}", advice)
 
@@ -161,7 +161,7 @@ def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Ca
     name, more = _first_of(changed)
     return Cause(
         f"`{name}` was {before.get(name, 'absent')}, is {after.get(name, 'absent')}{more}",
-        "Each value is another program: set it before training, or as rarely as possible.",
+        "Each value is another graph: set it before training, or change it rarely.",
     )
 
 
@@ -179,14 +179,14 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
         if {was.name, now.name} <= {"constant", "parameter"} and was.shape == now.shape:
             numbers = [_number(operation) for operation in (was, now)]
             return Cause(
-                f"a number that the step computes with was {numbers[0]}, is {numbers[1]}{where}",
-                f"A number that is {ANY_FOLDED_NUMBER} is part of the program, and so is what an operator has no tensor for: send "
-                "it as data, trainer.backend.send(torch.tensor(value)), or keep it the same.",
+                f"a scalar of the graph was {numbers[0]}, is {numbers[1]}{where}",
+                f"torch_xla folds {FOLDED_NUMBERS} and non-tensor arguments into the graph: send the value as a tensor, "
+                "trainer.backend.send(torch.tensor(value)), or keep it constant.",
             )
         if was.name == now.name:
             return Cause(
                 f"`{was.name}` was {_describe(was)}, is {_describe(now)}{where}",
-                "Keep shapes and bounds the same at every step: mask instead of cutting.",
+                "Keep shapes and slice bounds the same at every step: mask instead of slicing.",
             )
     is_new = was is None or (now is not None and len(after) >= len(before))
     # Its arguments come first.
@@ -196,7 +196,8 @@ def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) 
     what = f"`{operation.operator or operation.name}` of {operation.shape}"
     words = f"the step computes {what}, and did not" if is_new else f"the step computed {what}, and does not"
     return Cause(
-        f"{words}{where}", "Do the same at every step: instead of branching, multiply by 0 or 1 that is sent as data."
+        f"{words}{where}",
+        "Run the same operators at every step: instead of branching, multiply by a 0 or 1 sent as a tensor.",
     )
 
 
@@ -206,7 +207,7 @@ def _differ(operation: Operation, other: Operation) -> bool:
 
 
 def _number(operation: Operation) -> str:
-    return operation.details if operation.name == "constant" else "one sent as data"
+    return operation.details if operation.name == "constant" else "a tensor"
 
 
 def _describe(operation: Operation) -> str:

@@ -1,4 +1,4 @@
-"""What a run does besides its programs: compiles elsewhere, reads of the device, operators on the host."""
+"""Device-to-host syncs, CPU fallbacks and compilations outside of a run's own graphs."""
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -19,7 +19,7 @@ _MORE = 1.5
 
 class RecompileMonitor(TrainerCallback):
     """
-    Names what reads the device between two logs, and what runs on the host, by its line. Silent when nothing does.
+    Names device-to-host syncs between two logs, and CPU fallbacks, by their line. Silent where there are none.
 
     Reads are counted at each log, and at steps 2, 4, 8 and so on. Where there were some that the trainer did not make, the
     calls of the next steps are watched until one of them reads.
@@ -132,28 +132,28 @@ class RecompileMonitor(TrainerCallback):
         if self.named:
             reads = self._backend.insight.stray_reads() - self._first_reads
             named = "; ".join(_describe(read) for read in self.named)
-            tqdm.write(f"Read from the device outside of logs: {reads} times until step {step}. {named}")
+            tqdm.write(f"Device-to-host syncs outside of logs: {reads} until step {step}. {named}")
 
 
 def _describe(read: Read) -> str:
     place = f" [{read.place}]" if read.place else ""
     if read.operator:
-        return f"`{read.operator}` runs on the host{place}"
+        return f"CPU fallback of `{read.operator}`{place}"
     if not read.what:
-        return "something reads from the device, by no call of PyTorch from Python"
+        return "a device-to-host sync without a PyTorch call from Python"
     within = " within the step" if read.in_step else ""
-    return f"`{read.what}` reads from the device{within}{place}"
+    return f"`{read.what}` syncs device to host{within}{place}"
 
 
 def _advise(read: Read) -> str:
     if read.operator:
         return (
-            "XLA has no such operator: what it takes is read, and what it makes is sent back. Use another one, or move it "
-            "to the collator."
+            "XLA has no lowering for it: its inputs are fetched and its outputs sent back at each step. Use another "
+            "operator, or move it to the data collator."
         )
     if read.in_step:
         return (
-            "The host waits there, and the device computes what leads to it once more: keep it a tensor, and use torch.where "
-            "in place of a branch."
+            "The host waits, and the device computes its inputs twice: keep it a tensor, and use torch.where instead of "
+            "a branch."
         )
-    return "The host waits there for the device: read it in on_log, and all at once with trainer.backend.fetch."
+    return "The host waits for the device: fetch it in on_log, in one transfer, with trainer.backend.fetch."

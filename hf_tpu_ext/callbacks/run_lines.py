@@ -1,4 +1,4 @@
-"""What a run says at its start and at its end."""
+"""Start and end lines of a run."""
 
 import os
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from ..backends.base import Backend
 from ..backends.compile_cache import CacheUse
+from ..formatting import count
 
 
 @dataclass
@@ -16,14 +17,14 @@ class RunFacts:
     """
     What is known about a run before its first step.
 
-    Rows of a micro-batch are those of all chips. There are no lengths where they follow the data, and `programs` are
-    those that the device will compile for training. `changes` are settings that were replaced or have no effect,
+    `rows` are those of one micro-batch, of all chips of this process. There are no lengths where they follow the data,
+    and `programs` are the graphs that the device will compile for training. `changes` are settings that were replaced or have no effect,
     `token_waste` says how much is padding and what to set against it, and `token_share` is the share of the tokens in
     batches that are not, where row lengths are known.
     """
 
     precision: str
-    batch_size: int
+    rows: int
     lengths: list[int]
     programs: int | None
     changes: list[str]
@@ -48,26 +49,29 @@ class RunLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.facts = facts = self._find_facts()
-        chips = self._backend.num_chips
-        shape = f"{facts.batch_size} rows"
-        if facts.lengths:
-            shape = " or ".join(f"{facts.batch_size} x {length}" for length in facts.lengths)
+        chips, accumulation = self._backend.num_chips, args.gradient_accumulation_steps
+        # On the host and on GPUs there may be several processes, of one chip each.
+        workers = chips * args.world_size
+        local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
+        shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)
         parts = [
             f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",
             f"{chips} chip{'s' if chips > 1 else ''}",
             facts.precision,
-            f"batch {shape} x {args.gradient_accumulation_steps} accumulated",
+            f"local batch size {shape} per chip",
+            f"global batch size {total} ({local} per chip x {accumulation} gradient accumulation "
+            f"step{'s' if accumulation > 1 else ''} x {workers} chip{'s' if workers > 1 else ''})",
         ]
         if facts.lengths:
-            tokens = facts.batch_size * max(facts.lengths) * args.gradient_accumulation_steps
+            tokens = total * max(facts.lengths)
             parts.append(f"{'up to ' * (len(facts.lengths) > 1)}{tokens:,} tokens per optimizer step")
         if facts.programs is not None:
-            parts.append(f"{facts.programs} training program{'s' if facts.programs > 1 else ''} to compile")
-        _say("Training on " + "; ".join(parts))
+            parts.append(f"{facts.programs} training graph{'s' if facts.programs > 1 else ''} to compile")
+        _print("Training on " + "; ".join(parts))
         for change in facts.changes:
-            _say(f"  {change}")
+            _print(f"  {change}")
         if facts.token_waste:
-            _say(f"  {facts.token_waste}")
+            _print(f"  {facts.token_waste}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
@@ -75,29 +79,29 @@ class RunLines(TrainerCallback):
         steps = state.global_step - self._first_step
         if self._backend.traces_steps and steps:
             spent = self._backend.counters() - self._at_start
-            _say(
-                f"Trained {steps} steps: {spent.compiles} programs compiled in {spent.compile_seconds:.1f} s, "
-                f"{spent.executions} executions ({spent.replays} replayed), {spent.reads} reads from the device, "
-                f"{spent.fallbacks} operators on the host (evaluation, logs and saves included)"
+            _print(
+                f"Trained {steps} steps: {spent.compiles} graphs compiled in {spent.compile_seconds:.1f} s, "
+                f"{spent.executions} executions ({spent.replays} replayed), {spent.reads} device-to-host transfers, "
+                f"{spent.fallbacks} CPU fallbacks (including evaluation, logs and checkpoints)"
             )
         if (cache := self._backend.cache_use()) is not None:
-            _say(describe_cache_use(cache))
+            _print(describe_cache_use(cache))
         losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
         if len(losses) > 1:
-            _say(f"Held-out loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
-        _say(f"Output: {os.path.abspath(args.output_dir)}")
+            _print(f"Evaluation loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+        _print(f"Output: {os.path.abspath(args.output_dir)}")
 
 
 def describe_cache_use(cache: CacheUse) -> str:
-    """Say in a line what a process has had of its compile cache."""
+    """One line on how a process used its compilation cache."""
     found = f"hits: {cache.hits}, misses: {cache.misses}"
     if cache.unreadable:
-        found += f", found but not loaded: {cache.unreadable}"
+        found += f", unreadable: {cache.unreadable}"
     return (
-        f"Compile cache: {found}; compiling: {cache.compile_seconds:.1f} s; programs: {cache.programs}, "
+        f"Compilation cache: {found}; compiling: {cache.compile_seconds:.1f} s; {count(cache.programs, 'executable')}, "
         f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"
     )
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     tqdm.write(line)

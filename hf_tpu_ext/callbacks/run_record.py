@@ -68,9 +68,7 @@ class RunRecord(TrainerCallback):
 
     def _give_up(self, error: OSError) -> None:
         self._writer = None
-        logger.warning(
-            f"The record of this run cannot be written ({error}). Training goes on, and its report will lack what follows."
-        )
+        logger.warning(f"run.jsonl cannot be written ({error}). Training continues; the report ends here.")
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`hf-tpu cache-teacher`: run the teacher of a recipe over the recipe's data, and keep what it says on disk."""
+"""`hf-tpu cache-teacher`: precompute a teacher's top-k log-probs over the data of a recipe."""
 
 import math
 import re
@@ -9,9 +9,9 @@ from .recipe import RecipeParser, open_recipe
 
 
 DESCRIPTION = """\
-Run a teacher once over the data of a recipe and keep its most likely next tokens, so that a student can be trained from
-them many times without the teacher. The data are prepared as `hf-tpu sft` prepares them with the same recipe. A command
-that was stopped continues when it is given again.
+Precompute a teacher's top-k log-probs over the data of a recipe, for offline distillation: students are then trained
+without running the teacher. The data are prepared as `hf-tpu sft` prepares them with the same recipe. Run the command
+again to continue one that was stopped.
 
 examples:
   hf-tpu cache-teacher --config recipe.yaml --kd_teacher Qwen/Qwen3-4B --kd_cache caches/qwen3-4b
@@ -31,10 +31,10 @@ class CacheArguments:
     compact: bool = field(
         default=False, metadata={"help": "Fewer than half the bytes, with rounded log-probabilities."}
     )
-    overwrite: bool = field(default=False, metadata={"help": "Begin anew where there is a cache with other settings."})
+    overwrite: bool = field(default=False, metadata={"help": "Start over if there is a cache with other settings."})
     batch_size: int | None = field(
         default=None,
-        metadata={"help": "Rows that each chip takes at once. Default: the recipe's per_device_eval_batch_size."},
+        metadata={"help": "Batch size per chip. Default: the recipe's per_device_eval_batch_size."},
     )
 
 
@@ -74,7 +74,7 @@ def run(argv: list[str]) -> None:
     )
     chips = "1 chip" if teacher.backend.num_chips == 1 else f"{teacher.backend.num_chips} chips"
     own = " (the student's own start)" if kd_teacher == student else ""
-    print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, {teacher.rows} rows at once")
+    print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
     with trainer.chips.split_activations():
         manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm)
     _report(directory, manifest)

@@ -1,4 +1,4 @@
-"""`hf-tpu doctor`: what is here, what fits together, and whether a small training works."""
+"""`hf-tpu doctor`: environment checks and a smoke training run."""
 
 import argparse
 import json
@@ -11,9 +11,9 @@ from ..atomic_write import write_atomically
 
 
 DESCRIPTION = """\
-Examine this machine: packages and their versions, the accelerator and who holds it, memory pages, disks, memory and the
-compile cache. Then train a tiny model for some seconds, in a process of its own, and compare what it computes with eager
-PyTorch. Nothing is changed, and nothing is fetched.
+Check this machine: packages and their versions, the accelerator and the process that uses it, memory pages, disks, memory
+and the compilation cache. Then train a tiny model for some seconds, in a process of its own, and compare it with eager
+PyTorch. Nothing is changed, and nothing is downloaded.
 
   ✓ as it should be    ✗ failed, with what to do    – nothing to look at
 
@@ -27,14 +27,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the `doctor` subcommand."""
     parser = subparsers.add_parser(
         "doctor",
-        help="examine this machine, and try a small training on it",
+        help="check this machine, with a smoke training run",
         description=DESCRIPTION
         if _can_write(sys.stdout, _MARKS.values())
         else DESCRIPTION.encode("ascii", "replace").decode(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--no-smoke", action="store_true", help="leave out the small training")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE, too")
+    parser.add_argument("--no-smoke", action="store_true", help="skip the smoke training run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.set_defaults(func=run)
 
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     smoke = None
     if not args.no_smoke:
         smoke = SmokeTest()
-        print("a small training:", flush=True)
+        print("smoke training run:", flush=True)
         show(smoke.run())
     failed = [check.name for check in checks if check.status == "failed"]
     print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all is well")

@@ -13,7 +13,7 @@ DESCRIPTION = """\
 Run Hugging Face recipes on the TPU, GPU or CPU of this machine.
 
 first steps:
-  hf-tpu prepare tiny --output_dir .cache/tiny               a tiny model and made data, in seconds
+  hf-tpu prepare tiny --output_dir .cache/tiny               a tiny model and synthetic data, in seconds
   hf-tpu sft --config recipes/sft_lora_qwen3.yaml --smoke    try a recipe on them
   hf-tpu sft --config recipes/sft_lora_qwen3.yaml            run it
 """
@@ -73,13 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("pretrain", help="train on plain text (`hf-tpu pretrain --help` lists the keys)")
     commands.add_parser(
         "cache-teacher",
-        help="keep a teacher's predictions to learn from (`hf-tpu cache-teacher --help` lists the keys)",
+        help="precompute a teacher's top-k log-probs (`hf-tpu cache-teacher --help` lists the keys)",
     )
+    commands.add_parser("warmup", help="fill the compilation cache before a run (`hf-tpu warmup --help` says how)")
     commands.add_parser(
-        "warmup", help="compile a recipe's programs before it is run (`hf-tpu warmup --help` says how)"
-    )
-    commands.add_parser(
-        "plan", help="compile a recipe for a TPU that is not there: does it fit (`hf-tpu plan --help` says how)"
+        "plan", help="compile a recipe ahead of time, without a TPU: HBM, FLOPs, cost (`hf-tpu plan --help` says how)"
     )
     prepare.add_parser(commands)
     report.add_parser(commands)

@@ -1,4 +1,4 @@
-"""`hf-tpu plan`: compile a recipe for a TPU that is not there."""
+"""`hf-tpu plan`: compile a recipe ahead of time, without a TPU."""
 
 import argparse
 import os
@@ -12,31 +12,30 @@ from .recipe import OptionParser, Recipe, load_recipe
 
 
 DESCRIPTION = """\
-Say whether a recipe compiles and fits on a TPU, and what it costs, before a TPU is rented. The programs of the run are
-traced without weights and given to the compiler for TPU, on this machine, which needs none: pip install
-'hf_tpu_ext[plan]'. A large model takes minutes and no more memory than the compiler does.
+Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, FLOPs, step time and cost.
+The compiler: pip install 'hf_tpu_ext[plan]'. A large model takes minutes and no more memory than the compiler does.
 
 examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml --topology v5e-1 --seq-lengths 1024
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml --search
 
-The exit status is 0 if it fits, 1 if it does not, and 2 if that could not be told. For a recipe of `hf-tpu pretrain`:
+The exit status is 0 if it fits, 1 if it does not, and 2 if that is unknown. For a recipe of `hf-tpu pretrain`:
 
   hf-tpu plan pretrain --config recipes/pretrain_tinystories.yaml
 
 options of its own:
   --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...
-  --seq-lengths N ...  tokens of rows, in place of reading the dataset
-  --search [NAME ...]  try what is computed again, meshes and batch sizes, and print what is worth it; or of these only
-                       the named ones: rematerialization, mesh, per_device_train_batch_size
-  --json FILE          write the plan to FILE, too
-  --hlo DIRECTORY      write the compiled programs (optimized HLO) there
-  --prices FILE        prices of a chip's hour, in place of the list prices that come with this package
+  --seq-lengths N ...  sequence lengths, instead of reading the dataset
+  --search [NAME ...]  search rematerialization, mesh and batch size, and print the Pareto front; or only the named ones
+                       of these: rematerialization, mesh, per_device_train_batch_size
+  --json FILE          also write the plan to FILE
+  --hlo DIRECTORY      write the compiled graphs (optimized HLO) there
+  --prices FILE        prices per chip-hour, instead of the list prices that come with this package
   --compiler PYTHON    a Python that has the compiler's packages, by default this one
-  --jobs N             programs to compile at once (default: 1)
+  --jobs N             graphs to compile in parallel (default: 1)
 """
-# Keys of the recipe that make no sense with rows that are made.
+# Keys of the recipe that make no sense with synthetic rows.
 _OF_THE_DATA = (
     "datasets",
     "dataset_config",
@@ -93,10 +92,10 @@ def run(argv: list[str]) -> int:
 
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
-            recipe = _with_made_rows(recipe, Path(directory), options.seq_lengths)
+            recipe = _with_synthetic_rows(recipe, Path(directory), options.seq_lengths)
         elif not {"dataset_name", "datasets"} & {*recipe.values, *(word.removeprefix("--") for word in recipe.argv)}:
             raise ValueError(
-                "Programs have the shapes of batches, and the recipe names no data. Give lengths of rows in its place: "
+                "Graphs depend on batch shapes, and the recipe names no dataset. Give sequence lengths instead: "
                 "--seq-lengths 1024"
             )
         compiler = Compiler(options.compiler, options.jobs, options.hlo)
@@ -133,8 +132,8 @@ def run(argv: list[str]) -> int:
     return {True: 0, False: 1, None: 2}[plan.fits]
 
 
-def _with_made_rows(recipe: Recipe, directory: Path, lengths: list[int]) -> Recipe:
-    from ..plan.made_rows import write_rows
+def _with_synthetic_rows(recipe: Recipe, directory: Path, lengths: list[int]) -> Recipe:
+    from ..plan.synthetic_rows import write_rows
 
     values = {key: value for key, value in recipe.values.items() if key not in _OF_THE_DATA}
     named = write_rows(directory, lengths, values)

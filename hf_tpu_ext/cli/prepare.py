@@ -1,15 +1,15 @@
-"""`hf-tpu prepare`: make the models and data that recipes, tests and benchmarks run on, without a model hub."""
+"""`hf-tpu prepare`: create the models and data that recipes, tests and benchmarks run on, without the Hub."""
 
 import argparse
 from pathlib import Path
 
 
 TINY = """\
-Make a model of two layers and the data for it, in seconds and without the network. Under the output directory:
+Create a model of two layers and synthetic data for it, in seconds and without the network. Under the output directory:
   model/      random weights and a byte-level tokenizer with a chat template
   teacher/    another of its kind
   data/       worked additions in chat form: train.jsonl and test.jsonl
-  stories/    short made stories in a column `text`: train.jsonl and test.jsonl
+  stories/    short synthetic stories in a column `text`: train.jsonl and test.jsonl
 """
 
 
@@ -17,16 +17,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the `prepare` subcommand."""
     parser = subparsers.add_parser(
         "prepare",
-        help="make a model and data to run on, without a model hub",
-        description="Make a model and data that recipes, tests and benchmarks run on, without a model hub.",
+        help="create a model and data locally, without the Hub",
+        description="Create a model and data that recipes, tests and benchmarks run on, without the Hub.",
     )
     tiny = parser.add_subparsers(dest="kind", required=True, metavar="{tiny}").add_parser(
         "tiny",
-        help="a tiny model with random weights and made tasks",
+        help="a tiny model with random weights and synthetic data",
         description=TINY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tiny.add_argument("--output_dir", type=Path, required=True, help="directory to make, for instance .cache/tiny")
+    tiny.add_argument("--output_dir", type=Path, required=True, help="directory to create, for instance .cache/tiny")
     tiny.add_argument("--model_type", default="qwen3", help="family of the model, for instance llama (default: qwen3)")
     tiny.set_defaults(func=run)
 
@@ -42,5 +42,5 @@ def run(args: argparse.Namespace) -> int:
     arithmetic, stories = make_arithmetic(args.output_dir / "data"), make_stories(args.output_dir / "stories")
     for name, directory in (("Arithmetic", arithmetic), ("Stories", stories)):
         rows = count_rows(directory)
-        print(f"{name} in {directory}: {rows['train']} rows to train on, {rows['test']} held out")
+        print(f"{name} in {directory}: {rows['train']} training rows, {rows['test']} evaluation rows")
     return 0

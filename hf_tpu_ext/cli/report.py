@@ -8,20 +8,18 @@ def add_parser(commands) -> None:
     """Register the `report` subcommand."""
     parser = commands.add_parser(
         "report",
-        help="show a run, or compare several",
-        description="Make report.html and report.md of a run from the record in its output directory, also while it is still "
-        "going on or after it was killed. Of several runs, make comparison.html and comparison.md in the current directory: "
+        help="report on a run, or compare several",
+        description="Make report.html and report.md of a run from the record in its output directory, also while it is "
+        "running or after it was killed. Of several runs, make comparison.html and comparison.md in the current directory: "
         "their curves, and what differs in their recipes and results.",
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="output_dir of a run")
-    parser.add_argument("--output_dir", type=Path, help="where to write the report; made if need be")
-    parser.add_argument(
-        "--prices", type=Path, help="prices of a chip's hour, in place of list prices (see `hf-tpu plan`)"
-    )
+    parser.add_argument("--output_dir", type=Path, help="where to write the report; created if missing")
+    parser.add_argument("--prices", type=Path, help="prices per chip-hour, instead of list prices (see `hf-tpu plan`)")
     parser.add_argument(
         "--plan",
         type=Path,
-        help="plan of the run, as `hf-tpu plan --json` wrote it, to show beside what was measured (default: plan.json in "
+        help="plan of the run, as `hf-tpu plan --json` wrote it, to compare with the measurements (default: plan.json in "
         "RUN_DIR, if there is one)",
     )
     parser.set_defaults(func=run)

@@ -1,23 +1,23 @@
-"""`hf-tpu warmup`: compile the programs of a recipe before it is run."""
+"""`hf-tpu warmup`: fill the compilation cache before a run."""
 
 import tempfile
 from functools import partial
 
-from ..words import format_size
+from ..formatting import format_size
 from . import pretrain, sft
 from .recipe import open_recipe
 
 
 DESCRIPTION = """\
-Compile what a recipe needs, and keep it for the run itself, which then starts at once. A program is compiled for each
-length that batches are padded to (max_length, length_buckets), for training and for evaluation; a large model's take
-minutes each. Give the command with the recipe, and the changes to it, that the run will be given:
+Fill the compilation cache with the graphs of a recipe, so that the run itself starts at once. One graph is compiled for
+each length that batches are padded to (max_length, length_buckets), for training and for evaluation; those of a large
+model take minutes each. Use the recipe, and the overrides, of the run:
 
   hf-tpu warmup --config recipes/sft_lora_qwen3.yaml
   hf-tpu sft    --config recipes/sft_lora_qwen3.yaml
 
 It loads the model and the data, runs a few steps of each kind, and forgets what they did: nothing is written to
-output_dir, nothing is logged or reported, no checkpoint is made. Programs go to compile_cache_dir. Runs use them as long
+output_dir, nothing is logged or reported, no checkpoint is made. Graphs go to compile_cache_dir. Runs use them as long
 as model, batch size, lengths, accumulation, precision, chips and software stay the same; learning rate, schedule, number of
 steps, output_dir, run_name and the order of the data may change. For a recipe of `hf-tpu pretrain`:
 
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> None:
 
 
 def _table(programs) -> str:
-    lines = [f"{'program':<20}{'batch':<16}{'compiled':>10}{'loaded':>10}{'seconds':>10}"]
+    lines = [f"{'graph':<20}{'batch':<16}{'compiled':>10}{'loaded':>10}{'seconds':>10}"]
     for (kind, shape), spent in programs.items():
         if shape or spent.compiles or spent.loads:
             lines.append(

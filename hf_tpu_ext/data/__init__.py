@@ -2,7 +2,7 @@
 
 from .buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from .packing import PackedCollator
-from .static_shapes import NUM_TOKENS, PAD_VALUES, ShapeGuard, StaticShapeCollator, complete_rows, count_rows
+from .static_shapes import NUM_TOKENS, PAD_VALUES, ShapeGuard, StaticShapeCollator, count_rows, pad_rows
 from .waste import TokenWaste
 
 
@@ -14,8 +14,8 @@ __all__ = [
     "StaticShapeCollator",
     "TokenWaste",
     "batch_lengths",
-    "complete_rows",
     "count_rows",
+    "pad_rows",
     "percentile_buckets",
     "round_up_length",
     "validate_buckets",

@@ -40,7 +40,7 @@ class StaticShapeCollator:
     Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
 
     Padded are the tensors whose first two dimensions are those of `input_ids`; everything else (class labels, scalars,
-    non-tensors) passes unchanged, and so do the rows: see [`complete_rows`] for the last batch. A second sequence of each
+    non-tensors) passes unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each
     row, as `KL_input_ids` with `KL_attention_mask`, is padded by itself. Keys that are not in `PAD_VALUES` are padded
     with 0. No `attention_mask` is added where `collator` yields none.
 
@@ -120,7 +120,7 @@ def count_rows(batch: Mapping[str, Any]) -> int:
     return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
 
 
-def complete_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> dict[str, Any]:
+def pad_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> dict[str, Any]:
     """
     Adds rows at the end of a batch until it has `batch_size` of them, masked out of a loss over `labels`.
 

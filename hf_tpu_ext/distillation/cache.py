@@ -49,8 +49,8 @@ class TeacherCache:
         for shard in tqdm(shards, "checking the teacher's cache", disable=not verify or len(shards) < 8, leave=False):
             if (problem := find_damage(self.directory, shard, verify)) is not None:
                 raise ValueError(
-                    f"{self.directory / shard.file} {problem}. Make it anew with the command that made the cache: "
-                    f"{MAKE} {self.directory} (whole files are kept)."
+                    f"{self.directory / shard.file} {problem}. Rebuild it with the command that built the cache: "
+                    f"{MAKE} {self.directory} (complete files are kept)."
                 )
         self._preloaded = [(self.directory / shard.file).read_bytes() for shard in shards] if preload else None
         self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
@@ -95,7 +95,7 @@ class TeacherCache:
         if place is None:
             raise ValueError(
                 f"A sequence of {len(input_ids)} tokens that begins with {list(input_ids[:8])} is not in the teacher's cache "
-                f"{self.directory}. It was made from other data: make one from this recipe with {MAKE} DIR."
+                f"{self.directory}. It was built from other data: build one from this recipe with {MAKE} DIR."
             )
         manifest = self.manifest
         shard, number = place
@@ -125,7 +125,7 @@ class TeacherCache:
         if absent := self._absent(dataset):
             raise ValueError(
                 f"{len(absent)} of {len(dataset)} sequences of {name} are not in the teacher's cache {self.directory}, "
-                f"first row {absent[0]}. It was made from other data: make one from this recipe with {MAKE} DIR."
+                f"first row {absent[0]}. It was built from other data: build one from this recipe with {MAKE} DIR."
             )
 
     def check(
@@ -153,7 +153,7 @@ class TeacherCache:
             `ValueError`: It cannot.
         """
         manifest, here = self.manifest, f"the teacher's cache {self.directory}"
-        remake = f"make another cache from this recipe: {MAKE} DIR"
+        remake = f"build another cache from this recipe: {MAKE} DIR"
         if temperature <= 0:
             raise ValueError(f"kd_temperature={temperature} is not above 0. Set one of {list(manifest.temperatures)}.")
         if temperature not in manifest.temperatures:
@@ -169,17 +169,17 @@ class TeacherCache:
             )
         if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
             raise ValueError(
-                f"The tokenizer has another vocabulary than the one that {here} was made with, so its token ids mean "
+                f"The tokenizer has another vocabulary than the one that {here} was built with, so its token ids mean "
                 f"other tokens. Use the tokenizer of {manifest.teacher!r}, or {remake}."
             )
         if chat_template_hash(tokenizer) != manifest.chat_template_hash:
             raise ValueError(
-                f"The chat template is not the one that {here} was made with. Set chat_template_path to that one, or "
+                f"The chat template is not the one that {here} was built with. Set chat_template_path to that one, or "
                 f"{remake}."
             )
         if max_length != manifest.max_length:
             raise ValueError(
-                f"max_length={max_length}, but {here} was made with max_length={manifest.max_length}: rows are cut at other "
+                f"max_length={max_length}, but {here} was built with max_length={manifest.max_length}: rows are truncated at other "
                 f"places. Set max_length={manifest.max_length}, or {remake}."
             )
         if manifest.largest_id >= vocab_size:

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..backends.base import Backend
-from ..data import complete_rows
+from ..data import pad_rows
 from ..step.attention import static_masks
 from .cache_format import CacheManifest, dataset_sequences, sequence_key
 from .cache_writer import CacheWriter
@@ -48,7 +48,7 @@ class TeacherRun:
         """
         batch = self.collator([{"input_ids": ids, "labels": ids} for ids in sequences])
         if self.backend.static_shapes:
-            batch = complete_rows(batch, self.rows, self.pad_token_id)
+            batch = pad_rows(batch, self.rows, self.pad_token_id)
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
     @torch.no_grad()

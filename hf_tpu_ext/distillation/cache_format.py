@@ -137,8 +137,8 @@ def _hash(value: Any) -> str:
 def describe_coverage(coverage: float, temperature: float, top_k: int) -> str:
     """The warning that the top K hold little of the teacher's mass at a temperature."""
     return (
-        f"The top {top_k} tokens hold {coverage:.0%} of the teacher's mass at temperature {temperature:g}: most of what it "
-        "teaches there is in the one bucket of all other tokens. Take a lower temperature or a larger kd_top_k."
+        f"The top {top_k} tokens hold {coverage:.0%} of the teacher's mass at temperature {temperature:g}: most of its mass "
+        "is in the tail bucket. Set a lower temperature or a larger kd_top_k."
     )
 
 
@@ -197,8 +197,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if isinstance(content, dict) and content.pop("format", None) == FORMAT:
         return content
     raise ValueError(
-        f"{path} was not written by this version (expected format {FORMAT!r}). Give another directory, or make the cache "
-        f"anew: {MAKE} {path.parent} --overwrite."
+        f"{path} was not written by this version (expected format {FORMAT!r}). Give another directory, or rebuild "
+        f"the cache: {MAKE} {path.parent} --overwrite."
     )
 
 
@@ -216,9 +216,9 @@ def read_manifest(directory: Path) -> CacheManifest:
             done = sum(shard["sequences"] for shard in progress["shards"])
             raise ValueError(
                 f"The teacher's cache {directory} is not complete: {done} of {progress['settings']['sequences']} sequences "
-                f"are there. Finish it with the command that began it: {MAKE} {directory}."
+                f"are there. Finish it with the command that started it: {MAKE} {directory}."
             )
-        raise ValueError(f"kd_cache={str(directory)!r} holds no teacher's cache. Make it: {MAKE} {directory}.")
+        raise ValueError(f"kd_cache={str(directory)!r} holds no teacher's cache. Build it: {MAKE} {directory}.")
     content = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
     return CacheManifest(**{**content, "shards": read_shards(content)})
 

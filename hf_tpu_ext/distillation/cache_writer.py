@@ -14,7 +14,7 @@ import numpy as np
 from transformers.utils import logging
 
 from ..atomic_write import write_atomically
-from ..words import format_bytes
+from ..formatting import format_bytes
 from .cache_format import (
     FORMAT,
     MANIFEST,
@@ -40,8 +40,8 @@ _MOST_SEQUENCES, _MOST_BYTES = 256, 2**28
 _HASHED = {
     "teacher_hash": "the teacher has other weights",
     "tokenizer_hash": "the tokenizer has another vocabulary",
-    "chat_template_hash": "the chat template is another one",
-    "dataset_hash": "the prepared data are others",
+    "chat_template_hash": "the chat template has changed",
+    "dataset_hash": "the prepared data have changed",
 }
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What Arrow writes of a shard and of each sequence besides the arrays.
@@ -63,7 +63,7 @@ class CacheWriter:
         keys (`list[bytes]`): Key of each sequence, all different.
         lengths (`list[int]`): Number of tokens of each sequence.
         overwrite (`bool`, *optional*, defaults to `False`):
-            Whether to begin anew where there is a cache with other settings.
+            Whether to start over where there is a cache with other settings.
         sequences_per_shard (`int`, *optional*):
             Sequences in a file; by default 256, or fewer where that would be more than 256 MB. A build that continues keeps
             the number that it began with.
@@ -179,7 +179,7 @@ class CacheWriter:
             if (damage := find_damage(self.directory, shard, verify=manifest is not None)) is None:
                 self._shards[int(shard.file[6:11])] = shard
             else:
-                logger.warning(f"{self.directory / shard.file} {damage}, and is made anew.")
+                logger.warning(f"{self.directory / shard.file} {damage}, and is rebuilt.")
         self.complete = manifest is not None and not self.pending
 
     def _compare(self, before: dict[str, Any]) -> None:
@@ -191,8 +191,8 @@ class CacheWriter:
         ]
         if other:
             raise ValueError(
-                f"{self.directory} holds a teacher's cache that was made otherwise: {'; '.join(other)}. Give another "
-                "directory (--output_dir DIR), or begin anew and lose what is there (--overwrite)."
+                f"{self.directory} holds a teacher's cache that was built with other settings: {'; '.join(other)}. Give another "
+                "directory (--output_dir DIR), or start over and discard it (--overwrite)."
             )
 
     def _leftovers(self) -> list[Path]:
@@ -223,7 +223,7 @@ class CacheWriter:
 
     def _check_room(self, freed: int) -> None:
         if self.bytes_to_write > shutil.disk_usage(self.directory).free + freed:
-            raise ValueError(self._no_room("There is no room for it"))
+            raise ValueError(self._no_room("Not enough disk space"))
 
     @contextmanager
     def _need_room(self) -> Iterator[None]:

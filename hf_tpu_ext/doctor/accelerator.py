@@ -82,7 +82,7 @@ def explain_end(status: int, output: str) -> tuple[str, str]:
     lines = [line for line in output.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "it wrote nothing"
     if status == -Signals.SIGKILL:
-        return "killed by the system (SIGKILL), mostly for want of memory", "Close other programs and try again"
+        return "killed by the system (SIGKILL), probably out of memory", "Close other programs and try again"
     if status < 0:
         return (
             f"crashed ({Signals(-status).name}): {last}",

@@ -9,7 +9,7 @@ import psutil
 
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
 from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, hugepages_setting
-from ..words import format_bytes
+from ..formatting import count, format_bytes
 from .check import Check
 
 
@@ -81,10 +81,10 @@ def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
         return Check(
             name,
             "failed",
-            f"{root} cannot be written: every run compiles anew",
+            f"{root} cannot be written: every run compiles from scratch",
             "Set HF_TPU_EXT_COMPILE_CACHE to a directory that you may write to, or to off",
         )
     if not has_tpu and not chosen:
-        return Check(name, "none", f"programs are kept on a TPU, in {root}")
-    text = f"{state.programs} programs, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
+        return Check(name, "none", f"used on a TPU, in {root}")
+    text = f"{count(state.programs, 'executable')}, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
     return Check(name, "ok", text)

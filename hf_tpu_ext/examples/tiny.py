@@ -1,4 +1,4 @@
-"""A tiny model and made tasks that it learns in seconds, for tests, benchmarks and smoke runs. All of it deterministic."""
+"""A tiny model and synthetic tasks that it learns in seconds, for tests, benchmarks and smoke runs. All of it deterministic."""
 
 import random
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..words import format_bytes
+from ..formatting import format_bytes
 
 
 #: What an export says about itself, and what tells a directory as one.

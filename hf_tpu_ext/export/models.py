@@ -114,7 +114,7 @@ class Source:
         if found is None:
             return BaseCheck(
                 None,
-                f"Whether {self.base} is the base that the adapter was trained on could not be told: {self.directory} has no "
+                f"Whether {self.base} is the base that the adapter was trained on could not be verified: {self.directory} has no "
                 f"{BASE_FILE} that fits it.",
             )
         compared, differing = found
@@ -129,7 +129,7 @@ class Source:
 
     def _no_base(self) -> ValueError:
         if self.adapter is None:
-            return ValueError(f"{self.directory} holds no whole model. Take another checkpoint.")
+            return ValueError(f"{self.directory} holds no full model. Take another checkpoint.")
         return ValueError(
             f"{self.base}, which the adapter in {self.directory} was trained on, is not found on this machine or on the "
             "hub. Say where it is: --base_model DIRECTORY; or get it where there is a network: hf download "
@@ -160,9 +160,9 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
         hint = f"It holds {', '.join(inside)}: give one of these." if inside else "Give the output_dir of a run."
         raise ValueError(f"{run_dir} holds neither an adapter nor a model. {hint}")
     if merge:
-        raise ValueError(f"{run_dir} holds a whole model, no adapter to merge. Leave out --merge.")
+        raise ValueError(f"{run_dir} holds a full model, no adapter to merge. Leave out --merge.")
     if base_model is not None:
-        raise ValueError(f"{run_dir} holds a whole model, which has no base. Leave out --base_model.")
+        raise ValueError(f"{run_dir} holds a full model, which has no base. Leave out --base_model.")
     return Source(run_dir, str(run_dir))
 
 
@@ -180,7 +180,7 @@ def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
         )
     # Without the file PEFT asks the hub for a repository of this name.
     if not (run_dir / SAFETENSORS_WEIGHTS_NAME).is_file():
-        raise ValueError(f"{run_dir} has no {SAFETENSORS_WEIGHTS_NAME}: it is not whole. Take another checkpoint.")
+        raise ValueError(f"{run_dir} has no {SAFETENSORS_WEIGHTS_NAME}: it is incomplete. Take another checkpoint.")
     base = base_model or adapter.base_model_name_or_path
     if base is None:
         raise ValueError(f"{run_dir} does not say which model it was trained on. Add --base_model NAME_OR_DIRECTORY.")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from ..formatting import format_bytes
 from ..hardware.topologies import Topology
-from ..words import format_bytes
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
 
@@ -56,7 +56,7 @@ def why_no_compiler(python: str) -> str | None:
         for name, version in required.items()
         if installed[name] != version
     ]
-    return f"The compiler for TPU is not there: {', '.join(wrong)}. {how}" if wrong else None
+    return f"The TPU compiler is not installed: {', '.join(wrong)}. {how}" if wrong else None
 
 
 def compile_programs(
@@ -121,7 +121,7 @@ def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
     if done.returncode == -signal.SIGKILL:
         free = format_bytes(psutil.virtual_memory().available)
         return (
-            f"The compiler for TPU was killed, most likely for want of memory ({free} are free). Plan on a machine "
-            "with more memory, or compile one program at a time: --jobs 1"
+            f"The TPU compiler was killed, probably out of memory ({free} are free). Plan on a machine with more "
+            "memory, or compile one graph at a time: --jobs 1"
         )
-    return f"The compiler for TPU failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"
+    return f"The TPU compiler failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"

@@ -1,4 +1,4 @@
-"""Making a plan of what was traced."""
+"""Makes a plan of traced graphs."""
 
 import sys
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from ..formatting import count
 from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
 from ..sharding import describe_mesh
@@ -50,7 +51,7 @@ def make_plan(
     missing = why_no_compiler(compiler.python)
     planned = []
     if missing is None:
-        with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="program") as bar:
+        with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph") as bar:
             for compiled in compile_programs(programs, topology, compiler.python, compiler.jobs):
                 if compiler.output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
@@ -61,9 +62,7 @@ def make_plan(
     if price is None:
         unknown.append(f"the price: {prices} has none for {topology.chip.name}")
     if run.optimizer_steps is None:
-        unknown.append(
-            "time and cost of the run: the number of steps is not known without the data (max_steps says it)"
-        )
+        unknown.append("time and cost of the run: the number of steps is not known without the data (set max_steps)")
     return Plan(
         title=title,
         facts=_facts(run, programs),
@@ -85,9 +84,9 @@ def _analytic_flops(run: Run, program: CompiledProgram) -> tuple[float | None, f
     if dimensions is None or run.has_teacher or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
         return None, None
     adapters = run.trained_parameters if run.trained_parameters < run.parameters else None
-    count = partial(step_flops, dimensions, program.batch_shape, adapters)
+    flops = partial(step_flops, dimensions, program.batch_shape, adapters)
     again = "head" if run.rematerialization == "none" else run.rematerialization
-    return count(), count(again, sliced_attention=run.sliced_attention)
+    return flops(), flops(again, sliced_attention=run.sliced_attention)
 
 
 def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
@@ -99,12 +98,13 @@ def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
         "model": f"{run.config.model_type}, {format_count(run.parameters).strip()} parameters, "
         f"{format_count(run.trained_parameters).strip()} trained ({share:.3g} %)",
         "precision": run.precision,
-        "an optimizer step": f"{run.per_device_train_batch_size} rows a chip x {run.gradient_accumulation_steps} accumulated x "
-        f"{chips} chip{'s' if chips > 1 else ''} = {rows} rows of {', '.join(map(str, lengths))} tokens",
+        "global batch size": f"{rows} = {run.per_device_train_batch_size} per chip x {run.gradient_accumulation_steps} "
+        f"gradient accumulation step{'s' if run.gradient_accumulation_steps > 1 else ''} x {count(chips, 'chip')}; "
+        f"sequence length{'s' if len(lengths) > 1 else ''} {', '.join(map(str, lengths))}",
     }
     if chips > 1:
         facts["chips"] = describe_mesh(run.mesh)
-    facts["computed again"] = run.rematerialization
+    facts["rematerialization"] = run.rematerialization
     if run.rows is not None:
         facts["data"] = f"{run.rows:,} rows"
     if run.token_share is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from ..words import count, format_bytes, format_size
+from ..formatting import count, format_bytes, format_size
 from .result import FLOPS_RATIO, Plan, Trial
 from .roofline import BASIS
 
@@ -61,7 +61,7 @@ def _bars(parts: dict[str, int], limit: int) -> Iterator[tuple[str, int, str]]:
 
 def _table(trials: Sequence[Trial]) -> list[str]:
     names = list(dict.fromkeys(name for trial in trials for name in trial.settings))
-    rows = [[*names, "memory", "fits", "step at least", "tokens/s/chip"]]
+    rows = [[*names, "peak HBM", "fits", "step at least", "tokens/s/chip"]]
     for trial in trials:
         known = (
             (trial.peak_bytes, format_bytes),

@@ -17,7 +17,7 @@ from .roofline import Roofline, measure_roofline
 #: What stays on a chip between two programs, whether a program uses it or not.
 KEPT = ("weights", "optimizer state", "gradients")
 #: Parts of a chip's memory in the order of the page.
-PARTS = (*KEPT, "batch", "other arguments", "results", "activations and temporary", "generated code")
+PARTS = (*KEPT, "batch", "other arguments", "outputs", "activations and temporaries", "generated code")
 #: A program of more arithmetic than this many times the analytic figure deserves a second look.
 FLOPS_RATIO = 1.1
 
@@ -62,8 +62,8 @@ class PlannedProgram(CompiledProgram):
         named = {role: self.arguments.get(role, 0) for role in (*KEPT, "batch")}
         return named | {
             "other arguments": self.memory["argument"] - sum(named.values()),
-            "results": self.memory["output"] - self.memory["alias"],
-            "activations and temporary": self.memory["temp"],
+            "outputs": self.memory["output"] - self.memory["alias"],
+            "activations and temporaries": self.memory["temp"],
             "generated code": self.memory["generated_code"],
         }
 

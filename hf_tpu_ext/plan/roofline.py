@@ -1,4 +1,4 @@
-"""How fast a chip can run a program at best, and what to expect."""
+"""Roofline of a graph on a chip, and what to expect."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from .hlo_cost import Cost
 #: 256 to 8,192 chips of TPU v5e, github.com/google/maxtext, MaxText/configs/v5e.
 EFFICIENCY = (0.46, 0.67)
 BASIS = (
-    "46 % to 67 % of peak, which MaxText publishes for tuned programs on v5e; fast: the walls overlap, slow: none does. "
+    "46 % to 67 % of peak, which MaxText publishes for tuned programs on v5e; fast: compute, HBM and collectives overlap; slow: they do not. "
     "Not measured with this package."
 )
-WALLS = ("arithmetic", "memory bandwidth", "links between chips")
+#: What can bound a step.
+BOUNDS = ("compute", "HBM", "interconnect")
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Roofline:
 
     @property
     def wall(self) -> str:
-        """Which limit is met first: one of [`WALLS`]."""
-        return max(zip((self.arithmetic, self.memory, self.links), WALLS, strict=True))[1]
+        """What bounds the step: one of [`BOUNDS`]."""
+        return max(zip((self.arithmetic, self.memory, self.links), BOUNDS, strict=True))[1]
 
     @property
     def expected_seconds(self) -> tuple[float, float]:

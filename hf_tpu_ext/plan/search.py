@@ -9,7 +9,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from ..words import format_bytes, format_seconds
+from ..formatting import format_bytes, format_seconds
 from .result import Plan, Trial
 
 
@@ -87,9 +87,11 @@ def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
 def _outcome(trial: Trial, limit: int) -> str:
     settings = _settings_in_words(trial.settings)
     if trial.fits is None:
-        return f"{settings}: could not tell ({trial.error})"
+        return f"{settings}: unknown ({trial.error})"
     if trial.fits:
-        return f"{settings}: fits, {format_bytes(trial.peak_bytes)}, {format_seconds(trial.seconds)} a step at least"
+        return (
+            f"{settings}: fits, {format_bytes(trial.peak_bytes)}, step time at least {format_seconds(trial.seconds)}"
+        )
     lacking = "" if trial.peak_bytes is None else f", {format_bytes(trial.peak_bytes - limit)} too much"
     return f"{settings}: does not fit{lacking}"
 
@@ -148,9 +150,7 @@ def _advice(tried: list[Trial], rows: int) -> list[str]:
         return []
     fitting = [trial for trial in tried if trial.fits]
     if not fitting:
-        return [
-            "Nothing that was tried fits: take more chips, fewer trained weights (use_peft: true) or shorter rows."
-        ]
+        return ["No variant fits: use more chips, LoRA (use_peft: true) or a smaller max_length."]
     largest = max(fitting, key=lambda trial: (int(trial.settings[_ROWS]), trial.tokens_per_second))
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
     advice = [
@@ -160,19 +160,19 @@ def _advice(tried: list[Trial], rows: int) -> list[str]:
     same = [trial for trial in fitting if int(trial.settings[_ROWS]) == rows]
     if same:
         cheapest = max(same, key=lambda trial: trial.tokens_per_second)
-        advice.append(f"the fastest with as many rows as now: {_words(cheapest)}")
+        advice.append(f"the fastest with the present global batch size: {_words(cheapest)}")
     without = [
         {name: value for name, value in trial.settings.items() if name != _ROWS}
         for trial in tried
         if trial.fits is False and trial.settings[_ROWS] == "1"
     ]
     if without:
-        advice.append(f"fits with no batch: {'; '.join(map(_settings_in_words, without))}")
+        advice.append(f"fits with no batch size: {'; '.join(map(_settings_in_words, without))}")
     return advice
 
 
 def _words(trial: Trial) -> str:
-    return f"{_settings_in_words(trial.settings)} ({format_seconds(trial.seconds)} a step at least)"
+    return f"{_settings_in_words(trial.settings)} (step time at least {format_seconds(trial.seconds)})"
 
 
 def _settings_in_words(settings: dict[str, str]) -> str:

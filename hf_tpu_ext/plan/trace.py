@@ -127,7 +127,7 @@ class TracingMixin(EveryLengthMixin):
         """
         self._num_rows = len(self.train_dataset) if has_length(self.train_dataset) else None
         self.pop_callback(ShowSamples)
-        with tqdm(desc="tracing", unit="program", disable=self.args.disable_tqdm) as self._bar:
+        with tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm) as self._bar:
             self.train_every_length()
 
     def _describe_run(self) -> Run:
@@ -150,15 +150,13 @@ class TracingMixin(EveryLengthMixin):
             optimizer_steps=steps,
             max_steps=self._max_steps,
             token_share=facts.token_share,
-            has_teacher=bool(self._further_models()),
+            has_teacher=bool(self._other_models()),
             sliced_attention=is_sliced(self.model),
         )
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         if run is None and kind == OPTIMIZER_STEP or self.steps.replay is None:
-            raise ValueError(
-                "The steps of this recipe cannot be planned, since they are not replayed; the line above says why."
-            )
+            raise ValueError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
         key = (kind, self.watching.batch_shape)
@@ -181,7 +179,7 @@ class TracingMixin(EveryLengthMixin):
     def _roles(self) -> dict[int, str]:
         """What tensors are for, by their identity."""
         roles = {}
-        for model in (self.model, *self._further_models()):
+        for model in (self.model, *self._other_models()):
             for tensor in (*model.parameters(), *model.buffers()):
                 roles[id(tensor)] = "weights"
                 if tensor.grad is not None:

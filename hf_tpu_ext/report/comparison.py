@@ -16,7 +16,7 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     if can_draw():
         for name, title, smooth in (
             ("loss", "Loss", True),
-            ("eval_loss", "Held-out loss", False),
+            ("eval_loss", "Evaluation loss", False),
             ("grad_norm", "Gradient norm", True),
             ("learning_rate", "Learning rate", False),
             ("tokens_per_second", "Tokens per second", False),

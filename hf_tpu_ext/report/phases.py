@@ -6,14 +6,14 @@ import math
 #: All phases, in the order of logs, with what the host does in them.
 PHASES = {
     "data": "takes the next batches from the data loader",
-    "trace": "runs the model's Python code, and starts the program",
-    "replay": "starts a compiled program by its handle",
+    "trace": "traces the step and launches the graph",
+    "replay": "launches the compiled graph by its handle",
     "step": "runs the operators of the step, or on a GPU launches them",
     "device": "waits for the device before a log",
-    "read": "reads what is logged",
+    "read": "fetches what is logged",
     "log": "hands logs to report_to and to the screen",
     "other": "the rest: callbacks and the loop itself",
-    "compile": "compiles programs, or loads them from the compile cache",
+    "compile": "compiles graphs, or loads them from the compilation cache",
     "eval": "evaluates",
     "save": "writes checkpoints",
 }

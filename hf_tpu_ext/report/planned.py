@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..words import format_bytes, format_number, format_seconds
+from ..formatting import format_bytes, format_number, format_seconds
 from .parts import Section, Table
 from .record import Run
 
@@ -67,30 +67,30 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     bound = derived["roofline"]
     rows = [
         [
-            "memory of a chip, at most",
+            "peak HBM per chip",
             _show(derived["peak_bytes"], format_bytes),
             _show(memory and round(memory * 2**30), format_bytes),
         ],
         [
-            "an optimizer step",
+            "optimizer step",
             ""
             if bound is None
-            else f"at least {format_seconds(bound['seconds'])} ({bound['wall']}), expected "
+            else f"at least {format_seconds(bound['seconds'])} ({bound['wall']}-bound), expected "
             f"{' to '.join(format_seconds(seconds) for seconds in bound['expected_seconds'])}",
             _show(run.middle("step_time"), format_seconds),
         ],
         [
-            "tokens a second and chip, with pads",
+            "tokens/s/chip, with padding",
             _at_most(derived["tokens_per_second"], format_number),
             _show(rate and rate / backend["chips"], format_number),
         ],
-        ["utilization (MFU), with pads", _at_most(derived["mfu"], _percent), _show(utilization, _percent)],
+        ["MFU, with padding", _at_most(derived["mfu"], _percent), _show(utilization, _percent)],
         [
-            "the same, pads left out",
+            "MFU, without padding",
             _at_most(derived["mfu"] and plan["token_share"] and derived["mfu"] * plan["token_share"], _percent),
             _show(utilization and utilization * tokens / padded, _percent),
         ],
-        ["programs", str(len(plan["programs"])), str(len(run.programs))],
+        ["graphs", str(len(plan["programs"])), str(len(run.programs))],
     ]
     section.tables.append(Table(["", "planned, for the longest batch", "measured, at the median"], rows))
     return section

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ..formatting import count, format_number, format_seconds, format_size
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
-from ..words import count, format_number, format_seconds, format_size
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_step_times
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
@@ -42,7 +42,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
 def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     """The numbers to see first, by what they are. What is not known is left out."""
     numbers = {}
-    for name, logs, key in (("loss", run.logs, "loss"), ("held-out loss", run.evaluations, "eval_loss")):
+    for name, logs, key in (("loss", run.logs, "loss"), ("evaluation loss", run.evaluations, "eval_loss")):
         values = [value for _, value in points(logs, key)]
         if values:
             numbers[name] = " → ".join(f"{value:.3g}" for value in dict.fromkeys((values[0], values[-1])))
@@ -51,7 +51,7 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     for name, key, scale, unit in (
         ("tokens / s", "tokens_per_second", 1, ""),
         ("time of a step", "step_time", 1, "s"),
-        ("utilization (MFU)", "mfu", 100, " %"),
+        ("MFU", "mfu", 100, " %"),
     ):
         if (middle := run.middle(key)) is not None:
             numbers[name] = format_seconds(middle) if unit == "s" else f"{format_number(scale * middle)}{unit}"
@@ -59,7 +59,9 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     if padded:
         numbers["padding"] = f"{100 * (1 - sum(counts[1] for counts in run.batches.values()) / padded):.1f} %"
     if run.programs:
-        numbers["programs"] = f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
+        numbers["compilations"] = (
+            f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
+        )
     if (memory := run.peak_memory_gib) is not None:
         numbers["peak memory"] = f"{memory:.3g} GiB"
     if (known := _price(run, prices)) is not None:
@@ -72,12 +74,12 @@ def _notes(run: Run) -> list[str]:
     if run.sessions[-1].end is None:
         notes.append("The run did not end, or is still going on. This is what was recorded until then.")
     if run.repeated_steps:
-        notes.append(f"Done once more after the run was resumed: {count(run.repeated_steps, 'step')}.")
+        notes.append(f"Repeated after the resume: {count(run.repeated_steps, 'step')}.")
     bad = sum(not math.isfinite(log["loss"]) for log in run.logs)
     if bad:
         notes.append(f"The loss was not finite in {count(bad, 'log')}.")
     if run.unreadable:
-        notes.append(f"Left out, since it cannot be read: {count(run.unreadable, 'line')} of the record.")
+        notes.append(f"Skipped unreadable lines of run.jsonl: {run.unreadable:,}.")
     return notes
 
 
@@ -86,7 +88,7 @@ def _curves(run: Run) -> Section:
     losses, held_out = points(run.logs, "loss"), points(run.evaluations, "eval_loss")
     if can_draw():
         if losses or held_out:
-            curves, marked = {"training": losses} if losses else {}, {"held out": held_out} if held_out else {}
+            curves, marked = {"training": losses} if losses else {}, {"evaluation": held_out} if held_out else {}
             section.figures.append(draw_curves("loss", "Loss", curves, marked, smooth=True))
         for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
             if values := points(run.logs, name):
@@ -118,8 +120,7 @@ def _speed(run: Run) -> Section:
     if not total:
         return section
     section.lines.append(
-        "Phases are what the host does. The device works on while the host goes on to the next step, so its time shows only "
-        "where the host has to wait for it."
+        "Phases are what the host does. Execution is asynchronous, so device time shows only where the host waits for it."
     )
     if can_draw():
         if run.step_times:
@@ -127,7 +128,7 @@ def _speed(run: Run) -> Section:
             section.figures.append(draw_step_times({name: run.step_times[name] for name in names}))
         rates = {
             "tokens": points(run.logs, "tokens_per_second"),
-            "with pads": points(run.logs, "padded_tokens_per_second"),
+            "with padding": points(run.logs, "padded_tokens_per_second"),
         }
         if all(rates.values()):
             section.figures.append(draw_curves("tokens-per-second", "Tokens per second", rates))
@@ -137,12 +138,12 @@ def _speed(run: Run) -> Section:
         steps = run.step_times[name].total() if name in run.step_times else 0
         per_step = "" if name in BESIDES_STEPS or not steps else format_seconds(seconds / steps)
         rows.append([name, PHASES[name], format_seconds(seconds), f"{100 * seconds / total:.1f} %", per_step])
-    section.tables.append(Table(["phase", "the host", "time", "share", "a step that has it"], rows))
+    section.tables.append(Table(["phase", "the host", "time", "share", "per step"], rows))
     return section
 
 
 def _programs(run: Run) -> Section:
-    section = Section("Programs")
+    section = Section("Compilations")
     if run.programs:
         rows = [
             [
@@ -156,7 +157,9 @@ def _programs(run: Run) -> Section:
             ]
             for one in run.programs
         ]
-        section.tables.append(Table(["program", "batch", "at step", "after", "took", "how", "why again"], rows))
+        section.tables.append(
+            Table(["graph", "batch", "step", "after", "compile time", "source", "cause of recompilation"], rows)
+        )
     ends = [session.end for session in run.sessions if session.end is not None]
     counters = Counter()
     for end in ends:
@@ -164,13 +167,13 @@ def _programs(run: Run) -> Section:
     if counters["executions"]:
         section.lines.append(
             f"{count(counters['executions'], 'execution')}, {counters['replays']:,} of them replayed; "
-            f"{count(counters['reads'], 'read')} from the device and {count(counters['fallbacks'], 'operator')} on the host, "
-            "evaluation, logs and saves included."
+            f"{count(counters['reads'], 'device-to-host transfer')} and {count(counters['fallbacks'], 'CPU fallback')}, "
+            "including evaluation, logs and checkpoints."
         )
     for cache in [end["cache"] for end in ends[-1:] if end["cache"]]:
         section.lines.append(
-            f"Compile cache {cache['directory']}: {count(cache['hits'], 'hit')}, {cache['misses']:,} misses, "
-            f"{count(cache['programs'], 'program')} in {cache['size'] / 2**20:,.1f} MiB."
+            f"Compilation cache {cache['directory']}: {count(cache['hits'], 'hit')}, {cache['misses']:,} misses, "
+            f"{count(cache['programs'], 'executable')} in {cache['size'] / 2**20:,.1f} MiB."
         )
     return section
 
@@ -186,7 +189,7 @@ def _tokens(run: Run) -> Section:
         [name, f"{number:,}", f"{tokens:,}", f"{padded - tokens:,}", f"{100 * (1 - tokens / padded):.1f} %"]
         for name, (number, tokens, padded) in shown.items()
     ]
-    section.tables.append(Table(["batch", "batches", "tokens", "pads", "share of pads"], rows))
+    section.tables.append(Table(["batch", "batches", "tokens", "padding", "share of padding"], rows))
     advice = run.facts["facts"]["token_waste"]
     if advice:
         section.lines.append(f"Before the run: {advice}")
@@ -206,7 +209,7 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     section = Section("Memory and cost")
     if (memory := run.peak_memory_gib) is not None:
         limit = run.facts["backend"]["memory_per_chip"]
-        of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB that a chip has for programs"
+        of = "of the process" if limit is None else f"of the {limit / 2**30:.4g} GiB of usable HBM of a chip"
         section.lines.append(f"At most {memory:.3g} GiB {of} were in use.")
     if (known := _price(run, prices)) is None:
         section.lines.append(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ..backends.base import Backend
+from ..formatting import format_bytes, format_size, name_of_any_layer
 from ..step.layer_scan import LayerStack
-from ..words import format_bytes, format_size, name_of_any_layer
 
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.

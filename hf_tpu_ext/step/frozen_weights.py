@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
-from ..words import name_of_any_layer
+from ..formatting import name_of_any_layer
 
 
 #: Families whose code was found to use the weights of linear layers and of embeddings in ways that give the same numbers.

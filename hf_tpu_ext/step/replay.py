@@ -26,7 +26,7 @@ OPTIMIZER_STEP, MICRO_STEP = "training step", "micro-step"
 
 def warn_not_replayed(reason: str) -> None:
     """Say that steps are not replayed, and why, as half a sentence."""
-    logger.warning(f"Every step is traced, not replayed: {reason}. step_replay=False leaves this line out.")
+    logger.warning(f"Step replay is off, every step is traced: {reason}. step_replay=False silences this line.")
 
 
 @dataclass
@@ -144,7 +144,7 @@ class StepReplay:
             self._models[0].train()
             change = self._python_state.change()
         if change is None and self._settings() != self._noted:
-            change = "the optimizer, its settings or the callbacks are others"
+            change = "the optimizer, its settings or the callbacks have changed"
         if change is not None and not self._note_change(change):
             return True
         self._key = (
@@ -177,7 +177,7 @@ class StepReplay:
             return False
         if self._programs:
             # Where that compiles another program, the watch says so.
-            logger.info(f"Steps are recorded anew: {change}.")
+            logger.info(f"The step is traced again: {change}.")
         self._forget()
         return True
 
@@ -260,9 +260,9 @@ class StepReplay:
         random_state, before = self._before
         spent = self._backend.counters() - before
         if spent.fallbacks:
-            return "an operator of the step runs on the host, since XLA has none such"
+            return "CPU fallback of an operator in the step"
         if spent.reads:
-            return "a step reads the device, and what it read may decide what it does next"
+            return "a device-to-host sync in the step, whose value may decide what runs next"
         if not self._assume_pure and host_random_state() != random_state:
             return "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"
         return None

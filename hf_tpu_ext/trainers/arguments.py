@@ -40,8 +40,8 @@ _FSDP_AS_IS = {
 _FSDP_INSTEAD = {
     "activation_checkpointing": "Set gradient_checkpointing=True instead",
     "xla_fsdp_grad_ckpt": "Set gradient_checkpointing=True instead",
-    "reshard_after_forward": "Set fsdp='full_shard', or mesh='data=2,fsdp=4' for groups of chips that each hold the weights",
-    "state_dict_type": "Leave it out: checkpoints are whole, in the plain Hugging Face form",
+    "reshard_after_forward": "Set fsdp='full_shard', or mesh='data=2,fsdp=4' for sharding within groups of chips",
+    "state_dict_type": "Leave it out: checkpoints hold full tensors, in the plain Hugging Face form",
 }
 _HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
 
@@ -164,20 +164,20 @@ def _optimizer(adapted: CompiledArguments) -> None:
     if args.optim in ADAMW_NAMES:
         if args.optim != OptimizerNames.ADAMW_TORCH:
             adapted.changes.append(
-                f"optim={OptimizerNames(args.optim).value} is replaced by an AdamW of the same update that is part of "
-                "the step program"
+                f"optim={OptimizerNames(args.optim).value} is replaced by AdamW with the same update inside the "
+                "step's graph"
             )
             args.optim = OptimizerNames.ADAMW_TORCH
     elif args.optim in _HOST_SCALAR_NAMES:
         adapted.changes.append(
             f"optim={OptimizerNames(args.optim).value} passes its learning rate as a Python number: a rate of exactly 0 "
-            "or 1 compiles another program; optim=adamw_torch never does"
+            "or 1 recompiles; optim=adamw_torch never does"
         )
     else:
         allowed = sorted(name.value for name in ADAMW_NAMES | _HOST_SCALAR_NAMES)
         raise ValueError(
-            f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs its own kernels or reads the "
-            f"device). Allowed: {', '.join(allowed)}."
+            f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs custom kernels or "
+            f"device-to-host syncs). Allowed: {', '.join(allowed)}."
         )
 
 
@@ -236,13 +236,11 @@ def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
         if str(value).lower() not in _FSDP_AS_IS.get(name, ()):
             hint = _FSDP_INSTEAD.get(name, "Leave it out")
             raise ValueError(
-                f"fsdp_config has {name}={value!r}, which has no meaning on XLA: fsdp splits weights, gradients and "
-                f"optimizer state over the chips, and the compiler gathers a layer's weights when it needs them. {hint}."
+                f"fsdp_config has {name}={value!r}, which has no meaning on XLA: fsdp shards weights, gradients and "
+                f"optimizer state over the chips, and the compiler all-gathers a layer's weights when it needs them. {hint}."
             )
     if adapted.mesh is not None and parse_mesh(adapted.mesh).get("fsdp", 1) == 1:
-        raise ValueError(
-            f"fsdp asks for split weights, and mesh={adapted.mesh!r} for whole ones. Leave one of them out."
-        )
+        raise ValueError(f"fsdp shards the weights, and mesh={adapted.mesh!r} replicates them. Remove one of the two.")
     adapted.mesh = adapted.mesh or "fsdp"
     if num_chips == 1:
         adapted.changes.append("fsdp has no effect on one chip")
@@ -256,7 +254,7 @@ def _supervised(adapted: CompiledArguments) -> None:
     args = adapted.args
     if args.max_length is None:
         raise ValueError(
-            "max_length=None does not work on XLA: every new length would compile another program. Set max_length to "
+            "max_length=None does not work on XLA: every new length would recompile. Set max_length to "
             "the longest sequence that you want to keep, for example max_length=1024."
         )
     if args.activation_offloading:
@@ -265,7 +263,7 @@ def _supervised(adapted: CompiledArguments) -> None:
     if args.padding_free:
         args.padding_free = False
         adapted.changes.append(
-            "padding_free is replaced by rows of a fixed length (same loss); packing=True avoids the padding"
+            "padding_free is replaced by padding to a static length (same loss); packing=True avoids padding"
         )
 
 
@@ -275,7 +273,7 @@ def _model_loading(adapted: CompiledArguments) -> None:
     attention, replaced = attention_to_load_with(model_init_kwargs.get("attn_implementation"))
     adapted.changes += replaced
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
-        adapted.changes.append("device_map has no effect: the model is placed on the XLA device as a whole")
+        adapted.changes.append("device_map has no effect: mesh decides placement")
     if model_init_kwargs.get("quantization_config") is not None:
         raise ValueError(_QUANTIZED)
     # "auto" placement would hand the model to accelerate's dispatcher.

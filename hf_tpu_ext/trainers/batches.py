@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, complete_rows, count_rows
+from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, pad_rows
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
 from .training_steps import SentBatch
 from .upstream import upstream_of
@@ -87,19 +87,19 @@ class BatchesMixin:
         if rows < wanted:
             # Chips that compute gradients by themselves take as many rows each.
             local = mode == "train" and self.chips.local_gradients is not None
-            reason = None if local else self.why_not_complete(mode, inputs)
+            reason = None if local else self.why_not_padded(mode, inputs)
             if reason is None and rows_of_example > 1:
                 reason = f"{rows_of_example} rows are one example"
             if reason is None:
-                inputs = complete_rows(inputs, wanted, self._pad_token_id)
+                inputs = pad_rows(inputs, wanted, self._pad_token_id)
             else:
                 guards = self._last_batch_guards
                 if mode not in self._said:
                     self._said.add(mode)
                     what = "training" if mode == "train" else "evaluation"
                     logger.warning(
-                        f"The last batch has {rows} of {wanted} rows and keeps this shape, one more {what} program to "
-                        f"compile: {reason}. dataloader_drop_last=True leaves such batches out."
+                        f"The last batch has {rows} of {wanted} rows and is not padded, which compiles one more {what} "
+                        f"graph: {reason}. dataloader_drop_last=True drops such batches."
                     )
         guards[mode].check(inputs)
         if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
@@ -189,7 +189,7 @@ class BatchesMixin:
 
     # ---- What rows can be added to ----
 
-    def why_not_complete(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
+    def why_not_padded(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
         """
         Why rows cannot be added to a batch.
 
@@ -228,18 +228,18 @@ class BatchesMixin:
         """
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:
-            return "preprocess_logits_for_metrics is code of yours"
-        return find_own_code(self, [self.model, *self._further_models()], methods)
+            return "preprocess_logits_for_metrics is user code"
+        return find_own_code(self, [self.model, *self._other_models()], methods)
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""
         owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and not _is_ours(cls))
         if owner is not Trainer:
-            return f"the loss of {owner.__name__} is not known to leave masked tokens out"
+            return f"the loss of {owner.__name__} may count masked tokens"
         model = unwrap_peft_model(self.model)
         name = type(model).__name__
         if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
-            return f"the loss of {name} is not known to leave masked tokens out"
+            return f"the loss of {name} may count masked tokens"
         for key, value in model.config.to_dict().items():
             if "z_loss" in key and value:
                 return f"{key}={value} counts every token of a batch"
@@ -251,18 +251,18 @@ class BatchesMixin:
         if not isinstance(labels, torch.Tensor):
             return "its targets are not in `labels`" if self.model.training else None
         if labels.is_floating_point():
-            return f"no value of `labels` ({_name_of(labels.dtype)}) is left out of the loss"
+            return f"no value of `labels` ({_name_of(labels.dtype)}) is ignored by the loss"
         others = [key for key in batch if "label" in key and key not in ("labels", "shift_labels")]
         if others:
-            return f"`{others[0]}` is not known to be left out of the loss"
+            return f"the loss may count masked values of `{others[0]}`"
         model = unwrap_peft_model(self.model)
         per_row = type(model).__name__ in _ROW_MODELS
         if labels.ndim != (1 if per_row else 2):
-            return f"`labels` of shape {tuple(labels.shape)} are not known to be left out of the loss"
+            return f"the loss may count masked `labels` of shape {tuple(labels.shape)}"
         if per_row and (
             model.config.num_labels == 1 or model.config.problem_type not in (None, "single_label_classification")
         ):
-            return "no value of `labels` is left out of the loss, a regression"
+            return "regression: no value of `labels` is ignored by the loss"
         return None
 
 

@@ -100,17 +100,17 @@ def _damage_by_manifest(checkpoint: Path) -> str | None:
     for name, (path, _, digest) in expected.items():
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return f"{name} is not what was written (its SHA-256 differs)"
+                return f"{name} does not match its SHA-256"
     return None
 
 
 def _damage_of_state(state: Path) -> str | None:
     if not state.is_file():
-        return f"{state.name} is missing, so it was not written to its end"
+        return f"{state.name} is missing, so the checkpoint is incomplete"
     try:
         json.loads(state.read_text(encoding="utf-8"))
     except ValueError:
-        return f"{state.name} is cut off, so it was not written to its end"
+        return f"{state.name} is truncated, so the checkpoint is incomplete"
     return None
 
 

@@ -57,8 +57,8 @@ def read_run_state(checkpoint: str) -> dict[str, Any]:
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
     """
-    Resolve `resume_from_checkpoint`: a checkpoint directory, `True` for the newest whole one in `output_dir`, or
-    `None` to start anew. One that is not there or damaged is a `ValueError`.
+    Resolve `resume_from_checkpoint`: a checkpoint directory, `True` for the newest complete one in `output_dir`, or
+    `None` to start over. One that is not there or damaged is a `ValueError`.
     """
     if not resume_from_checkpoint:
         return None
@@ -76,7 +76,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
         raise ValueError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} is {kind}: {what}. {hint}, or "
-            f"resume_from_checkpoint=True for the newest whole one in {output_dir!r}."
+            f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}."
         )
     for checkpoint in reversed(checkpoints_by_step(output_dir).values()):
         damage = find_damage(checkpoint)
@@ -84,8 +84,8 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
             return str(checkpoint)
         logger.warning(f"{checkpoint} is skipped: {damage}.")
     raise ValueError(
-        f"resume_from_checkpoint=True, but {output_dir!r} holds no whole checkpoint. Leave resume_from_checkpoint out to "
-        "start anew, or set output_dir to the directory of the run to resume."
+        f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. Leave resume_from_checkpoint out to "
+        "start over, or set output_dir to the directory of the run to resume."
     )
 
 

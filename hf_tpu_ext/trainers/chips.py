@@ -165,7 +165,7 @@ class Chips:
         own_code = self._trainer.own_code_in_step("train")
         if own_code is not None:
             return f"{own_code}, which may look at the rows of all chips"
-        counted = self._trainer.why_not_complete("train")
+        counted = self._trainer.why_not_padded("train")
         if counted is not None:
             return counted
         random = (

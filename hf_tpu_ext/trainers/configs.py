@@ -13,7 +13,7 @@ from ..sharding import parse_mesh
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
 #: What is said of `deepspeed`.
-NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' splits the weights."
+NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' shards the weights."
 
 
 @dataclass
@@ -26,36 +26,35 @@ class ExtensionArguments:
             Accelerator to train on: `"auto"` (TPU, then XLA on the host if `PJRT_DEVICE=CPU`, then CUDA, then CPU),
             `"xla"`, `"cuda"` or `"cpu"`. One that is absent is an error.
         length_buckets (`list[int]`, *optional*):
-            Lengths that batches are padded to where programs are compiled per shape (XLA). One number of at most 32 is
+            Lengths that batches are padded to where graphs are compiled per shape (XLA). One number of at most 32 is
             a count: that many buckets are chosen from the lengths of the training data. Several numbers are the lengths
-            themselves. By default there is one length: `max_length`. Each length compiles one more program.
+            themselves. By default there is one length: `max_length`. Each length compiles one more graph.
         num_chips (`int`, *optional*):
             How many of the machine's TPU chips to use. By default what the environment variable `TPU_NUM_DEVICES` says, or
             all.
         mesh (`str`, *optional*, defaults to `"data"`):
-            How the chips share the work: `"data"` (each has all weights and a part of the rows), `"fsdp"` (each has a
-            part of the weights, gradients and optimizer state as well), or both, e.g. `"data=2,fsdp=4"`. An axis without
-            a size takes the chips that are left.
+            Mesh of the chips: `"data"` (data parallel, weights replicated), `"fsdp"` (weights, gradients and optimizer
+            state sharded as well), or both, e.g. `"data=2,fsdp=4"`. An axis without a size takes the chips that are left.
         show_sharding (`bool`, *optional*, defaults to `False`):
-            Whether to print at start which parameter is split over which axis of the mesh.
+            Whether to print the sharding of each parameter at start.
         scan_layers (`str`, *optional*, defaults to `"auto"`):
-            Whether layers that are alike run as one loop (XLA), so that compiling takes as long for 28 layers as for 4: `"on"`,
-            `"off"`, or `"auto"`, which is on for model families that were found to train alike, from 8 layers on, unless code of
-            the user's may look at layers at every step. Needs activation checkpointing.
+            Scan over identical layers (XLA), so that compilation takes as long for 28 layers as for 4: `"on"`, `"off"`, or
+            `"auto"`, which is on for model families that were found to train the same, from 8 layers on, unless user code
+            may look at layers at every step. Needs activation checkpointing.
         rematerialization (`str`, *optional*):
-            What the backward pass computes again instead of keeping it (XLA): `"none"`; `"full"`, whole layers; `"dots"`,
-            all of a layer but its matrix products with weights; or names of modules, e.g. `"self_attn"` or `"mlp,self_attn"`,
-            which are computed again as a whole. By default what `gradient_checkpointing` says: `"full"` or `"none"`.
+            Activation checkpointing policy (XLA), what the backward pass recomputes: `"none"`; `"full"`, whole layers;
+            `"dots"`, all of a layer but its matrix products with weights; or names of modules, e.g. `"self_attn"` or
+            `"mlp,self_attn"`, which are recomputed as a whole. By default what `gradient_checkpointing` says: `"full"` or `"none"`.
         step_replay (`bool`, *optional*):
-            Whether a step is run by its compiled program's handle once it was traced twice, instead of being traced each
-            time (XLA). By default unless code that is not of a known package runs inside a step (a subclass, a module, a
-            callback, a hook); `True` says that such code does the same at every step.
+            Whether to replay the compiled graph of a step after two traced steps, without running Python (XLA). By default
+            unless user code runs inside a step (a subclass, a module, a callback, a hook); `True` says that such code does
+            the same at every step.
         compile_cache_dir (`str`, *optional*, defaults to `"auto"`):
-            Where compiled programs are kept for later runs: `"auto"`, `"off"` or a directory. `"auto"` is what the
+            Persistent compilation cache: `"auto"`, `"off"` or a directory. `"auto"` is what the
             environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or on a TPU `~/.cache/hf_tpu_ext/compile`.
         max_recompiles (`int`, *optional*):
-            How many programs may be compiled again in the life of a trainer (XLA). One more is an error that names the cause.
-            By default each is named in a line, and training goes on.
+            Maximum number of recompilations in the life of a trainer (XLA). One more is an error that names the cause. By
+            default there is no limit, and each is named in a line.
         step_status (`bool`, *optional*, defaults to `True`):
             Whether logs show the time of a step by phase, tokens per second, utilization and memory.
         run_report (`bool`, *optional*, defaults to `True`):
@@ -85,52 +84,52 @@ class ExtensionArguments:
     mesh: str | None = field(
         default=None,
         metadata={
-            "help": "How TPU chips share the work. 'data' (default): each has all weights and a part of the rows. 'fsdp': "
-            "weights, gradients and optimizer state are split as well, for models that do not fit one chip. "
-            "'data=2,fsdp=4': both. An axis without a size takes the chips that are left."
+            "help": "Mesh of the TPU chips. 'data' (default): data parallel, weights replicated. 'fsdp': weights, gradients "
+            "and optimizer state sharded as well, for models that do not fit one chip. 'data=2,fsdp=4': both. An axis "
+            "without a size takes the chips that are left."
         },
     )
     show_sharding: bool = field(
         default=False,
-        metadata={"help": "Print at start which parameter is split over which axis of the mesh."},
+        metadata={"help": "Print the sharding of each parameter at start."},
     )
     scan_layers: str = field(
         default="auto",
         metadata={
-            "help": "Whether layers that are alike run as one loop on XLA, so that compiling takes as long for 28 layers as "
-            "for 4. Needs gradient_checkpointing. 'auto' is on for families that were found to train alike, unless code of "
-            "yours may look at layers at every step.",
+            "help": "Scan over identical layers on XLA: compilation takes as long for 28 layers as for 4. Needs "
+            "gradient_checkpointing. 'auto' is on for model families that were found to train the same, unless user code "
+            "may look at layers at every step.",
             "choices": ["auto", "on", "off"],
         },
     )
     rematerialization: str | None = field(
         default=None,
         metadata={
-            "help": "What the backward pass computes again on XLA instead of keeping it. 'none'; 'full': whole layers; "
-            "'dots': all but the matrix products with weights; or names of modules, as 'mlp' or 'mlp,self_attn'. Default: "
-            "full or none, as gradient_checkpointing says."
+            "help": "Activation checkpointing policy on XLA: what the backward pass recomputes. 'none'; 'full': whole "
+            "layers; 'dots': all but the matrix products with weights; or names of modules, as 'mlp' or 'mlp,self_attn'. "
+            "Default: full or none, as gradient_checkpointing says."
         },
     )
     step_replay: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether an XLA step is run by its compiled program's handle once it was traced twice, instead of being "
-            "traced each time. Default: unless a subclass, a module, a callback or a hook of yours has code inside a step. "
-            "True: such code does the same at every step. False: never."
+            "help": "Replay the compiled graph of an XLA step after two traced steps, without running Python. Default: "
+            "unless a subclass, a custom module, a callback or a hook has user code inside a step. True: such code does "
+            "the same at every step. False: never."
         },
     )
     compile_cache_dir: str = field(
         default="auto",
         metadata={
-            "help": "Where compiled programs are kept for later runs: 'auto', 'off' or a directory. 'auto' is "
-            "HF_TPU_EXT_COMPILE_CACHE, or on a TPU ~/.cache/hf_tpu_ext/compile. XLA on the host cannot load them."
+            "help": "Persistent compilation cache: 'auto', 'off' or a directory. 'auto' is HF_TPU_EXT_COMPILE_CACHE, or on "
+            "a TPU ~/.cache/hf_tpu_ext/compile. XLA:CPU cannot load what it stores."
         },
     )
     max_recompiles: int | None = field(
         default=None,
         metadata={
-            "help": "How many programs may be compiled again on XLA. One more is an error that names the cause. Default: "
-            "each is named in a line, and training goes on."
+            "help": "Maximum number of recompilations on XLA. One more is an error that names the cause. Default: no limit, "
+            "each is named in a line."
         },
     )
     step_status: bool = field(
@@ -181,13 +180,13 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
 
     Args:
         show_samples (`int`, *optional*, defaults to `0`):
-            How many prompts of the evaluation set are answered before and after training, and printed side by side.
+            How many prompts of the evaluation set to generate from before and after training, printed side by side.
         kd_teacher (`str`, *optional*):
-            Teacher to learn from: name or path of a model that runs beside the student, or `"base"` for the student's own
+            Teacher for distillation: name or path of a model that runs beside the student, or `"base"` for the student's own
             base with the adapters switched off.
         kd_cache (`str`, *optional*):
-            Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`. No model is run then; `kd_teacher`, if it
-            is given as well, is the one that the cache has to be of.
+            Directory of a teacher's precomputed top-k log-probs, made by `hf-tpu cache-teacher`. No teacher is run then;
+            `kd_teacher`, if it is given as well, is the one that the cache has to be of.
         kd_alpha (`float`, *optional*, defaults to `0.5`):
             Weight of the teacher in the loss `(1 - kd_alpha) * CE + kd_alpha * kd_temperature**2 * KD`.
         kd_temperature (`float`, *optional*, defaults to `1.0`):
@@ -207,20 +206,20 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
 
     show_samples: int = field(
         default=0,
-        metadata={"help": "How many prompts of the evaluation set are answered before and after training."},
+        metadata={"help": "How many prompts of the evaluation set to generate from before and after training."},
     )
 
     kd_teacher: str | None = field(
         default=None,
         metadata={
-            "help": "Teacher to learn from: name or path of a model that runs beside the student, or 'base' for the "
+            "help": "Teacher for distillation: name or path of a model that runs beside the student, or 'base' for the "
             "student's own base with the adapters switched off (LoRA)."
         },
     )
     kd_cache: str | None = field(
         default=None,
         metadata={
-            "help": "Directory of a teacher's cached answers, made by `hf-tpu cache-teacher`. No model is run then; "
+            "help": "Directory of a teacher's precomputed top-k log-probs, made by `hf-tpu cache-teacher`. No teacher is run then; "
             "kd_teacher, if it is given as well, is the one that the cache has to be of."
         },
     )
@@ -249,7 +248,7 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
         self._check_distillation()
         if self.show_samples < 0:
             raise ValueError(
-                f"show_samples={self.show_samples} is negative. Give the number of prompts to answer, or 0."
+                f"show_samples={self.show_samples} is negative. Give the number of prompts to generate from, or 0."
             )
         super().__post_init__()
 

@@ -63,5 +63,5 @@ def check_columns_are_text(dataset, name: str) -> None:
     if images:
         raise ValueError(
             f"{name} has a column {images[0]!r}. Datasets with images do not train on XLA: the number of image tokens "
-            "changes the program with every batch. Train on CUDA (backend='cuda'), or drop the column."
+            "changes the graph with every batch. Train on CUDA (backend='cuda'), or drop the column."
         )

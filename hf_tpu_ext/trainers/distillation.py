@@ -80,7 +80,7 @@ class DistillationMixin:
         student = unwrap_peft_model(self.model)
         if name == student.name_or_path and not isinstance(self.model, PeftModel):
             raise ValueError(
-                f"kd_teacher={name!r} is the student itself, which it would be held to. Give another model; with LoRA, "
+                f"kd_teacher={name!r} is the student itself. Give another model; with LoRA, "
                 "kd_teacher='base' holds the student to its base."
             )
         check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
@@ -135,7 +135,7 @@ class DistillationMixin:
             )
         if cache.manifest.teacher == student and not isinstance(self.model, PeftModel):
             raise ValueError(
-                f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself, which it would be held to. "
+                f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself. "
                 "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
             )
 
@@ -143,8 +143,8 @@ class DistillationMixin:
         # A teacher that is run takes part of the time.
         return None if distills(self.args) and self.args.kd_cache is None else super()._flops_of_batch()
 
-    def _further_models(self) -> list[torch.nn.Module]:
-        models = super()._further_models()
+    def _other_models(self) -> list[torch.nn.Module]:
+        models = super()._other_models()
         return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

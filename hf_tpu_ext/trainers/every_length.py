@@ -82,8 +82,8 @@ class EveryLengthMixin:
         row = next(iter(dataset))
         if "input_ids" not in row:
             raise ValueError(
-                "Programs are made from rows of tokens, and the rows of this dataset are made into tokens batch by batch "
-                "(images). Start the run itself: it keeps its programs as well."
+                "Images are tokenized batch by batch, so graphs cannot be compiled before the run. Start the run: it fills "
+                "the compilation cache, too."
             )
         return datasets.Dataset.from_list([_stretch(row, length) for length in self.lengths])
 

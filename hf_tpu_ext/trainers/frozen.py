@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..formatting import format_bytes
 from ..sharding import ShardingPlan
 from ..step.frozen_weights import FrozenWeights
-from ..words import format_bytes
 
 
 class ShortFrozenWeights:
@@ -40,7 +40,7 @@ class ShortFrozenWeights:
             return
         self.in_use = [
             FrozenWeights(model, trainer.backend, ShardingPlan(model, trainer.chips.mesh).specs)
-            for model in (trainer.model, *trainer._further_models())
+            for model in (trainer.model, *trainer._other_models())
         ]
         try:
             for frozen in self.in_use:
@@ -75,6 +75,6 @@ class ShortFrozenWeights:
         if not num_bytes:
             return []
         return [
-            f"frozen weights in bfloat16, which holds them exactly: {format_bytes(num_bytes)} of HBM instead of "
+            f"frozen weights in bfloat16 (exact): {format_bytes(num_bytes)} of HBM instead of "
             f"{format_bytes(2 * num_bytes)}"
         ]

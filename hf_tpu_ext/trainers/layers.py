@@ -108,18 +108,18 @@ class LayerScan:
     # ---- Code of the user's that may look at layers ----
 
     def _own_code_allows_scan(self) -> bool:
-        models = [self._trainer.model, *self._trainer._further_models()]
+        models = [self._trainer.model, *self._trainer._other_models()]
         found = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
         if found is None:
             return True
         if self._trainer.compiled.scan_layers == "on":
             logger.warning(
-                f"scan_layers='on': {found}, and sees one layer with the stacked parameters of all. Leave scan_layers out if it "
-                "looks at layers."
+                f"scan_layers='on': {found}, and sees one layer with stacked parameters. Leave scan_layers out if it looks at "
+                "layers."
             )
             return True
         logger.warning(
-            f"Layers are compiled one by one, not as a loop: {found}, which may look at them; scan_layers='on' if it does not."
+            f"scan_layers is off, layers are unrolled: {found}, which may look at them; scan_layers='on' if it does not."
         )
         return False
 
@@ -153,14 +153,14 @@ class LayerScan:
         if self.stack is None or self._is_stacked:
             return
         modules, name, layers = self._place_of_layers
-        reason = "the list of layers is another"
+        reason = "the list of layers has changed"
         if modules.get(name) is layers and list(layers) == self.stack.layers:
             reason = self._why_layers_differ(layers)
         if reason is None:
             self.stack.stack()
             self._put_stack()
             return
-        logger.warning(f"Layers are compiled one by one from now on, not as a loop: {reason}.")
+        logger.warning(f"scan_layers is off from here on, layers are unrolled: {reason}.")
         self._stacked_groups.split()
         self.stack, self._trainer.compiled.scan_layers = None, "off"
         self._trainer.steps.keep_gradients()
@@ -171,9 +171,9 @@ class LayerScan:
         config = unwrap_peft_model(self._trainer.model).config
         for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
-                return f"{setting}=True asks for something of every layer"
+                return f"{setting}=True needs an output of every layer"
         if self._trainer.backend.programs.aliased(list(layers.parameters())):
-            return "code of yours holds weights of layers, as of a state_dict(), which are to follow the training"
+            return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
         return why_not_alike(layers, self._trainer.chips.split_output)
 
     @contextmanager
@@ -191,9 +191,9 @@ class LayerScan:
 
     def _why_not_scan(self, optimizer: torch.optim.Optimizer) -> str | None:
         if self._trainer.compiled.rematerialization not in ("full", "dots"):
-            return "the loop computes layers again in the backward pass, which needs gradient_checkpointing=True"
+            return "the scan rematerializes layers, which needs gradient_checkpointing=True"
         if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
-            return "all layers of the loop are computed again, and every_n_layers asks for some"
+            return "the scan rematerializes every layer, and every_n_layers asks for some"
         if self._trainer.backend.num_chips > 1 and (random := draws_random_numbers(self._trainer.model)) is not None:
             return f"{random} draws random numbers, which would be the same in all layers"
         if not isinstance(optimizer, LazyAdamW):
@@ -212,7 +212,7 @@ class LayerScan:
         if self._trainer.compiled.scan_layers == "auto" and (
             config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS
         ):
-            return f"{config.model_type} with {len(layers)} layers is left as it is"
+            return f"scan_layers='auto' does not scan {config.model_type} with {len(layers)} layers"
         return None
 
 

@@ -160,7 +160,7 @@ class TPUTrainerMixin(
             self._save_from_host(self.optimizer)
         self._checkpoint_activations()
         self.backend.set_rng_state(self.args.seed)
-        for model in self._further_models():
+        for model in self._other_models():
             if isinstance(model, PreTrainedModel):
                 # Upstream has moved it to the device.
                 model.tie_weights()
@@ -410,7 +410,7 @@ class TPUTrainerMixin(
             return super()._get_grad_norm(model, grad_norm)
         return self.steps.keep_norm(partial(super()._get_grad_norm, model, grad_norm))
 
-    def _further_models(self) -> list[nn.Module]:
+    def _other_models(self) -> list[nn.Module]:
         """Models besides the trained one that a step runs, as the reference of a preference trainer."""
         trained = {id(module) for module in self.model.modules()}
         models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]

@@ -224,11 +224,11 @@ def _in_trainer(trainer: Trainer, methods: tuple[str, ...]) -> str | None:
             if not is_known(owner.__module__):
                 return f"{owner.__name__} overrides {name}"
             if not all(map(_is_known_function, _functions_in(vars(owner)[name]))):
-                return f"{name} of {owner.__name__} was replaced by code of yours"
+                return f"{name} of {owner.__name__} is patched by user code"
     for name in sorted(names & vars(trainer).keys()):
         value = vars(trainer)[name]
         if callable(value) and not isinstance(value, nn.Module) and not _is_known_code(value):
-            return f"{name} is code of yours" if name == "compute_loss_func" else f"trainer.{name} is code of yours"
+            return f"{name} is user code" if name == "compute_loss_func" else f"trainer.{name} is user code"
     return None
 
 
@@ -245,25 +245,25 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
         for name, module in model.named_modules():
             place = name or "the model"
             if not is_known(type(module).__module__):
-                return f"{place} is a {type(module).__name__}, a module of yours"
+                return f"{place} is a {type(module).__name__}, a custom module"
             for attribute, value in vars(module).items():
                 if attribute in _HOOKS:
                     if not all(map(_is_known_code, value.values())):
-                        return f"a hook of yours is registered on {place}"
+                        return f"a user hook on {place}"
                 elif callable(value) and not isinstance(value, nn.Module) and not _is_known_code(value):
-                    return f"{attribute} of {place} is code of yours"
+                    return f"{attribute} of {place} is user code"
     return None
 
 
 def _in_hooks(models: Sequence[nn.Module]) -> str | None:
     for name, hooks in _GLOBAL_HOOKS.items():
         if not all(map(_is_known_code, hooks.values())):
-            return f"a hook of yours is registered for all modules or optimizers ({name})"
+            return f"a user hook on all modules or optimizers ({name})"
     for model in models:
         for name, parameter in model.named_parameters():
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 if hooks is not None and not all(map(_is_known_code, hooks.values())):
-                    return f"a hook of yours is registered on the parameter {name}"
+                    return f"a user hook on the parameter {name}"
     return None
 
 
@@ -275,9 +275,9 @@ def _in_optimizer(optimizer: torch.optim.Optimizer | None) -> str | None:
         optimizer = optimizer.optimizer
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         if not all(map(_is_known_code, hooks.values())):
-            return "a hook of yours is registered on the optimizer"
+            return "a user hook on the optimizer"
     if not all(map(_is_known_code, (value for value in vars(optimizer).values() if callable(value)))):
-        return "a method of the optimizer was replaced by code of yours"
+        return "a method of the optimizer is patched by user code"
     return None
 
 
@@ -285,7 +285,7 @@ def _in_namespaces(namespaces: dict[str, Any]) -> str | None:
     for owner, names in namespaces.items():
         for name, value in names.items():
             if not all(map(_is_installed, _functions_in(value))):
-                return f"{name} of {owner} was replaced by code of yours"
+                return f"{name} of {owner} is patched by user code"
     return None
 
 

@@ -189,7 +189,7 @@ class SavingMixin:
                 self._save_checkpoint(self.model, trial)
             return super()._finalize_training(trial, num_train_samples, start_time)
         if self._saved != (self.state.global_step, self._evaluation_due):
-            # To go on takes the optimizer.
+            # Resuming takes the optimizer.
             with self._settings(save_only_model=False):
                 self._save_checkpoint(self.model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -273,7 +273,7 @@ class SavingMixin:
         whole = next(
             (path for path in reversed(checkpoints_by_step(run_dir).values()) if find_damage(path) is None), None
         )
-        left = "There is none to resume from" if whole is None else f"{whole} is whole"
+        left = "There is none to resume from" if whole is None else f"{whole} is complete"
         free = f"{shutil.disk_usage(run_dir).free / 2**20:,.0f} MiB are free there. " if run_dir.is_dir() else ""
         return (
             f"{checkpoint} could not be saved ({error}). {left}. {free}Make room or lower save_total_limit, or set "

@@ -263,7 +263,7 @@ class TrainingSteps(TrainerCallback):
         wanted = trainer.compiled.step_replay
         if wanted is False:
             return
-        models = [model, *trainer._further_models()]
+        models = [model, *trainer._other_models()]
         why_not = partial(self._why_not_replay, models, assume_pure=wanted is True)
         reason = why_not()
         if reason is not None:

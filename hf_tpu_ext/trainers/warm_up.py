@@ -28,14 +28,14 @@ class WarmedUp(Exception):
 
 def open_compile_cache(args: ExtensionArguments) -> list[str]:
     """
-    Open the compile cache that a warm-up is to fill. Returns one line for each thing that a person should know.
+    Open the compilation cache that a warm-up is to fill. Returns one line for each thing that a person should know.
     Nothing to compile, or nowhere to keep it, is a `ValueError`.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
     if not backend.traces_steps:
         raise ValueError(
-            f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Give this command on "
-            "the machine with the TPU."
+            f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Run this command on "
+            "the TPU machine."
         )
     lines = backend.use_compile_cache(args.compile_cache_dir)
     cache = backend.cache_use()
@@ -43,13 +43,13 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
         raise ValueError(f"{lines[0]}.")
     if cache_root(args.compile_cache_dir)[0] is None:
         raise ValueError(
-            "There is nowhere to keep programs: compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out."
+            "There is no compilation cache: compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out."
         )
     if cache is None:
         raise ValueError(
-            f"There is nowhere to keep programs: on this device ({backend.device_name}) stored ones cannot be loaded, so "
-            "none are stored. Give this command on the machine with the TPU. To store them all the same, to compare their "
-            "keys, name a directory: --compile_cache_dir DIR"
+            f"There is no compilation cache: this device ({backend.device_name}) cannot load stored executables, so none "
+            "are stored. Run this command on the TPU machine. To store them anyway, to compare their keys, name a "
+            "directory: --compile_cache_dir DIR"
         )
     if cache.problem is not None:
         raise ValueError(f"{lines[0]}. Set compile_cache_dir to a directory that can be written.")
@@ -81,7 +81,7 @@ class WarmUpMixin(EveryLengthMixin):
         num_programs = len(self.train_rows) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         if self.eval_dataset is not None:
             num_programs += len(self.eval_rows)
-        with tqdm(total=num_programs, desc="compiling", unit="program", disable=self.args.disable_tqdm) as bar:
+        with tqdm(total=num_programs, desc="compiling", unit="graph", disable=self.args.disable_tqdm) as bar:
             compiling = _Compiling(self, self.pop_callback(ShowSamples), bar)
             self.train_every_length([compiling])
         raise WarmedUp(compiling.programs, self.backend.cache_use())

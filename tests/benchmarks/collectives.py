@@ -17,10 +17,10 @@ from pathlib import Path
 from schemes import CHIPS, LENGTH, ROWS_PER_CHIP, SCHEMES, SIZES, Run, make_inputs, run_schemes
 from tables import versions, write_block
 
+from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.plan.hlo import Collective
 from hf_tpu_ext.sharding.plan import PlannedParameter
 from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
-from hf_tpu_ext.words import format_bytes
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "eight_chips.md"

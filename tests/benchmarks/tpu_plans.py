@@ -19,7 +19,7 @@ from tables import make_parser, write_block
 from transformers import AutoConfig
 
 from hf_tpu_ext.examples.tiny import make_tokenizer
-from hf_tpu_ext.words import format_bytes
+from hf_tpu_ext.formatting import format_bytes
 
 
 ROOT = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def make_row(case: Case, planned: dict) -> str:
         cells += [
             "yes" if derived["fits"] else "no",
             format_bytes(derived["peak_bytes"]),
-            format_bytes(parts["activations and temporary"]),
+            format_bytes(parts["activations and temporaries"]),
             format_bytes(parts["generated code"]),
             f"{1000 * derived['roofline']['seconds']:.0f} ms",
         ]

@@ -41,7 +41,7 @@ def test_first_signal_is_noted_and_told_in_one_line(number, capfd):
         assert stop.reason == number.name
     assert handlers() == before
     told = capfd.readouterr().err
-    assert told.strip() == f"{number.name}: saving after this step; a second one quits at once."
+    assert told.strip() == f"{number.name}: saving after this step; a second one exits immediately."
     with stop.listen():
         assert stop.reason is None
 

@@ -83,7 +83,7 @@ def program(*numbers, name="constant", shape="f32[]", place=None):
 
 def test_the_first_operation_that_differs():
     before, after = program("1", "2", "3"), program("1", "5", "4", place=LINE)
-    assert compare_operations(before, after).what == "a number that the step computes with was 2, is 5 [my_loss.py:12]"
+    assert compare_operations(before, after).what == "a scalar of the graph was 2, is 5 [my_loss.py:12]"
     # The lines are not noted at every step.
     assert compare_operations(before, program("1", "2", "3", place=LINE)) is None
 

@@ -87,7 +87,11 @@ def test_recipe_through_the_stock_command(tiny, tmp_path):
 
 def test_recipe_on_eight_devices_through_the_stock_command(tiny, tmp_path):
     result = run_command("trl", FULL, tiny, tmp_path, CPU_NUM_DEVICES="8")
-    assert "effective batch 2 per chip x 2 accumulated x 8 chips = 32 rows" in result.stdout + result.stderr
+    printed = result.stdout + result.stderr
+    assert (
+        "local batch size 2 x 96 per chip; global batch size 32 (2 per chip x 2 gradient accumulation steps x 8 chips)"
+        in printed
+    )
 
 
 @pytest.mark.slow

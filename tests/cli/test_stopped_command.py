@@ -51,7 +51,7 @@ def test_sigterm_and_resume(command, tmp_path):
     process = start(*command, "--max_steps", 100_000)
     printed = stop(process, process.terminate)
     assert process.returncode == os.EX_TEMPFAIL, printed
-    assert printed.count("SIGTERM: saving after this step; a second one quits at once.") == 1
+    assert printed.count("SIGTERM: saving after this step; a second one exits immediately.") == 1
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     steps = int(checkpoint.name.rpartition("-")[2])
     assert f"Stopped by SIGTERM after step {steps}, saved in {checkpoint}." in printed
@@ -71,7 +71,7 @@ def test_ctrl_c_with_workers_that_load_data(command, tmp_path):
     process = start(*command, "--max_steps", 100_000, "--dataloader_num_workers", 2)
     printed = stop(process, lambda: os.killpg(process.pid, signal.SIGINT))
     assert process.returncode == os.EX_TEMPFAIL, printed
-    assert printed.count("SIGINT: saving after this step; a second one quits at once.") == 1
+    assert printed.count("SIGINT: saving after this step; a second one exits immediately.") == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_tpu_ext.data import NUM_TOKENS, PAD_VALUES, PackedCollator, ShapeGuard, StaticShapeCollator, complete_rows
+from hf_tpu_ext.data import NUM_TOKENS, PAD_VALUES, PackedCollator, ShapeGuard, StaticShapeCollator, pad_rows
 
 
 PAD = 96
@@ -92,7 +92,7 @@ def test_completed_rows_are_masked_out():
         "temperature": torch.tensor(2.0),
         "texts": ["a"],
     }
-    completed = complete_rows(batch, 3, PAD)
+    completed = pad_rows(batch, 3, PAD)
     assert completed["input_ids"].tolist() == [[1, 2, PAD], [PAD] * 3, [PAD] * 3]
     assert completed["attention_mask"].tolist() == [[1, 1, 0], [0] * 3, [0] * 3]
     assert completed["position_ids"].tolist() == [[0, 1, 2], [0] * 3, [0] * 3]
@@ -107,11 +107,11 @@ def test_a_row_with_a_class_is_completed_by_rows_like_it_and_a_full_batch_is_ret
     """What a model makes of a row without tokens may not be finite, a mean over them for instance."""
     ids, mask = torch.tensor([[1, 2], [3, PAD]]), torch.tensor([[1, 1], [1, 0]])
     batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, 0])}
-    completed = complete_rows(batch, 4, PAD)
+    completed = pad_rows(batch, 4, PAD)
     assert completed["labels"].tolist() == [1, 0, -100, -100]
     assert completed["input_ids"].tolist() == [[1, 2], [3, PAD], [3, PAD], [3, PAD]]
     assert completed["attention_mask"].tolist() == [[1, 1], [1, 0], [1, 0], [1, 0]]
-    assert complete_rows(batch, 2, PAD) is batch
+    assert pad_rows(batch, 2, PAD) is batch
 
 
 def test_tokens_are_counted_before_they_are_padded():
@@ -139,7 +139,7 @@ def test_loss_and_gradients_equal_those_of_the_ragged_batch(tiny_qwen3):
     for _ in range(2):
         examples = make_examples(rng, 3, 20)
         losses, gradients = [], []
-        for batch in (stock(examples), complete_rows(collator(examples), 4, PAD)):
+        for batch in (stock(examples), pad_rows(collator(examples), 4, PAD)):
             tiny_qwen3.zero_grad()
             loss = tiny_qwen3(**batch).loss
             loss.backward()

@@ -8,7 +8,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_tpu_ext.data import StaticShapeCollator, TokenWaste, batch_lengths, complete_rows, percentile_buckets
+from hf_tpu_ext.data import StaticShapeCollator, TokenWaste, batch_lengths, pad_rows, percentile_buckets
 
 
 MAX_LENGTH = 256
@@ -29,7 +29,7 @@ def measure(lengths, declared, sampler=None, shuffle=False):
     loader = DataLoader(
         examples, BATCH_SIZE, shuffle=shuffle, sampler=sampler, collate_fn=collator, generator=generator
     )
-    batches = [complete_rows(batch, BATCH_SIZE, 0)["attention_mask"] for batch in loader]
+    batches = [pad_rows(batch, BATCH_SIZE, 0)["attention_mask"] for batch in loader]
     return 1 - sum(batch.sum().item() for batch in batches) / sum(batch.numel() for batch in batches)
 
 

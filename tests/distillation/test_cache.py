@@ -123,7 +123,7 @@ def test_missing_sequences_are_counted_and_named(cache_dir, rows):
 
 
 def test_no_cache(tmp_path):
-    with pytest.raises(ValueError, match="holds no teacher's cache. Make it: hf-tpu cache-teacher"):
+    with pytest.raises(ValueError, match="holds no teacher's cache. Build it: hf-tpu cache-teacher"):
         TeacherCache(tmp_path)
 
 
@@ -151,9 +151,9 @@ def flip_bit(path):
         (flip_bit, "was changed: its checksum is not the one in the manifest"),
     ],
 )
-def test_damaged_file_is_named_and_made_anew(make_cache, own_cache_dir, cache_dir, caplog, damage, message):
+def test_damaged_file_is_named_and_rebuilt(make_cache, own_cache_dir, cache_dir, caplog, damage, message):
     damage(own_cache_dir / "shard-00001.arrow")
-    with pytest.raises(ValueError, match=rf"shard-00001\.arrow {message}\. Make it anew"):
+    with pytest.raises(ValueError, match=rf"shard-00001\.arrow {message}\. Rebuild it"):
         TeacherCache(own_cache_dir)
     make_cache(own_cache_dir)
     for path in cache_dir.iterdir():
@@ -200,7 +200,7 @@ def test_check_of_what_fits(cache_dir, tokenizer):
             "kd_top_k=17, but .* holds 16 tokens of each position. Set kd_top_k to 1...16, .* --kd_top_k 17",
         ),
         ({"top_k": 0}, "kd_top_k=0, but"),
-        ({"max_length": 32}, "max_length=32, but .* was made with max_length=24"),
+        ({"max_length": 32}, "max_length=32, but .* was built with max_length=24"),
         (
             {"vocab_size": 100},
             r"The teacher's cache .* holds the token id \d+, but the student's vocabulary has 100 tokens",
@@ -233,9 +233,7 @@ def test_build_with_other_settings_is_refused(own_cache_dir, tiny_teacher, rows,
     directory = own_cache_dir if complete else tmp_path / "partial"
     make_writer(directory, tiny_teacher, rows)
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    message = (
-        r"made otherwise: teacher is 'new' and was 'tiny'; top_k is 8 and was 16\. .*--output_dir DIR.*--overwrite"
-    )
+    message = r"built with other settings: teacher is 'new' and was 'tiny'; top_k is 8 and was 16\. .*--output_dir DIR.*--overwrite"
     with pytest.raises(ValueError, match=message):
         make_writer(directory, tiny_teacher, rows, teacher="new", top_k=8)
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

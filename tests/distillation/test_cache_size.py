@@ -113,7 +113,7 @@ def test_files_are_bounded(tmp_path):
 def test_too_large_is_refused_before_the_start(tiny_teacher, rows, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(cache_writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    message = r"There is no room for it: .* needs 43\.\d\d kB more, and 1\.00 kB are free there.*--output_dir.*--compact \(\d+ "
+    message = r"Not enough disk space: .* needs 43\.\d\d kB more, and 1\.00 kB are free there.*--output_dir.*--compact \(\d+ "
     with pytest.raises(ValueError, match=message):
         make_writer(tmp_path / "cache", tiny_teacher, rows)
     assert list((tmp_path / "cache").iterdir()) == []

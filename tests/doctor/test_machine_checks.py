@@ -100,14 +100,14 @@ def test_memory(least, status):
 
 def test_compile_cache(tmp_path):
     root = tmp_path / "cache"
-    assert "0 programs" in check_compile_cache(True, str(root)).text
+    assert "0 executables" in check_compile_cache(True, str(root)).text
     assert not root.exists()
     cache = CompileCache(root, "toolchain", {})
     (cache.directory / "123").write_bytes(b"x" * 1000)
     (cache.directory / "456").write_bytes(b"x" * 10)
     check = check_compile_cache(True, str(root))
     assert check.status == "ok"
-    assert check.text.startswith("2 programs, 1.01 kB of at most 21.47 GB, in ")
+    assert check.text.startswith("2 executables, 1.01 kB of at most 21.47 GB, in ")
 
 
 def test_compile_cache_that_cannot_be_written(tmp_path):

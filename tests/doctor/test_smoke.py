@@ -142,7 +142,7 @@ def test_a_failure_is_the_status_and_marks_are_plain_where_they_have_to_be():
     assert "Unknown HF_TPU_EXT_BACKEND='gpu'" in result.stdout
     assert "fix:" in result.stdout
     assert result.stdout.endswith("1 failed: backend\n")
-    assert "a small training" not in result.stdout
+    assert "smoke training run" not in result.stdout
     assert result.stdout.isascii()
 
 

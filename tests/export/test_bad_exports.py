@@ -95,7 +95,7 @@ def test_a_checkpoint_that_is_not_what_was_written(run_dir):
     content[-5] ^= 1
     weights.write_bytes(content)
     with pytest.raises(
-        ValueError, match="adapter_model.safetensors is not what was written .* Take another checkpoint"
+        ValueError, match="adapter_model.safetensors does not match its SHA-256.* Take another checkpoint"
     ):
         export_run(run_dir / "checkpoint-5", merge=True)
     (run_dir / "checkpoint-5" / "manifest.json").unlink()

@@ -167,7 +167,7 @@ def test_a_base_that_was_not_noted_is_told(make_adapter, capsys):
     run_dir, _ = make_adapter(target_modules=["q_proj"])
     assert main(["export", str(run_dir), "--merge", "--prompts", "1+1?"]) == 0
     told = capsys.readouterr().out
-    assert "is the base that the adapter was trained on could not be told" in told and "base_model.json" in told
+    assert "is the base that the adapter was trained on could not be verified" in told and "base_model.json" in told
 
 
 def test_prompts_of_the_caller_are_compared(lora_run, tmp_path):

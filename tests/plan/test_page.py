@@ -51,8 +51,8 @@ def test_fits_and_by_how_much():
     planned = plan(program())
     assert planned.fits is True
     assert planned.peak_bytes == 12.1 * GB
-    assert "FITS: a chip holds 12.10 GB of the 16.91 GB" in render(planned)
-    assert "4.81 GB to spare" in render(planned)
+    assert "FITS: peak HBM 12.10 GB of 16.91 GB usable" in render(planned)
+    assert "4.81 GB free" in render(planned)
 
 
 def test_a_chip_also_holds_what_the_running_program_does_not_use():
@@ -61,13 +61,13 @@ def test_a_chip_also_holds_what_the_running_program_does_not_use():
     assert planned.largest is planned.programs[1]
     assert planned.peak_bytes == (3 + 3 + 5 + 6 + 0.2) * GB
     assert planned.fits is False
-    assert "DOES NOT FIT: a chip holds 17.20 GB, 288.57 MB more than" in render(planned)
+    assert "DOES NOT FIT: peak HBM 17.20 GB, 288.57 MB over" in render(planned)
 
 
 def test_parts_add_up():
     planned = program(memory=MICRO_STEP.memory | {"output": 4 * GB})
     assert sum(planned.parts.values()) == (6 + 4 - 3 + 5 + 0.1) * GB
-    assert planned.parts["results"] == GB
+    assert planned.parts["outputs"] == GB
 
 
 def test_what_the_compiler_refuses_does_not_fit():
@@ -76,7 +76,7 @@ def test_what_the_compiler_refuses_does_not_fit():
     assert planned.fits is False
     assert refused.excess_bytes == 2 * 2**30
     page = render(planned)
-    assert "DOES NOT FIT: a chip needs 2.15 GB more than the 16.91 GB" in page
+    assert "DOES NOT FIT: peak HBM is 2.15 GB over the 16.91 GB" in page
     assert "the compiler says: RESOURCE_EXHAUSTED" in page and "refused" in page
     # A program that fits beside it changes nothing.
     assert plan(refused, program()).fits is False
@@ -93,7 +93,7 @@ def test_could_not_tell(programs):
     planned = plan(*programs)
     assert planned.fits is None and planned.roofline is None and planned.run_dollars is None
     page = render(planned)
-    assert "COULD NOT TELL" in page and "memory of a chip" not in page
+    assert "UNKNOWN whether it fits" in page and "peak HBM" not in page
 
 
 def test_time_and_cost():
@@ -107,7 +107,7 @@ def test_time_and_cost():
     # Eight chips for an hour.
     assert planned.run_dollars[0] == pytest.approx(8 * 1.2)
     page = " ".join(render(planned).split())
-    assert "at least 1 s; the wall: arithmetic (arithmetic 1 s, memory 100 ms, links 20 ms)" in page
+    assert "at least 1 s, compute-bound (roofline: compute 1 s, HBM 100 ms, interconnect 20 ms)" in page
     assert "4,096 tokens/s/chip at that bound, 2,048 without padding; MFU 76 %" in page
     assert "at least $9.60" in page and "us-central1, 2026-11 (list)" in page
 
@@ -150,9 +150,9 @@ def test_variants_are_a_table():
         Trial({"batch": "8", "mesh": "fsdp"}, None, error="refused"),
     ]
     lines = render(plan(program(), trials=trials)).splitlines()
-    start = lines.index("variants, of those tried, that no other beats in both speed and memory")
+    start = lines.index("Pareto front of the variants tried (speed, HBM)")
     assert [line.split() for line in lines[start + 1 : start + 4]] == [
-        ["batch", "mesh", "memory", "fits", "step", "at", "least", "tokens/s/chip"],
+        ["batch", "mesh", "peak", "HBM", "fits", "step", "at", "least", "tokens/s/chip"],
         ["16", "12.00", "GB", "yes", "1.5", "s", "9,000"],
         ["8", "fsdp", "?", "?", "?", "?"],
     ]
@@ -182,7 +182,7 @@ def test_json_holds_all_of_it(tmp_path):
     assert content["versions"] == {"libtpu": "0.0.21"}
     assert content["topology"]["chip"]["memory_bytes"] == 16911433728
     derived = content["derived"]
-    assert derived["fits"] is True and derived["roofline"]["wall"] == "arithmetic"
+    assert derived["fits"] is True and derived["roofline"]["wall"] == "compute"
     assert derived["parts"]["optimizer state"] == 6 * GB
     assert derived["run_dollars"][0] == pytest.approx(9.6)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

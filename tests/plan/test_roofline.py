@@ -13,20 +13,20 @@ def cost(matrix_flops=0, memory_bytes=0, link_bytes=0):
 
 
 @pytest.mark.parametrize(
-    ("done", "wall", "seconds"),
+    ("done", "bound", "seconds"),
     [
-        (cost(197 * 10**12, 10**9, 10**9), "arithmetic", 1),
-        (cost(197 * 10**12, 2 * 819 * 10**9, 10**9), "memory bandwidth", 2),
+        (cost(197 * 10**12, 10**9, 10**9), "compute", 1),
+        (cost(197 * 10**12, 2 * 819 * 10**9, 10**9), "HBM", 2),
         # The chips at the corners have two links of 50 GB/s.
-        (cost(197 * 10**12, 819 * 10**9, 3 * 100 * 10**9), "links between chips", 3),
+        (cost(197 * 10**12, 819 * 10**9, 3 * 100 * 10**9), "interconnect", 3),
     ],
 )
-def test_the_wall_that_is_met_first(done, wall, seconds):
+def test_what_bounds_a_step(done, bound, seconds):
     roofline = measure_roofline([(done, 1)], EIGHT)
-    assert (roofline.wall, roofline.seconds) == (wall, pytest.approx(seconds))
+    assert (roofline.wall, roofline.seconds) == (bound, pytest.approx(seconds))
 
 
-def test_programs_one_after_the_other_have_walls_of_their_own():
+def test_programs_one_after_the_other_have_bounds_of_their_own():
     micro, closing = cost(matrix_flops=197 * 10**12), cost(memory_bytes=819 * 10**9)
     roofline = measure_roofline([(micro, 3), (closing, 1)], EIGHT)
     assert (roofline.arithmetic, roofline.memory, roofline.seconds) == pytest.approx((3, 1, 4))

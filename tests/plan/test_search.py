@@ -149,7 +149,7 @@ def test_says_that_nothing_fits():
 
     found = search(make("v5e-8", first), first, NAMES, too_large)
     assert found.trials == []
-    assert "Nothing that was tried fits" in found.advice[0]
+    assert "No variant fits" in found.advice[0]
 
 
 def test_gives_up_where_it_cannot_be_told():
@@ -158,7 +158,7 @@ def test_gives_up_where_it_cannot_be_told():
 
     def failing(settings):
         tried.append(settings)
-        return replace(make("v5e-1", settings), programs=[], unknown=["the compiler for TPU is not there"])
+        return replace(make("v5e-1", settings), programs=[], unknown=["the TPU compiler is not installed"])
 
     found = search(make("v5e-1", first), first, NAMES, failing)
     assert len(tried) == len(ROW)

@@ -49,15 +49,15 @@ def test_the_plan_in_the_directory_of_the_run(write_run, write_plan, tmp_path):
     write_plan(run / "plan.json")
     page = make_report([run])
     shown = rows(page)
-    assert shown["memory of a chip, at most"] == ("2.50 GB", "2.68 GB")
-    planned, measured = shown["an optimizer step"]
-    assert planned.startswith("at least 200 ms (arithmetic), expected 2") and measured == "250 ms"
+    assert shown["peak HBM per chip"] == ("2.50 GB", "2.68 GB")
+    planned, measured = shown["optimizer step"]
+    assert planned.startswith("at least 200 ms (compute-bound), expected 2") and measured == "250 ms"
     # Eight chips.
-    assert shown["tokens a second and chip, with pads"] == ("at most 20,480", "16,384")
-    assert shown["utilization (MFU), with pads"] == ("at most 50 %", "40 %")
-    # Of the made batches, 1000 of 1408 tokens are no pads; the plan knows of half.
-    assert shown["the same, pads left out"] == ("at most 25 %", "28.4 %")
-    assert shown["programs"] == ("1", "1")
+    assert shown["tokens/s/chip, with padding"] == ("at most 20,480", "16,384")
+    assert shown["MFU, with padding"] == ("at most 50 %", "40 %")
+    # Of the made batches, 1000 of 1408 tokens are no padding; the plan knows of half.
+    assert shown["MFU, without padding"] == ("at most 25 %", "28.4 %")
+    assert shown["graphs"] == ("1", "1")
     assert "Planned and measured" in page.read_text() and "Planned for" not in page.read_text()
 
 
@@ -67,7 +67,7 @@ def test_what_a_trainer_prints(write_run, write_plan, tmp_path):
     assert "lanned" not in subprocess.run(command, check=True, capture_output=True, text=True).stdout
     write_plan(run / "plan.json")
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "Planned and measured:\n  memory of a chip, at most: 2.68 GB measured; planned 2.50 GB\n" in printed
+    assert "Planned and measured:\n  peak HBM per chip: 2.68 GB measured; planned 2.50 GB\n" in printed
 
 
 def test_another_device_is_said(write_run, write_plan, tmp_path):
@@ -76,14 +76,14 @@ def test_another_device_is_said(write_run, write_plan, tmp_path):
     text = page.with_suffix(".md").read_text()
     assert "Planned for v6e-4 (4 of TPU v6e), and run on 8 of TPU v5e" in text
     # Nothing was measured by that name.
-    assert rows(page)["utilization (MFU), with pads"][1] == ""
+    assert rows(page)["MFU, with padding"][1] == ""
 
 
 def test_a_plan_that_the_compiler_refused(write_run, write_plan, tmp_path):
     run = write_run(tmp_path / "run")
     refused = PlannedProgram("training step", (32, 1024), 1.0, error="RESOURCE_EXHAUSTED")
     write_plan(run / "plan.json", programs=[refused])
-    assert rows(make_report([run]))["memory of a chip, at most"] == ("", "2.68 GB")
+    assert rows(make_report([run]))["peak HBM per chip"] == ("", "2.68 GB")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"derived": {}, "programs": [], "topology": {}})])

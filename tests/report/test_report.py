@@ -4,26 +4,26 @@ import sys
 
 import pytest
 
+from hf_tpu_ext.formatting import format_number, format_seconds
 from hf_tpu_ext.hardware.prices import read_prices
 from hf_tpu_ext.report.figures import draw_curves
 from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.report.sections import headline
-from hf_tpu_ext.words import format_number, format_seconds
 
 
 def test_headline(write_run, tmp_path):
     run = read_run(write_run(tmp_path / "run", logs={"mfu": 0.4}))
     assert headline(run, read_prices()) == {
         "loss": "2.75 → 1",
-        "held-out loss": "2",
+        "evaluation loss": "2",
         "steps": "40 of 40",
         "time": "1 h 0 min",
         "tokens / s": "5,000",
         "time of a step": "20 ms",
-        "utilization (MFU)": "40 %",
+        "MFU": "40 %",
         "padding": "29.0 %",
-        "programs": "1 in 2 s",
+        "compilations": "1 in 2 s",
         "peak memory": "2.5 GiB",
         # 8 chips for an hour.
         "cost so far": "$9.60",
@@ -74,7 +74,7 @@ def test_what_is_not_known_is_left_out(write_run, tmp_path):
     device = {"name": "cpu", "device": "x86_64 CPU", "reason": "asked for", "chips": 1, "memory_per_chip": None}
     page = make_report([write_run(tmp_path / "run", backend=device)])
     numbers = headline(read_run(page.parent), read_prices())
-    assert "cost so far" not in numbers and "utilization (MFU)" not in numbers
+    assert "cost so far" not in numbers and "MFU" not in numbers
     assert "No price of x86_64 CPU is known" in page.read_text()
 
 
@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite(write_run, tmp_path):
 def test_a_resumed_run_shows_its_sessions(write_run, tmp_path):
     write_run(tmp_path / "run", steps=30, end=False)
     markdown = make_report([write_run(tmp_path / "run", first_step=20, anew=False)]).with_suffix(".md").read_text()
-    assert "Done once more after the run was resumed: 10 steps." in markdown
+    assert "Repeated after the resume: 10 steps." in markdown
     assert "| 0 | 30 | 63 s | did not end |" in markdown and "| 20 | 40 | 1 h 0 min | ended |" in markdown
 
 

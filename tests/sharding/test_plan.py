@@ -7,9 +7,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.sharding import ShardingPlan, advise_sharding, resolve_mesh
 from hf_tpu_ext.sharding.plan import partition_spec
-from hf_tpu_ext.words import format_bytes
 
 
 WHOLE, SPLIT, BOTH = (resolve_mesh(mesh, 8) for mesh in ("data", "fsdp", "data=2,fsdp=4"))

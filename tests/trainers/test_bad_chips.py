@@ -140,7 +140,7 @@ def test_fsdp_option_without_a_meaning(runs, fsdp, fsdp_config, words):
 
 @pytest.mark.parametrize("mesh", ["data", "data=1", "data,fsdp=1"])
 def test_fsdp_on_a_mesh_of_whole_weights(runs, mesh):
-    words = ["fsdp", f"mesh={mesh!r}", "Leave one of them out"]
+    words = ["fsdp", f"mesh={mesh!r}", "Remove one of the two"]
     refused(words, lambda: runs.ours(config_cls=TPUSFTConfig, train=False, fsdp=True, mesh=mesh))
 
 
@@ -264,7 +264,7 @@ def on_eight(tiny_model, tmp_path_factory):
         ("data=3,fsdp", ["mesh='data=3,fsdp'", "8 chips", "'data=2,fsdp=4'"]),
         ("data=16,fsdp", ["mesh='data=16,fsdp'", "8 chips", "'data=2,fsdp=4'"]),
         ("data=2,fsdp=8", ["data=2 x fsdp=8", "8 chips", "'data=2,fsdp=4'"]),
-        ("fsdp and mesh", ["fsdp", "mesh='data=8,fsdp=1'", "Leave one of them out"]),
+        ("fsdp and mesh", ["fsdp", "mesh='data=8,fsdp=1'", "Remove one of the two"]),
         ("fewer, late", ["num_chips=4,", "already drives 8", "before", "restart"]),
         ("fewer by the variable, late", ["TPU_NUM_DEVICES=2,", "already drives 8", "before", "restart"]),
         ("9 rows, data", ["9 rows", "8 chips", "multiple of 8", "data collator", "num_chips=1"]),

@@ -367,7 +367,7 @@ def test_code_of_the_callers_is_told_of_padded_columns(general, caplog):
         settings = dict(collator=with_weights, remove_unused_columns=False, num_train_epochs=1)
         trainer = general(Dataset.from_list(token_rows(lengths)), Weighted(), **settings)
         trainer.train()
-        line = "Rows are padded to 16 tokens (input_ids 0, weights 0): the model is a Weighted, a module of yours, which may count masked"
+        line = "Rows are padded to 16 tokens (input_ids 0, weights 0): the model is a Weighted, a custom module, which may count masked"
         assert caplog.text.count(line) == padded
         assert trainer.lengths == ([16] if padded else [10])
 

@@ -107,7 +107,7 @@ def test_random_damage_is_seen_or_harmless(tmp_path, caplog):
             assert taken == str(older), what
             assert len(lines) == 1 and lines[0].startswith(f"{newest} is skipped: "), lines
             assert what.split()[0] in lines[0] or what.startswith(MANIFEST_NAME), (what, lines[0])
-            with pytest.raises(ValueError, match="resume_from_checkpoint=True for the newest whole one"):
+            with pytest.raises(ValueError, match="resume_from_checkpoint=True for the newest complete one"):
                 find_checkpoint(str(newest), str(tmp_path))
             seen += 1
     print(f"{seen} seen and skipped, {harmless} harmless")
@@ -122,7 +122,7 @@ def test_damage_is_named(tmp_path):
     optimizer.write_bytes(data[:-1])
     assert find_damage(checkpoint) == "optimizer.pt has 2999 bytes instead of 3000"
     optimizer.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert find_damage(checkpoint) == "optimizer.pt is not what was written (its SHA-256 differs)"
+    assert find_damage(checkpoint) == "optimizer.pt does not match its SHA-256"
     optimizer.unlink()
     assert find_damage(checkpoint) == "optimizer.pt is missing"
     optimizer.mkdir()
@@ -246,7 +246,7 @@ def test_full_disk_leaves_the_last_good_checkpoint(runs, full_in):
     good = runs.output_dir / "checkpoint-2"
     for words in (
         "checkpoint-4 could not be saved",
-        f"{good} is whole",
+        f"{good} is complete",
         "MiB are free",
         "Make room",
         "save_total_limit",

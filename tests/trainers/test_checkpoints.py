@@ -251,14 +251,14 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_skipped(runs, same_logs
     assert [line.partition(" is skipped")[0] for line in lines] == [
         str(runs.output_dir / f"checkpoint-{step}") for step in (6, 4)
     ]
-    assert "was not written to its end" in lines[0] and "trainer_state.json" in lines[1]
+    assert "the checkpoint is incomplete" in lines[0] and "trainer_state.json" in lines[1]
     same_logs(drop(resumed), whole, rel=0)
     assert json.loads(state.read_text())["global_step"] == 4
 
 
 def test_nothing_to_resume_is_an_error_that_says_what_to_give(runs, tmp_path):
     trainer = runs.ours(train=False, max_steps=2, save_strategy="steps", save_steps=2)
-    with pytest.raises(ValueError, match="Leave resume_from_checkpoint out to start anew"):
+    with pytest.raises(ValueError, match="Leave resume_from_checkpoint out to start over"):
         trainer.train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="it is not a directory.*Give a checkpoint-N directory"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "absent"))

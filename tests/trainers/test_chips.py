@@ -186,6 +186,7 @@ def test_the_start_says_why_gradients_do_not_wait(eight):
 def test_the_start_says_how_chips_share_the_work(eight):
     _, output = eight
     assert "8 chips" in output
+    assert "global batch size 64 (2 per chip x 4 gradient accumulation steps x 8 chips)" in output
     assert "data parallel (mesh data=8); effective batch 2 per chip x 4 accumulated x 8 chips = 64 rows" in output
     assert "fully sharded (mesh fsdp=8); effective batch 2 per chip x 1 accumulated x 8 chips = 16 rows" in output
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in output

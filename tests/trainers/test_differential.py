@@ -70,7 +70,7 @@ def freeze_python(monkeypatch):
 
 
 def complete_every_batch(monkeypatch):
-    monkeypatch.setattr(BatchesMixin, "why_not_complete", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(BatchesMixin, "why_not_padded", lambda self, *args, **kwargs: None)
 
 
 def keep_the_loop(monkeypatch):

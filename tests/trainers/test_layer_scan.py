@@ -267,7 +267,7 @@ def test_layers_that_are_no_longer_alike_leave_the_loop(runs, same_logs, make, c
     model = make()
     ours = runs.ours(model, config_cls=TPUSFTConfig, scan_layers="on", **config)
     assert ours.layers.stack is None
-    assert "one by one from now on, not as a loop: self_attn.q_proj of layer 1 differs" in caplog.text
+    assert "scan_layers is off from here on, layers are unrolled: self_attn.q_proj of layer 1 differs" in caplog.text
     same_logs(ours, runs.stock(make(), **config))
     assert not any(parameter.requires_grad for parameter in model.get_submodule("model.layers.1").parameters())
 
@@ -289,7 +289,7 @@ class OwnLog(TPUSFTTrainer):
         (dict(cls=OwnLog), "OwnLog overrides log"),
         (
             dict(kwargs={"compute_loss_func": lambda outputs, labels, **kwargs: 0}),
-            "compute_loss_func is code of yours",
+            "compute_loss_func is user code",
         ),
     ],
 )
@@ -298,7 +298,7 @@ def test_auto_leaves_layers_alone_where_code_may_look_at_them(runs, make, caplog
     trainer = runs.ours(model, train=False, config_cls=TPUSFTConfig, **config)
     trainer.create_optimizer()
     assert trainer.layers.stack is None
-    assert f"not as a loop: {says}" in caplog.text
+    assert f"layers are unrolled: {says}" in caplog.text
 
 
 def test_a_layer_in_two_parameter_groups_and_hidden_states_are_no_loop(runs, make):

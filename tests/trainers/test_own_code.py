@@ -208,18 +208,21 @@ class InStep(TrainerCallback):
 @pytest.mark.parametrize(
     "changed, says",
     [
-        (lambda t: attribute(t, "compute_loss", own), "trainer.compute_loss is code of yours"),
-        (lambda t: attribute(t, "compute_loss_func", own), "compute_loss_func is code of yours"),
-        (lambda t: attribute(SFTTrainer, "compute_loss", own), "compute_loss of SFTTrainer was replaced"),
-        (lambda t: attribute(base(t).model, "forward", own), "forward of base_model.model.model is code of yours"),
-        (lambda t: attribute(base(t).model, "norm", OwnNorm(4)), "norm is a OwnNorm, a module of yours"),
-        (lambda t: attribute(base(t), "_loss_function", own), "_loss_function of base_model.model is code of yours"),
+        (lambda t: attribute(t, "compute_loss", own), "trainer.compute_loss is user code"),
+        (lambda t: attribute(t, "compute_loss_func", own), "compute_loss_func is user code"),
+        (lambda t: attribute(SFTTrainer, "compute_loss", own), "compute_loss of SFTTrainer is patched by user code"),
+        (lambda t: attribute(base(t).model, "forward", own), "forward of base_model.model.model is user code"),
+        (lambda t: attribute(base(t).model, "norm", OwnNorm(4)), "norm is a OwnNorm, a custom module"),
+        (lambda t: attribute(base(t), "_loss_function", own), "_loss_function of base_model.model is user code"),
         (lambda t: attribute(modeling_qwen3.Qwen3MLP, "forward", own), "forward of transformers"),
         (lambda t: attribute(modeling_qwen3, "rotate_half", own), "rotate_half of transformers.models.qwen3"),
-        (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "a hook of yours is registered on base_model"),
-        (lambda t: hook(base(t).lm_head.register_full_backward_hook(own)), "a hook of yours"),
-        (lambda t: hook(nn.modules.module.register_module_forward_hook(own)), "for all modules or optimizers"),
-        (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "registered on the optimizer"),
+        (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "a user hook on base_model"),
+        (lambda t: hook(base(t).lm_head.register_full_backward_hook(own)), "a user hook"),
+        (
+            lambda t: hook(nn.modules.module.register_module_forward_hook(own)),
+            "a user hook on all modules or optimizers",
+        ),
+        (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "a user hook on the optimizer"),
         (lambda t: attribute(t.optimizer.optimizer, "step", own), "a method of the optimizer"),
         (lambda t: in_dict(vars(t.callback_handler), "callbacks", [InStep()]), None),
     ],
@@ -312,8 +315,8 @@ def train_scaled(tmp_path, cls=TPUTrainer, model=None, **config):
 def test_a_module_of_the_users_is_traced_and_named_once(xla, tmp_path, caplog, same_logs):
     ours, spent = train_scaled(tmp_path)
     assert spent.replays == 0
-    said = [record.message for record in caplog.records if "traced, not replayed" in record.message]
-    assert len(said) == 1 and "the model is a Scaled, a module of yours; step_replay=True if" in said[0]
+    said = [record.message for record in caplog.records if "Step replay is off" in record.message]
+    assert len(said) == 1 and "the model is a Scaled, a custom module; step_replay=True if" in said[0]
     same_logs(ours, train_scaled(tmp_path, use_cpu=True)[0])
 
 
@@ -322,7 +325,7 @@ def test_a_step_that_reads_the_device_is_not_replayed_whatever_was_said(xla, tmp
     model.reads = True
     _, spent = train_scaled(tmp_path, model=model, step_replay=True)
     assert spent.replays == 0
-    assert "a step reads the device" in caplog.text
+    assert "a device-to-host sync in the step" in caplog.text
 
 
 class BagOfWords(nn.Module):
@@ -337,12 +340,12 @@ class BagOfWords(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "words, says", [(nn.Embedding, None), (nn.EmbeddingBag, "an operator of the step runs on the host")]
+    "words, says", [(nn.Embedding, None), (nn.EmbeddingBag, "CPU fallback of an operator in the step")]
 )
 def test_a_first_step_unlike_the_others_and_an_operator_that_xla_lacks(xla, tmp_path, caplog, words, says):
     _, spent = train_scaled(tmp_path, model=BagOfWords(words(20, 8)), step_replay=True)
     assert (spent.replays > 0) == (says is None)
-    assert ("traced, not replayed" in caplog.text) == (says is not None)
+    assert ("Step replay is off" in caplog.text) == (says is not None)
     assert says is None or says in caplog.text
 
 

@@ -218,7 +218,7 @@ NOT_ALIKE = {
     "answers": (
         lambda: bert(BertForQuestionAnswering),
         {"start_positions": lambda row: RNG.randrange(LENGTH), "end_positions": lambda row: RNG.randrange(LENGTH)},
-        "the loss of BertForQuestionAnswering is not known",
+        "the loss of BertForQuestionAnswering may count",
     ),
     "regression": (
         lambda: bert(BertForSequenceClassification, num_labels=1),
@@ -233,11 +233,11 @@ NOT_ALIKE = {
     "other key": (
         SquaredError,
         {"y": lambda row: [RNG.random() for _ in range(4)]},
-        "SquaredError, a module of yours",
+        "SquaredError, a custom module",
     ),
-    "contrastive": (Contrastive, {}, "Contrastive, a module of yours"),
-    "pooled": (Pooled, {"labels": lambda row: RNG.randrange(4)}, "Pooled, a module of yours"),
-    "penalty": (lambda: bert(Penalised), {"labels": same_tokens}, "Penalised, a module of yours"),
+    "contrastive": (Contrastive, {}, "Contrastive, a custom module"),
+    "pooled": (Pooled, {"labels": lambda row: RNG.randrange(4)}, "Pooled, a custom module"),
+    "penalty": (lambda: bert(Penalised), {"labels": same_tokens}, "Penalised, a custom module"),
 }
 
 
@@ -255,7 +255,7 @@ def test_a_label_smoother_leaves_out_the_rows_that_are_added(trained):
 def said_of(messages, reason):
     """Checks that training and evaluation say once each that the last batch keeps its shape, and why."""
     said = [message for message in messages if "The last batch has 1 of 8 rows" in message]
-    assert ["training program" in message for message in said] == [True, False]
+    assert ["training graph" in message for message in said] == [True, False]
     assert all(reason in message and "dataloader_drop_last=True" in message for message in said)
 
 
@@ -290,7 +290,7 @@ def test_batch_normalisation_sees_the_rows_of_a_batch_together(trained, caplog):
 def test_a_loss_of_the_callers(trained, caplog):
     make_model, targets = ALIKE["classes"]
     assert trained(make_model, texts(**targets), kwargs={"compute_loss_func": mean_of_rows}) == OWN_SHAPE
-    said_of(caplog.messages, "compute_loss_func is code of yours")
+    said_of(caplog.messages, "compute_loss_func is user code")
 
 
 def test_the_last_step_of_an_epoch_with_accumulation(trained):
@@ -329,7 +329,7 @@ def test_supervised_training_is_completed_unless_there_is_code_of_the_callers(ru
     # Rows to evaluate on are of two declared lengths.
     training, evaluation = rows_of_programs(ours)
     assert (training, set(evaluation)) == (([4, 2], {4, 2}) if hooked else ([4], set()))
-    reason = "to compile: a hook of yours is registered on model.layers.1, which may count"
+    reason = "graph: a user hook on model.layers.1, which may count"
     assert caplog.text.count(reason) == (2 if hooked else 0)
 
 

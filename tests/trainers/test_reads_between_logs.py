@@ -45,18 +45,18 @@ class PrintsAfterStep(TrainerCallback):
 )
 def test_a_callback_that_reads(train, lines, capsys, callback, text, what):
     trainer = train(callbacks=[callback()])
-    named = f"`{what}` reads from the device [{line_of(callback, text)}]"
+    named = f"`{what}` syncs device to host [{line_of(callback, text)}]"
     (line,) = lines()
     # Counted at the first log, found in the two steps after it.
     assert line.startswith(f"Steps 3 to 4: {named}, 2 times in 2 steps. ") and "trainer.backend.fetch" in line
-    assert f"Read from the device outside of logs: 8 times until step 8. {named}" in capsys.readouterr().out
+    assert f"Device-to-host syncs outside of logs: 8 until step 8. {named}" in capsys.readouterr().out
     assert trainer.watch.recompiles == 0
     assert trainer.watching.monitor.named and trainer.steps.replay is None
 
 
 def test_a_loss_that_reads(train, lines):
     train(ReadsInStep)
-    assert f"`if tensor` reads from the device within the step [{line_of(ReadsInStep, 'loss > 100')}]" in lines()[0]
+    assert f"`if tensor` syncs device to host within the step [{line_of(ReadsInStep, 'loss > 100')}]" in lines()[0]
 
 
 def test_a_read_in_every_tenth_step_is_found(train, lines):
@@ -67,7 +67,7 @@ def test_a_read_in_every_tenth_step_is_found(train, lines):
 
     train(callbacks=[Reads()], max_steps=24, logging_steps=24)
     (line,) = lines()
-    assert f"`.item()` reads from the device [{line_of(Reads, '.item()')}], once in" in line
+    assert f"`.item()` syncs device to host [{line_of(Reads, '.item()')}], once in" in line
 
 
 def test_a_step_that_is_cut_in_two(train):
@@ -79,7 +79,7 @@ def test_a_step_that_is_cut_in_two(train):
             return loss
 
     ((step, cause),) = causes(train(Cuts))
-    assert step == 5 and cause.startswith(f"{line_of(Cuts, 'end_step')} has the device compute within the step")
+    assert step == 5 and cause.startswith(f"{line_of(Cuts, 'end_step')} cuts the graph within the step")
 
 
 def test_an_operator_on_the_host(train, lines):
@@ -90,7 +90,7 @@ def test_an_operator_on_the_host(train, lines):
 
     train(Falls)
     (line,) = lines()
-    assert f"`aten::histc` runs on the host [{line_of(Falls, 'histc')}], 2 times in 2 steps" in line
+    assert f"CPU fallback of `aten::histc` [{line_of(Falls, 'histc')}], 2 times in 2 steps" in line
 
 
 def test_nothing_is_watched_after_an_error(train):

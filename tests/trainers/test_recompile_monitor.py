@@ -33,7 +33,7 @@ def test_nothing_is_said_and_nothing_is_added_when_all_is_well(train, lines, cap
     assert lines() == []
     assert trainer.watch.recompiles == 0 and causes(trainer) == []
     out = capsys.readouterr().out
-    assert "Compiled again" not in out and "outside of logs" not in out
+    assert "Recompilations" not in out and "outside of logs" not in out
     # The optimizer's state and eight steps; two logs and what is left at the end.
     assert (spent.executions, spent.reads, spent.fallbacks, spent.replays) == (9, 3, 0, 6)
     programs = [event for event in trainer.watch.events if event.kind == "training step"]
@@ -104,7 +104,7 @@ def test_a_dtype_that_flips(train, lines):
     assert step == 5 and trainer.watch.recompiles == 1
     assert cause.startswith("`labels` was int64, is int32 (planted, planted.py:")
     (line,) = lines()
-    assert line.startswith("step 5: the training step for batches of 4 x 8 was compiled again")
+    assert line.startswith("step 5: recompilation of the training step for batches of 4 x 8")
     assert line.endswith("Yield one dtype in every batch.")
 
 
@@ -190,9 +190,9 @@ def test_evaluation_on_a_new_shape_in_a_callback(train, lines):
     trainer = train(callbacks=[Evaluates()])
     place = line_of(Evaluates, ".item()")
     # In the logs after steps 2, 4, 6 and 8, the first of which is no recompile.
-    assert causes(trainer) == [(step, f"what {place} asks for is another program each time") for step in (4, 6, 8)]
-    assert sum(f"what {place} asks for" in line for line in lines()) == 3
-    assert any(f"`.item()` reads from the device [{place}]" in line for line in lines())
+    assert causes(trainer) == [(step, f"{place} compiles a new graph each time") for step in (4, 6, 8)]
+    assert sum(f"{place} compiles a new graph" in line for line in lines()) == 3
+    assert any(f"`.item()` syncs device to host [{place}]" in line for line in lines())
 
 
 # ---- The step ----
@@ -207,8 +207,8 @@ def test_a_python_number_that_becomes_a_constant(train, lines):
     trainer = train(Warms)
     number = line_of(Warms, "min(1.0")
     assert causes(trainer) == [
-        (2, f"a number that the step computes with was 0, is one sent as data [{number}]"),
-        (5, f"a number that the step computes with was one sent as data, is 1 [{number}]"),
+        (2, f"a scalar of the graph was 0, is a tensor [{number}]"),
+        (5, f"a scalar of the graph was a tensor, is 1 [{number}]"),
     ]
     assert "trainer.backend.send(torch.tensor(value))" in lines()[0]
 
@@ -236,7 +236,7 @@ def test_a_learning_rate_of_zero(train, lines, optim):
         assert trainer.watch.recompiles == 0 and lines() == []
     else:
         assert causes(trainer) == [(2, "`lr of group 0` of SGD was 0, is neither 0, 1 nor -1")]
-        assert "use optim=adamw_torch, which gets it as data" in lines()[0]
+        assert "use optim=adamw_torch, which takes it as a tensor" in lines()[0]
 
 
 class SetsWeightDecay(TrainerCallback):
@@ -256,7 +256,7 @@ class SetsWeightDecay(TrainerCallback):
 def test_a_weight_decay_that_begins_on_the_way(train, lines, event, step_replay):
     trainer = train(callbacks=[SetsWeightDecay(event)], weight_decay=0.0, step_replay=step_replay)
     assert causes(trainer) == [(5, "`weight_decay of group 0` of LazyAdamW was 0, is not 0")]
-    assert "A step without it is another program: set it before training." in lines()[0]
+    assert "Zero and nonzero are different graphs: set it before training." in lines()[0]
 
 
 def test_a_weight_decay_that_changes_is_data(train, lines):
@@ -266,7 +266,7 @@ def test_a_weight_decay_that_changes_is_data(train, lines):
 
 def test_an_optimizer_that_makes_its_state_in_the_first_step(train):
     ((step, cause),) = causes(train(optimizer=(torch.optim.AdamW, {"lr": 1e-3})))
-    assert step == 2 and cause.startswith("AdamW makes its state in the first step")
+    assert step == 2 and cause.startswith("AdamW creates its state in the first step")
 
 
 class AtStep(TrainerCallback):
@@ -286,7 +286,7 @@ def freeze(model):
 
 
 def rescale(model):
-    # Any other number than 0, 1 and -1 would be sent as data.
+    # Any other number than 0, 1 and -1 would be sent as a tensor.
     model.scale = 1.0
 
 
@@ -300,7 +300,7 @@ def test_a_model_that_changes(train, lines, caplog, change, cause):
     assert (5, cause) in causes(trainer)
     assert len(lines()) == len(causes(trainer)) == 1
     # Said once, also where steps are replayed.
-    assert "recorded anew" not in caplog.text
+    assert "traced again" not in caplog.text
 
 
 # ---- A limit ----
@@ -330,5 +330,5 @@ def test_lines_about_one_program_come_to_an_end(train, lines):
 
     trainer = train(Cuts)
     assert trainer.watch.recompiles == len(causes(trainer)) == 7
-    assert sum("was compiled again (" in line for line in lines()) == 5
-    assert any(line.endswith("Further ones are counted only.") for line in lines())
+    assert sum("recompilation of the training step" in line for line in lines()) == 5
+    assert any(line.endswith("Further ones are only counted.") for line in lines())

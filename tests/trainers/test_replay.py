@@ -208,7 +208,7 @@ def start_dropout(model, **kwargs):
 def test_a_change_of_the_program_is_followed(both, caplog, action, lora, says):
     with caplog.at_level("INFO", logger="hf_tpu_ext.step.replay"):
         both(callbacks=lambda: [AtStep(5, action)], lora=lora, max_steps=10)
-    said = [record.message for record in caplog.records if "recorded anew" in record.message]
+    said = [record.message for record in caplog.records if "The step is traced again" in record.message]
     assert len(said) == len(says)
     assert all(words in line for words, line in zip(says, said, strict=True))
 
@@ -249,7 +249,7 @@ def test_too_many_changes_end_in_tracing(both, caplog):
             args.max_grad_norm = 1.0 + state.global_step
 
     both(callbacks=lambda: [Toggle()], max_steps=12, expect_replays=False)
-    assert sum("traced, not replayed" in record.message for record in caplog.records) == 1
+    assert sum("Step replay is off" in record.message for record in caplog.records) == 1
 
 
 # ---- What is not replayed ----
@@ -302,7 +302,7 @@ class ChangesNumber(TPUSFTTrainer):
 )
 def test_code_that_replay_would_leave_out_is_traced_and_said_once(both, caplog, config, says):
     both(max_steps=6, expect_replays=False, **config)
-    said = [record.message for record in caplog.records if "traced, not replayed" in record.message]
+    said = [record.message for record in caplog.records if "Step replay is off" in record.message]
     assert len(said) == 1 and says in said[0]
 
 
@@ -316,7 +316,7 @@ def test_a_hook_is_not_left_out(both, caplog):
             model.get_submodule("model.norm").register_forward_hook(lambda module, args, output: output * 1.5)
 
     both(callbacks=lambda: [Hook()], max_steps=6, expect_replays=False)
-    assert "a hook of yours is registered on model.norm" in caplog.text
+    assert "a user hook on model.norm" in caplog.text
 
 
 def test_a_seed_with_the_value_of_a_constant(both):

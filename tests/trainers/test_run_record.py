@@ -110,7 +110,7 @@ def test_a_record_that_cannot_be_written_is_done_without(runs, caplog):
     callback.output_dir = runs.output_dir
     with caplog.at_level("WARNING"):
         trainer = runs.ours(**CONFIG, kwargs={"callbacks": [callback]})
-    assert sum("Training goes on" in text for text in caplog.messages) == 1
+    assert sum("Training continues" in text for text in caplog.messages) == 1
     undisturbed = runs.ours(config_cls=TPUSFTConfig, max_steps=6, logging_steps=2)
     for mine, other in zip(trainer.model.parameters(), undisturbed.model.parameters(), strict=True):
         assert torch.equal(mine.cpu(), other.cpu())

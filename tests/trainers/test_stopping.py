@@ -282,7 +282,7 @@ def test_lines_of_a_run_that_is_stopped(make, capfd):
     with pytest.raises(TrainingPreempted) as stopped:
         make("stopped", [StopAt("on_step_end", 4)]).train()
     out, err = capfd.readouterr()
-    assert err.count("SIGTERM: saving after this step; a second one quits at once.") == 1
+    assert err.count("SIGTERM: saving after this step; a second one exits immediately.") == 1
     assert out.splitlines()[-1] == str(stopped.value)
     assert "after step 4" in out and "--resume_from_checkpoint true" in out
 

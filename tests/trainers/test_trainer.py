@@ -126,9 +126,10 @@ def test_the_line_at_the_start_says_where_and_how(runs, capsys):
         "xla (CPU",
         "1 chip",
         "float32 weights, bfloat16 compute",
-        "4 x 40 x 2 accumulated",
+        "local batch size 4 x 40 per chip",
+        "global batch size 8 (4 per chip x 2 gradient accumulation steps x 1 chip)",
         "320 tokens",
-        "2 training programs",
+        "2 training graphs",
     ):
         assert words in line
 

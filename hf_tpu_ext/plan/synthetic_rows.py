@@ -1,4 +1,4 @@
-"""Rows in place of a dataset's, where lengths are all that is wanted of it."""
+"""Synthetic rows of given lengths, in place of a dataset."""
 
 import json
 from collections.abc import Sequence
