@@ -235,7 +235,8 @@ class BatchesMixin:
         """Why the loss may count tokens that are masked, as half a sentence."""
         owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and not _is_ours(cls))
         if owner is not Trainer:
-            return f"the loss of {owner.__name__} may count masked tokens"
+            what = "is a mean over rows" if owner is upstream_of(type(self)) else "may count masked tokens"
+            return f"the loss of {owner.__name__} {what}"
         model = unwrap_peft_model(self.model)
         name = type(model).__name__
         if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):

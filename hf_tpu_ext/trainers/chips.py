@@ -35,14 +35,14 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
     Returns:
         `list[str]`: One line for each.
     """
-    about_chips, about_xla = "it is about TPU chips", "it is about XLA; gradient_checkpointing=True works here"
+    about_chips, about_xla = "it applies to TPU chips", "it applies to XLA; gradient_checkpointing=True works here"
     named = {
         "num_chips": (settings.num_chips, about_chips),
         "mesh": (settings.mesh, about_chips),
         "show_sharding": (settings.show_sharding or None, about_chips),
-        "scan_layers": ("on" if settings.scan_layers == "on" else None, "it is about XLA"),
+        "scan_layers": ("on" if settings.scan_layers == "on" else None, "it applies to XLA"),
         "rematerialization": (settings.rematerialization, about_xla),
-        "step_replay": (settings.step_replay or None, "operators run as they come"),
+        "step_replay": (settings.step_replay or None, "steps run eagerly"),
         "max_recompiles": (settings.max_recompiles, "nothing is compiled"),
     }
     return [
@@ -152,19 +152,19 @@ class Chips:
             self.local_gradients = LocalGradients(model, self._trainer.backend, accumulates)
         elif accumulates:
             logger.warning_once(
-                f"Gradients are added up over the chips at every micro-step, not once per optimizer step: {reason}."
+                f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
             )
         return reason is None
 
     def _why_not_local(self, model: nn.Module) -> str | None:
         unwrapped = unwrap_peft_model(model)
         if not self._trainer._loss_sums_tokens(unwrapped):
-            return "the loss is not a sum over tokens, of which every chip could take its own"
+            return "the loss is not a sum over tokens"
         if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
-            return "the load-balancing loss of the experts looks at the rows of all chips"
+            return "the load-balancing loss of the experts depends on the global batch"
         own_code = self._trainer.own_code_in_step("train")
         if own_code is not None:
-            return f"{own_code}, which may look at the rows of all chips"
+            return f"{own_code}, which may depend on the global batch"
         counted = self._trainer.why_not_padded("train")
         if counted is not None:
             return counted
@@ -172,7 +172,7 @@ class Chips:
             draws_random_numbers(model) if self._trainer.args.neftune_noise_alpha is None else "neftune_noise_alpha"
         )
         if random is not None:
-            return f"{random} draws random numbers, which chips by themselves would all draw alike"
+            return f"{random} would draw the same random numbers on every chip"
         return None
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
@@ -217,7 +217,7 @@ class Chips:
 
     def keep_rows_per_step(self, state: dict[str, Any]) -> None:
         """
-        Continue a checkpoint with as many rows per optimizer step as it was written with.
+        Continue a checkpoint with the global batch size that it was written with.
 
         On another number of chips the same recipe means another batch, and so another trajectory. If that is all that has
         changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it gets them.
@@ -230,9 +230,9 @@ class Chips:
         rows = state.get("rows_per_step")
         if rows is None or rows == self.rows_per_step:
             return
-        before = f"The checkpoint was written with {rows} rows per optimizer step"
+        before = f"The checkpoint was written with a global batch size of {rows}"
         if state["recipe_rows"] != self.recipe_rows or state["num_workers"] == workers:
-            logger.warning(f"{before}; this run takes {self.rows_per_step}, as the recipe asks.")
+            logger.warning(f"{before}; this run takes {self.rows_per_step}, as the recipe says.")
             return
         rows_at_once = args.train_batch_size * args.world_size
         if rows % rows_at_once == 0:
@@ -242,27 +242,22 @@ class Chips:
             self._trainer._train_batch_size = args.train_batch_size
         else:
             raise ValueError(
-                f"{before} on {state['num_workers']} chips, which {workers} chips cannot share evenly with this recipe. "
-                f"Use a number of chips that divides {rows} (num_chips), or choose the rows yourself: "
+                f"{before} on {state['num_workers']} chips, which does not divide by {workers} chips with this recipe. "
+                f"Use a number of chips that divides {rows} (num_chips), or set it yourself: "
                 "per_device_train_batch_size, gradient_accumulation_steps."
             )
         logger.warning(
-            f"{before} on {state['num_workers']} chips. To continue alike on {workers}, it is "
-            f"{args.per_device_train_batch_size} rows per chip x {args.gradient_accumulation_steps} accumulated."
+            f"{before} on {state['num_workers']} chips. To keep it on {workers}: "
+            f"{args.per_device_train_batch_size} per chip x {args.gradient_accumulation_steps} gradient accumulation steps."
         )
 
     # ---- Words ----
 
     def lines(self) -> list[str]:
         """What a person is told about chips at start."""
-        chips, args = self._trainer.backend.num_chips, self._trainer.args
         found = []
-        if chips > 1:
-            found.append(
-                f"{describe_mesh(self.mesh)}; effective batch {args.per_device_train_batch_size} per chip x "
-                f"{args.gradient_accumulation_steps} accumulated x {chips} chips = "
-                f"{args.train_batch_size * args.gradient_accumulation_steps} rows"
-            )
+        if self._trainer.backend.num_chips > 1:
+            found.append(describe_mesh(self.mesh))
         memory = self._trainer.backend.memory_per_chip
         if memory is not None and (advice := advise_sharding(self._trainer.model, self.mesh, memory)) is not None:
             found.append(advice)

@@ -180,15 +180,15 @@ def test_gradients_wait_on_their_chip_where_that_is_the_same_step(result, name):
 
 def test_the_start_says_why_gradients_do_not_wait(eight):
     _, output = eight
-    assert "neftune_noise_alpha draws random numbers" in output and "not once per optimizer step" in output
+    assert "neftune_noise_alpha would draw the same random numbers" in output and "not once per optimizer step" in output
 
 
 def test_the_start_says_how_chips_share_the_work(eight):
     _, output = eight
     assert "8 chips" in output
     assert "global batch size 64 (2 per chip x 4 gradient accumulation steps x 8 chips)" in output
-    assert "data parallel (mesh data=8); effective batch 2 per chip x 4 accumulated x 8 chips = 64 rows" in output
-    assert "fully sharded (mesh fsdp=8); effective batch 2 per chip x 1 accumulated x 8 chips = 16 rows" in output
+    assert "  data parallel (mesh data=8)\n" in output
+    assert "  fully sharded (mesh fsdp=8)\n" in output
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in output
 
 
@@ -266,7 +266,7 @@ def test_a_run_moves_between_topologies(tiny_model, on_devices, tmp_path):
     undisturbed, _ = train("undisturbed", 8, "undisturbed")
     train("first", 8, "moved", stop_after=4)
     _, output = train("second", 1, "moved", stop_after=8, resume=True)
-    assert "16 rows per optimizer step on 8 chips" in output and "2 rows per chip x 8 accumulated" in output
+    assert "a global batch size of 16 on 8 chips" in output and "2 per chip x 8 gradient accumulation steps" in output
     train("third", 4, "moved", stop_after=12, resume=True, mesh="fsdp")
     moved, _ = train("fourth", 8, "moved", resume=True, mesh="data=2,fsdp=4")
     losses, others = (
