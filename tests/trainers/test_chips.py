@@ -180,7 +180,9 @@ def test_gradients_wait_on_their_chip_where_that_is_the_same_step(result, name):
 
 def test_the_start_says_why_gradients_do_not_wait(eight):
     _, output = eight
-    assert "neftune_noise_alpha would draw the same random numbers" in output and "not once per optimizer step" in output
+    assert (
+        "neftune_noise_alpha would draw the same random numbers" in output and "not once per optimizer step" in output
+    )
 
 
 def test_the_start_says_how_chips_share_the_work(eight):
