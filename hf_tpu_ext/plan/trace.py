@@ -78,7 +78,7 @@ class Run:
     def settings(self) -> dict[str, str]:
         """What a [search][hf_tpu_ext.plan.search.search] varies, as it is in this run."""
         settings = {"rematerialization": self.rematerialization}
-        axes = {axis: size for axis, size in self.chips.mesh.items() if size > 1}
+        axes = {axis: size for axis, size in self.mesh.items() if size > 1}
         if axes:
             # One axis takes all chips, and is named as a search names it.
             settings["mesh"] = ",".join(f"{axis}={size}" if len(axes) > 1 else axis for axis, size in axes.items())

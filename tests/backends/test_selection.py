@@ -479,6 +479,7 @@ assert select_backend("xla").num_chips == 2
     )
 
 
+@pytest.mark.slow
 def test_fewer_devices_than_there_are(tmp_path):
     """By the variable, and by the setting, which counts more."""
     script = """

@@ -84,6 +84,7 @@ def test_search(plan):
     assert all(trial["fits"] for trial in planned["trials"])
 
 
+@pytest.mark.slow
 def test_does_not_fit(plan):
     status, page, planned = plan("--seq-lengths", "64", "--topology", "v5e-1", model="large")
     assert status == 1, page

@@ -37,7 +37,7 @@ def check_run(output_dir, steps=4):
 
 
 #: A cached teacher, text of any form, an adapter. Full fine-tuning goes through the stock command below.
-BY_DEFAULT = ("kd_cached_qwen3", "pretrain_tinystories", "sft_lora_qwen3")
+BY_DEFAULT = ("pretrain_tinystories", "sft_lora_qwen3")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_recipe_through_the_stock_command(tiny, tmp_path):
     assert "`trl sft` is run by hf_tpu_ext, because the recipe's env says HF_TPU_EXT: 1" in result.stderr
 
 
+@pytest.mark.slow
 def test_recipe_on_eight_devices_through_the_stock_command(tiny, tmp_path):
     result = run_command("trl", FULL, tiny, tmp_path, CPU_NUM_DEVICES="8")
     printed = result.stdout + result.stderr

@@ -107,6 +107,7 @@ def test_run_after_warmup_misses_nothing(command, prepared, tmp_path):
     assert expected in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "mesh"), [(4, "data"), pytest.param(8, "data=2,fsdp=4", marks=pytest.mark.slow)])
 def test_second_process_misses_nothing_on_a_mesh(devices, mesh, command, tmp_path):
     common = {"devices": devices, "mesh": mesh, "length_buckets": None, "max_steps": 2, "eval_steps": 2}
@@ -126,6 +127,7 @@ def test_warmup_on_a_mesh(command):
     assert misses == 0
 
 
+@pytest.mark.slow
 def test_streamed_rows_take_all_lengths(command):
     (misses, _), result = command(
         "warmup", "--dataset_streaming", "--gradient_accumulation_steps", "1", length_buckets=[32, 64]
@@ -150,7 +152,7 @@ def test_pretraining(command):
     ("argv", "message"),
     [
         (["--backend", "cpu"], "nothing is compiled on cpu (backend='cpu' was asked for)"),
-        ([], "on this device (CPU, compiled by XLA) stored ones cannot be loaded"),
+        ([], "this device (CPU, compiled by XLA) cannot load stored executables"),
         (["--compile_cache_dir", "off"], "compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out"),
         (["--compile_cache_dir", "{}/model/config.json/cache"], "The compilation cache is off"),
         (["--compile_cache_dir", ""], "compile_cache_dir is empty"),

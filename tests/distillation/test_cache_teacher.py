@@ -84,7 +84,7 @@ def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
     cache = TeacherCache(tmp_path / "cache")
     manifest = cache.manifest
     tokens = sum(len(row) for dataset in prepared for row in dataset["input_ids"])
-    assert "on CPU, compiled by XLA, 1 chip, 8 rows at once" in told
+    assert "on CPU, compiled by XLA, 1 chip, batch size 8" in told
     assert f"32 sequences of {tokens} tokens, {manifest.bytes_per_token:.1f} bytes per token" in told
     share = manifest.coverage[0]
     assert f"{share:.1%} at temperature 1, " in told
@@ -183,7 +183,7 @@ def test_template_that_adds_tokens(tiny, recipe, tmp_path, capsys):
     assert "changes the vocabulary, which the teacher's weights are not made for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mesh", ["data", "fsdp"])
+@pytest.mark.parametrize("mesh", [pytest.param("data", marks=pytest.mark.slow), "fsdp"])
 def test_eight_devices_make_the_same_cache(xla, tiny, recipe, prepared, tmp_path, mesh):
     argv = ["cache-teacher", "--config", recipe(), "--kd_teacher", str(tiny / "teacher"), "--kd_top_k", "16"]
     assert main([*argv, "--output_dir", str(tmp_path / "one")]) == 0
@@ -203,7 +203,7 @@ def test_eight_devices_make_the_same_cache(xla, tiny, recipe, prepared, tmp_path
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    assert "8 chips, 8 rows at once" in result.stdout
+    assert "8 chips, batch size 8" in result.stdout
     one, eight = TeacherCache(tmp_path / "one"), TeacherCache(tmp_path / "eight")
     for dataset in prepared:
         for input_ids in dataset["input_ids"]:

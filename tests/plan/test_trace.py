@@ -43,7 +43,7 @@ LORA = {"r": 4, "lora_dropout": 0.1}
     "settings",
     [
         {"gradient_accumulation_steps": 2, "lora": LORA, "bf16": True},
-        {"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA},
+        pytest.param({"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA}, marks=pytest.mark.slow),
         pytest.param({"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5}, marks=pytest.mark.slow),
         pytest.param({"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param({"chips": 4, "mesh": "fsdp", "rematerialization": "dots"}, marks=pytest.mark.slow),

@@ -49,9 +49,9 @@ def test_mesh_that_means_nothing(config_cls, mesh, words, xla, tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ("data=8", ["mesh='data=8'", "1 chip", "'data=1,fsdp=1'"]),
-        ("fsdp=8", ["mesh='fsdp=8'", "1 chip", "'data=1,fsdp=1'"]),
-        ("data=2,fsdp=4", ["data=2 x fsdp=4", "1 chip"]),
+        ("data=8", ["mesh='data=8'", "is for 8 chips, not 1.", "'data=1,fsdp=1'"]),
+        ("fsdp=8", ["mesh='fsdp=8'", "is for 8 chips, not 1.", "'data=1,fsdp=1'"]),
+        ("data=2,fsdp=4", ["mesh='data=2,fsdp=4'", "is for 8 chips, not 1."]),
     ],
 )
 def test_mesh_for_more_chips(runs, mesh, words):
@@ -260,10 +260,10 @@ def on_eight(tiny_model, tmp_path_factory):
         ("too many", ["num_chips=9,", "8 chips", "1...8", "leave it out", "CPU_NUM_DEVICES=9"]),
         ("none", ["num_chips=0,", "8 chips", "1...8", "leave it out"]),
         ("too many by the variable", ["TPU_NUM_DEVICES=16,", "8 chips", "1...8", "leave it out"]),
-        ("data=4", ["mesh='data=4'", "8 chips", "'data=2,fsdp=4'", "num_chips=4"]),
-        ("data=3,fsdp", ["mesh='data=3,fsdp'", "8 chips", "'data=2,fsdp=4'"]),
-        ("data=16,fsdp", ["mesh='data=16,fsdp'", "8 chips", "'data=2,fsdp=4'"]),
-        ("data=2,fsdp=8", ["data=2 x fsdp=8", "8 chips", "'data=2,fsdp=4'"]),
+        ("data=4", ["mesh='data=4'", "is for 4 chips, not 8.", "'data=2,fsdp=4'", "num_chips=4"]),
+        ("data=3,fsdp", ["mesh='data=3,fsdp'", "is for 6 chips, not 8.", "'data=2,fsdp=4'"]),
+        ("data=16,fsdp", ["mesh='data=16,fsdp'", "is for 16 chips, not 8.", "'data=2,fsdp=4'"]),
+        ("data=2,fsdp=8", ["is for 16 chips, not 8.", "'data=2,fsdp=4'"]),
         ("fsdp and mesh", ["fsdp", "mesh='data=8,fsdp=1'", "Remove one of the two"]),
         ("fewer, late", ["num_chips=4,", "already drives 8", "before", "restart"]),
         ("fewer by the variable, late", ["TPU_NUM_DEVICES=2,", "already drives 8", "before", "restart"]),

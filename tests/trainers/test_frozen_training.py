@@ -99,7 +99,7 @@ def test_a_teacher_too(train, exact, logged, capsys):
     runs = []
     for cls in (TPUSFTTrainer, InFloat32):
         runs.append(train(cls, kd_teacher=teacher, lora=None))
-        assert ("frozen weights kept in bfloat16" in capsys.readouterr().out) == (cls is TPUSFTTrainer)
+        assert ("frozen weights in bfloat16" in capsys.readouterr().out) == (cls is TPUSFTTrainer)
         assert {parameter.dtype for parameter in runs[-1].teacher.model.parameters()} == {torch.float32}
     assert_same(*runs, logged)
 

@@ -295,7 +295,7 @@ class ChangesNumber(TPUSFTTrainer):
         ({"callbacks": lambda: [ScaleGradients()]}, "on_pre_optimizer_step"),
         ({"optim": "sgd"}, "SGD takes its learning rate"),
         ({"cls": KeepLoss, "step_replay": True}, "not part of the training state"),
-        ({"cls": SendsNumber, "step_replay": True}, "sent to the device"),
+        ({"cls": SendsNumber, "step_replay": True}, "a host-to-device transfer within a step"),
         ({"cls": ChangesNumber, "step_replay": True}, "has changed"),
     ],
     ids=["subclass", "callback", "sgd", "keeps a tensor", "sends a number", "changes a number"],
