@@ -199,7 +199,7 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
 
 def set_gradient_checkpointing(args: TrainingArguments, value: bool) -> None:
     """Say whether layers are checkpointed, under both of upstream's names."""
-    # The second is the name of the first from transformers 5.19 on.
+    # The second is the name of the first from transformers 5.23 on.
     for name in {"gradient_checkpointing", "activation_checkpointing"} & set(vars(args)):
         setattr(args, name, value)
 
