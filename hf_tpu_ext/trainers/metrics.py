@@ -1,12 +1,9 @@
 """The metrics of a TRL trainer, summed on the device between two logs."""
 
-import ast
-import inspect
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from transformers import Trainer
 from ..backends.base import Backend
 from ..step.deferred_reads import Appended, DeferredReads, metrics_in
 from ..step.metrics import DeviceSums
-from .own_code import is_known, names_of_a_step
+from .own_code import functions_of, names_of_a_step, syntax_of
 
 
 #: TRL keeps under this name the tokens that were trained on, of the whole run.
@@ -177,9 +174,8 @@ def _count(name: str) -> str:
     return f"{name} (count)"
 
 
-def _metrics_of(cls: type[Trainer]) -> Iterator[str]:
+@cache
+def _metrics_of(cls: type[Trainer]) -> frozenset[str]:
     """The metrics that the loss of a trainer class appends, by its source."""
-    for name in names_of_a_step(cls, ("compute_loss",)):
-        for owner in cls.__mro__:
-            if name in vars(owner) and is_known(owner.__module__) and inspect.isfunction(vars(owner)[name]):
-                yield from metrics_in(ast.parse(textwrap.dedent(inspect.getsource(vars(owner)[name]))))
+    functions = (function for name in names_of_a_step(cls, ("compute_loss",)) for function in functions_of(cls, name))
+    return frozenset(metric for function in functions for metric in metrics_in(syntax_of(function)))

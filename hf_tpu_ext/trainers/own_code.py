@@ -106,8 +106,22 @@ def _is_installed(function: FunctionType) -> bool:
 # ---- What a step of a trainer class is made of ----
 
 
+def functions_of(cls: type, name: str, packages: tuple[str, ...] = _KNOWN_PACKAGES) -> Iterator[FunctionType]:
+    """The functions of known packages that a name stands for in a class and its bases."""
+    for owner in cls.__mro__:
+        if owner.__module__.partition(".")[0] in packages and name in vars(owner):
+            for function in _functions_in(vars(owner)[name]):
+                if is_known(function.__globals__["__name__"]):
+                    yield function
+
+
+def syntax_of(function: FunctionType) -> ast.Module:
+    """The syntax of a function, by its source."""
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
 def _names_of_self(function: FunctionType) -> Iterator[str]:
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+    for node in ast.walk(syntax_of(function)):
         if isinstance(node, ast.Attribute):
             match node.value:
                 case ast.Name(id="self") | ast.Call(func=ast.Name(id="super")):
@@ -129,11 +143,8 @@ def names_of_a_step(
         if name in found:
             continue
         found.add(name)
-        for owner in cls.__mro__:
-            if owner.__module__.partition(".")[0] in packages and name in vars(owner):
-                for function in _functions_in(vars(owner)[name]):
-                    if is_known(function.__globals__["__name__"]):
-                        names.extend(_names_of_self(function))
+        for function in functions_of(cls, name, packages):
+            names.extend(_names_of_self(function))
     return frozenset(found)
 
 
