@@ -36,6 +36,4 @@ class TPUDPOTrainer(TPUTrainerMixin, DPOTrainer):
     ```
     """
 
-    @property
-    def _config_name(self) -> str:
-        return TPUDPOConfig.__name__
+    _config_name = TPUDPOConfig.__name__

@@ -35,6 +35,4 @@ class TPUKTOTrainer(TPUTrainerMixin, KTOTrainer):
     ```
     """
 
-    @property
-    def _config_name(self) -> str:
-        return TPUKTOConfig.__name__
+    _config_name = TPUKTOConfig.__name__

@@ -33,6 +33,4 @@ class TPURewardTrainer(TPUTrainerMixin, RewardTrainer):
     ```
     """
 
-    @property
-    def _config_name(self) -> str:
-        return TPURewardConfig.__name__
+    _config_name = TPURewardConfig.__name__

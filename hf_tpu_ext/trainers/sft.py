@@ -96,9 +96,7 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
 
     # ---- Static shapes ----
 
-    @property
-    def _config_name(self) -> str:
-        return TPUSFTConfig.__name__
+    _config_name = TPUSFTConfig.__name__
 
     def _make_batches_static(self) -> None:
         if self.padding_free:

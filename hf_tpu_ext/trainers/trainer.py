@@ -50,9 +50,7 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
             check_has_rows(dataset, name)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
 
-    @property
-    def _config_name(self) -> str:
-        return TPUTrainingArguments.__name__
+    _config_name = TPUTrainingArguments.__name__
 
     def _make_batches_static(self) -> None:
         if "attention_mask" in inspect.signature(unwrap_peft_model(self.model).forward).parameters:
