@@ -23,7 +23,7 @@ from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import score_tokens
 from ..step.loss_log import LossLog
-from ..step.optimizer import LazyAdamW, check_optimizer, clip_gradients
+from ..step.optimizer import LazyAdamW, check_optimizer
 from ..step.replaced_head import head_computed_by
 from ..step.users_model import save_from_host
 from .arguments import (
@@ -403,7 +403,7 @@ class TPUTrainerMixin(
     def _clip_grad_norm(self, model):
         if not self.backend.traces_steps:
             return super()._clip_grad_norm(model)
-        return self.steps.clip(self.args.max_grad_norm, clip_gradients)
+        return self.steps.clip(model)
 
     def _get_grad_norm(self, model, grad_norm=None):
         if not self.backend.traces_steps:

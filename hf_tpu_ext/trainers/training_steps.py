@@ -11,7 +11,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..step.activation_checkpointing import rematerialize
 from ..step.gradients import StepGradients
-from ..step.optimizer import LazyAdamW
+from ..step.optimizer import LazyAdamW, clip_gradients
 from ..step.python_state import PythonState
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP, StepReplay, warn_not_replayed
 from .own_code import (
@@ -224,20 +224,9 @@ class TrainingSteps(TrainerCallback):
         else:
             optimizer.create_state()
 
-    def clip(self, max_norm: float, clip: Callable[[nn.Module, float], torch.Tensor]) -> torch.Tensor:
-        """
-        Clip the gradients, unless the program of the step does.
-
-        Args:
-            max_norm (`float`):
-                Greatest norm of all gradients together.
-            clip (`Callable`):
-                Clips them.
-
-        Returns:
-            `torch.Tensor` of shape `()`: Their norm before.
-        """
-        return self.replay.grad_norm if self.replays else clip(self._trainer.model, max_norm)
+    def clip(self, model: nn.Module) -> torch.Tensor:
+        """As [`~hf_tpu_ext.step.optimizer.clip_gradients`], unless the program of the step clips."""
+        return self.replay.grad_norm if self.replays else clip_gradients(model, self._trainer.args.max_grad_norm)
 
     def keep_norm(self, find_norm: Callable[[], torch.Tensor]) -> torch.Tensor:
         """
