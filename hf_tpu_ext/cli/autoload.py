@@ -1,5 +1,5 @@
 """
-What makes the stock `trl` command and scripts that use `trl.SFTTrainer` train with the trainers of this package.
+What makes the stock `trl` command and scripts that use TRL's trainers train with the trainers of this package.
 
 PyTorch calls [`autoload`] at the end of every `import torch` in the environment (entry point group `torch.backends`), so
 it costs a few milliseconds in a process that it does not act on. Nothing of this package is imported at the top: such
@@ -14,19 +14,21 @@ import sys
 _SWITCH = "HF_TPU_EXT"
 _ON = {"1", "true", "yes", "on"}
 _OFF = {"0", "false", "no", "off"}
+#: Commands of `trl` that train, and the trainers of their scripts. `SFTTrainer` is replaced by `TPUSFTTrainer`, and so on.
+TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "reward": "RewardTrainer", "kto": "KTOTrainer"}
 
 
 def autoload() -> None:
     """
     Act on two kinds of process, and leave every other as it is.
 
-    - The stock `trl sft` is replaced by `hf-tpu sft` with the same arguments, if it is asked for. Stock `trl` reads the
-      recipe in a parent process, which starts the accelerator's runtime, and trains in a child of it; a TPU chip can be
-      held by one process only.
+    - A stock `trl sft`, `dpo`, `reward` or `kto` is replaced by `hf-tpu` with the same arguments, if it is asked for. Stock
+      `trl` reads the recipe in a parent process, which starts the accelerator's runtime, and trains in a child of it; a TPU
+      chip can be held by one process only.
     - In any other process that has `HF_TPU_EXT=1` in its environment, `trl.SFTTrainer` is
-      [`~hf_tpu_ext.TPUSFTTrainer`].
+      [`~hf_tpu_ext.TPUSFTTrainer`], and likewise for the other [`TRAINERS`].
 
-    `trl sft` is replaced if `HF_TPU_EXT` is `1` in the environment or under the recipe's `env:` key, which counts more,
+    `trl` is replaced if `HF_TPU_EXT` is `1` in the environment or under the recipe's `env:` key, which counts more,
     or if it is set nowhere and the machine has a TPU. `HF_TPU_EXT=0` in the environment switches all of this off. Of a
     value that means neither, a line says so.
     """
@@ -37,18 +39,19 @@ def autoload() -> None:
     _check(switch, "the environment")
     if switch in _OFF:
         return
-    if not _is_trl_sft(sys.argv):
+    if not _is_trl_training(sys.argv):
         if switch in _ON:
-            sys.meta_path.insert(0, _SFTTrainerSwap())
+            sys.meta_path.insert(0, _TrainerSwap())
         return
     reason = _reason_to_replace(switch, sys.argv[2:])
     if reason is None:
         return
-    print(f"`trl sft` is run by hf_tpu_ext, because {reason}; {_SWITCH}=0 runs the stock command.", file=sys.stderr)
+    command = f"trl {sys.argv[1]}"
+    print(f"`{command}` is run by hf_tpu_ext, because {reason}; {_SWITCH}=0 runs the stock command.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without -P, `-m` would put the working directory on the module path, which the `trl` command does not.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", "sft", *sys.argv[2:]])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", *sys.argv[1:]])
 
 
 def _check(switch: str, where: str) -> None:
@@ -60,10 +63,10 @@ def _check(switch: str, where: str) -> None:
         )
 
 
-def _is_trl_sft(argv: list[str]) -> bool:
+def _is_trl_training(argv: list[str]) -> bool:
     program = argv[0].replace(os.sep, "/") if argv else ""
     is_trl = program.rpartition("/")[2] == "trl" or program.endswith("/trl/cli/main.py")
-    return is_trl and argv[1:2] == ["sft"]
+    return is_trl and len(argv) > 1 and argv[1] in TRAINERS
 
 
 def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
@@ -85,15 +88,16 @@ def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
     return "this machine has a TPU" if tpu_chips() else None
 
 
-class _SFTTrainerSwap:
+class _TrainerSwap:
     """
-    A `sys.meta_path` finder that puts [`~hf_tpu_ext.TPUSFTTrainer`] in place of `SFTTrainer` once its module has run.
+    A `sys.meta_path` finder that puts our trainers in place of TRL's once the first module of a trainer has run.
 
-    The name is replaced in the module that defines it: `trl` and `trl.trainer` look it up there and keep what they find.
+    The names are replaced in the modules that define them, and in `trl` and `trl.trainer`, which keep what they have looked
+    up there.
     """
 
     def find_spec(self, name, path=None, target=None):
-        if name != "trl.trainer.sft_trainer":
+        if name not in {_module_of(command) for command in TRAINERS}:
             return None
         sys.meta_path.remove(self)
         # A script that imports our trainers chooses between them and upstream's by itself; and while they are being
@@ -105,9 +109,15 @@ class _SFTTrainerSwap:
 
         def exec_and_swap(module):
             exec_module(module)
-            from hf_tpu_ext import TPUSFTTrainer
+            from hf_tpu_ext import trainers
 
-            module.SFTTrainer = TPUSFTTrainer
+            for command, trainer in TRAINERS.items():
+                for place in (_module_of(command), "trl.trainer", "trl"):
+                    setattr(sys.modules[place], trainer, vars(trainers)[f"TPU{trainer}"])
 
         spec.loader.exec_module = exec_and_swap
         return spec
+
+
+def _module_of(command: str) -> str:
+    return f"trl.trainer.{command}_trainer"

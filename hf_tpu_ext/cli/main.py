@@ -6,7 +6,8 @@ import sys
 import traceback
 
 from .. import __version__
-from . import cache_teacher, doctor, export, plan, prepare, pretrain, report, sft, warmup
+from . import cache_teacher, doctor, export, plan, prepare, pretrain, report, warmup
+from .trl_scripts import SCRIPTS
 
 
 DESCRIPTION = """\
@@ -20,7 +21,7 @@ first steps:
 
 #: Sub-commands that read a recipe; their arguments are its keys.
 _TRAINING = {
-    "sft": sft.run,
+    **{command: script.run for command, script in SCRIPTS.items()},
     "pretrain": pretrain.run,
     "cache-teacher": cache_teacher.run,
     "warmup": warmup.run,
@@ -69,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf_tpu_ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    commands.add_parser("sft", help="fine-tune with TRL's SFTTrainer (`hf-tpu sft --help` lists the keys)")
+    for command, script in SCRIPTS.items():
+        purpose = script.purpose[0].lower() + script.purpose[1:]
+        commands.add_parser(command, help=f"{purpose} (`hf-tpu {command} --help` lists the keys)")
     commands.add_parser("pretrain", help="train on plain text (`hf-tpu pretrain --help` lists the keys)")
     commands.add_parser(
         "cache-teacher",

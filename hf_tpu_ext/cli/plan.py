@@ -7,8 +7,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from . import pretrain, sft
+from . import pretrain
 from .recipe import OptionParser, Recipe, load_recipe
+from .trl_scripts import SCRIPTS
 
 
 DESCRIPTION = """\
@@ -20,8 +21,9 @@ examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml --topology v5e-1 --seq-lengths 1024
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml --search
 
-The exit status is 0 if it fits, 1 if it does not, and 2 if that is unknown. For a recipe of `hf-tpu pretrain`:
+The exit status is 0 if it fits, 1 if it does not, and 2 if that is unknown. For a recipe of another command than `sft`:
 
+  hf-tpu plan dpo --config recipes/dpo_lora_qwen3.yaml
   hf-tpu plan pretrain --config recipes/pretrain_tinystories.yaml
 
 options of its own:
@@ -45,7 +47,7 @@ _OF_THE_DATA = (
     "formatting_func",
 )
 _SEARCHED = ("rematerialization", "mesh", "per_device_train_batch_size")
-_COMMANDS = {"sft": sft, "pretrain": pretrain}
+_COMMANDS = {**SCRIPTS, "pretrain": pretrain}
 # These say on what a run is, and that is what --topology says.
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
 
@@ -82,7 +84,7 @@ def run(argv: list[str]) -> int:
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
-    recipe = _open_recipe(rest, _COMMANDS[command].TINY_DATA, topology.num_chips)
+    recipe = _open_recipe(rest, _COMMANDS[command].tiny_data, topology.num_chips)
 
     from ..hardware.prices import PRICES
     from ..plan.make import Compiler, make_plan

@@ -6,10 +6,11 @@ from pathlib import Path
 
 TINY = """\
 Create a model of two layers and synthetic data for it, in seconds and without the network. Under the output directory:
-  model/      random weights and a byte-level tokenizer with a chat template
-  teacher/    another of its kind
-  data/       worked additions in chat form: train.jsonl and test.jsonl
-  stories/    short synthetic stories in a column `text`: train.jsonl and test.jsonl
+  model/        random weights and a byte-level tokenizer with a chat template
+  teacher/      another of its kind
+  data/         worked additions in chat form: train.jsonl and test.jsonl
+  preferences/  additions with a right (chosen) and a wrong (rejected) answer
+  stories/      short synthetic stories in a column `text`
 """
 
 
@@ -32,15 +33,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make a tiny model, a teacher for it, arithmetic and stories, and return the exit status `0`."""
+    """Make a tiny model, a teacher for it, arithmetic, preferences and stories, and return the exit status `0`."""
     from ..examples.jsonl import count_rows
-    from ..examples.tiny import make_arithmetic, make_model, make_stories
+    from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_stories
 
     model_dir = make_model(args.output_dir / "model", args.model_type)
     teacher_dir = make_model(args.output_dir / "teacher", args.model_type, seed=1)
     print(f"Model in {model_dir}, another as its teacher in {teacher_dir}")
-    arithmetic, stories = make_arithmetic(args.output_dir / "data"), make_stories(args.output_dir / "stories")
-    for name, directory in (("Arithmetic", arithmetic), ("Stories", stories)):
+    makers = {"data": make_arithmetic, "preferences": make_preferences, "stories": make_stories}
+    for name, make in makers.items():
+        directory = make(args.output_dir / name)
         rows = count_rows(directory)
-        print(f"{name} in {directory}: {rows['train']} training rows, {rows['test']} evaluation rows")
+        print(f"{name.capitalize()} in {directory}: {rows['train']} training rows, {rows['test']} evaluation rows")
     return 0

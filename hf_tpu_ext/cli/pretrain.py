@@ -17,7 +17,7 @@ examples:
       --max_length 512 --output_dir runs/stories
 """
 #: What `--smoke` trains on.
-TINY_DATA = "stories"
+tiny_data = "stories"
 
 
 @dataclass
@@ -54,7 +54,7 @@ def token_rows(dataset, tokenizer, text_field: str, max_length: int):
 
 def run(argv: list[str]) -> None:
     """Train from the recipe that the arguments after `hf-tpu pretrain` name."""
-    train(open_recipe(argv, TINY_DATA), "pretrain", DESCRIPTION)
+    train(open_recipe(argv, tiny_data), "pretrain", DESCRIPTION)
 
 
 def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callable[[type], type] | None = None) -> None:

@@ -58,10 +58,11 @@ class Recipe:
         Put the tiny model and the dataset `data` of the `--smoke` directory in place of the recipe's, for a few steps.
         """
         directory = Path(self.smoke)
-        if not (directory / "model").is_dir():
-            raise ValueError(
-                f"--smoke: {directory} holds no tiny model. Make it: hf-tpu prepare tiny --output_dir {directory}"
-            )
+        for needed in ("model", data):
+            if not (directory / needed).is_dir():
+                raise ValueError(
+                    f"--smoke: {directory} holds no {needed}. Make it: hf-tpu prepare tiny --output_dir {directory}"
+                )
         for key in _OF_THE_REAL_RUN:
             self.values.pop(key, None)
         self.values |= {

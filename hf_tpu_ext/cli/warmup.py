@@ -4,8 +4,9 @@ import tempfile
 from functools import partial
 
 from ..formatting import format_size
-from . import pretrain, sft
+from . import pretrain
 from .recipe import open_recipe
+from .trl_scripts import SCRIPTS
 
 
 DESCRIPTION = """\
@@ -19,11 +20,12 @@ model take minutes each. Use the recipe, and the overrides, of the run:
 It loads the model and the data, runs a few steps of each kind, and forgets what they did: nothing is written to
 output_dir, nothing is logged or reported, no checkpoint is made. Graphs go to compile_cache_dir. Runs use them as long
 as model, batch size, lengths, accumulation, precision, chips and software stay the same; learning rate, schedule, number of
-steps, output_dir, run_name and the order of the data may change. For a recipe of `hf-tpu pretrain`:
+steps, output_dir, run_name and the order of the data may change. For a recipe of another command than `sft`:
 
+  hf-tpu warmup dpo --config recipes/dpo_lora_qwen3.yaml
   hf-tpu warmup pretrain --config recipes/pretrain_tinystories.yaml
 """
-_COMMANDS = {"sft": sft, "pretrain": pretrain}
+_COMMANDS = {**SCRIPTS, "pretrain": pretrain}
 
 
 def run(argv: list[str]) -> None:
@@ -31,7 +33,7 @@ def run(argv: list[str]) -> None:
     named = [argv[0]] if argv[:1] and argv[0] in _COMMANDS else []
     command = named[0] if named else "sft"
     module = _COMMANDS[command]
-    recipe = open_recipe(argv[len(named) :], module.TINY_DATA)
+    recipe = open_recipe(argv[len(named) :], module.tiny_data)
 
     from ..callbacks.run_lines import describe_cache_use
     from ..trainers.warm_up import WarmedUp, WarmUpMixin

@@ -104,21 +104,47 @@ def make_arithmetic(output_dir: str | Path, num_rows: int = 2048, seed: int = 0)
     `37+85?` is answered by `7+5=12, write 2 carry 1; 3+8+1=12; 122`. A tiny model learns it because every digit of the
     answer depends on a few characters only. No addition occurs in both splits; the test split has every eighth.
     """
-    rng = random.Random(seed)
+    rows = [
+        {"prompt": _says("user", f"{a}+{b}?"), "completion": _says("assistant", work_addition(a, b))}
+        for a, b in _draw_additions(num_rows, random.Random(seed))
+    ]
+    return _write(output_dir, rows)
 
+
+def make_preferences(output_dir: str | Path, num_rows: int = 1024, seed: int = 0) -> Path:
+    """
+    Write additions with a right and a wrong answer, in TRL's conversational preference form with an explicit prompt.
+
+    The chosen answer is that of [`make_arithmetic`]; the rejected one works out another addition of as many digits.
+    """
+    rng = random.Random(seed)
+    rows = []
+    for a, b in _draw_additions(num_rows, rng):
+        low, high = 10 ** (len(str(a)) - 1), 10 ** len(str(a)) - 1
+        wrong = a
+        while wrong == a:
+            wrong = rng.randint(low, high)
+        rows.append(
+            {
+                "prompt": _says("user", f"{a}+{b}?"),
+                "chosen": _says("assistant", work_addition(a, b)),
+                "rejected": _says("assistant", work_addition(wrong, b)),
+            }
+        )
+    return _write(output_dir, rows)
+
+
+def _says(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+def _draw_additions(count: int, rng: random.Random) -> list[tuple[int, int]]:
     def draw() -> tuple[int, int]:
         digits = rng.randint(1, 3)
         low, high = 10 ** (digits - 1), 10**digits - 1
         return rng.randint(low, high), rng.randint(low, high)
 
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{a}+{b}?"}],
-            "completion": [{"role": "assistant", "content": work_addition(a, b)}],
-        }
-        for a, b in _draw_different(draw, num_rows)
-    ]
-    return _write(output_dir, rows)
+    return _draw_different(draw, count)
 
 
 def work_addition(a: int, b: int) -> str:

@@ -47,15 +47,18 @@ def test_other_processes_are_left_as_they_are():
     [
         (["/venv/bin/trl", "sft", "--config", "r.yaml"], True),
         (["/venv/lib/trl/cli/main.py", "sft"], True),
-        (["/venv/bin/trl", "dpo"], False),
+        (["/venv/bin/trl", "dpo", "--config", "r.yaml"], True),
+        (["/venv/bin/trl", "reward"], True),
+        (["/venv/bin/trl", "kto"], True),
+        (["/venv/bin/trl", "grpo"], False),
         (["/venv/bin/trl"], False),
         (["/venv/lib/trl/scripts/sft.py", "sft"], False),
         (["-c"], False),
         ([], False),
     ],
 )
-def test_only_trl_sft_is_replaced(argv, expected):
-    assert autoload._is_trl_sft(argv) is expected
+def test_which_commands_of_trl_are_replaced(argv, expected):
+    assert autoload._is_trl_training(argv) is expected
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_only_trl_sft_is_replaced(argv, expected):
     ],
 )
 @pytest.mark.parametrize("option", [["--config", "{}"], ["--config={}"]])
-def test_when_trl_sft_is_replaced(switch, in_recipe, chips, expected, option, tmp_path, monkeypatch):
+def test_when_trl_is_replaced(switch, in_recipe, chips, expected, option, tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"env: {{{in_recipe}}}\nmax_steps: 1\n")
     monkeypatch.setattr(detect, "tpu_chips", lambda: chips)
@@ -134,16 +137,28 @@ def test_scripts_are_watched_only_if_they_ask(switch, finders, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("imports", "expected"),
+    ("imports", "ours"),
     [
-        ("from trl import SFTTrainer", "TPUSFTTrainer TPUSFTTrainer"),
-        ("from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", "SFTTrainer SFTTrainer"),
+        ("from trl import SFTTrainer", True),
+        ("from trl import DPOTrainer, DPOConfig", True),
+        ("from trl.trainer.kto_trainer import KTOTrainer", True),
+        ("from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", False),
     ],
 )
-def test_scripts_get_our_trainer_unless_they_choose(imports, expected):
+def test_scripts_get_our_trainers_unless_they_choose(imports, ours):
     script = (
-        f"import torch\n{imports}\nfrom trl.trainer.sft_trainer import SFTTrainer as in_its_module\n"
-        "print(SFTTrainer.__name__, in_its_module.__name__)"
+        f"import torch\n{imports}\nimport trl\n"
+        "places = [trl, trl.trainer, *(sys.modules[f'trl.trainer.{name}_trainer'] for name in TRAINERS)]\n"
+        "found = [vars(place)[name].__name__ for name in TRAINERS.values() for place in places if name in vars(place)]\n"
+        "print(*found)"
     )
-    result = run_process(sys.executable, "-c", script, env={"HF_TPU_EXT": "1"})
-    assert result.stdout.strip() == expected, result.stderr
+    result = run_process(
+        sys.executable,
+        "-c",
+        f"import sys\nfrom hf_tpu_ext.cli.autoload import TRAINERS\n{script}",
+        env={"HF_TPU_EXT": "1"},
+    )
+    names = result.stdout.split()
+    assert len(names) >= 3 * len(autoload.TRAINERS) if ours else names, result.stderr
+    assert {name.removeprefix("TPU") for name in names} == set(autoload.TRAINERS.values())
+    assert all(name.startswith("TPU") is ours for name in names)

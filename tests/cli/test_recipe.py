@@ -164,7 +164,8 @@ def test_read_recipe(tmp_path):
 
 @pytest.mark.parametrize(("key", "top_k"), [("kd_cache", 16), ("kd_top_k", 16), ("kd_alpha", None)])
 def test_smoke_learns_from_no_more_tokens_than_the_tiny_model_has(key, top_k, tmp_path):
-    (tmp_path / "model").mkdir()
+    for name in ("model", "data"):
+        (tmp_path / name).mkdir()
     recipe = read_recipe(["--smoke", str(tmp_path)])
     recipe.values[key] = 512
     recipe.use_tiny("data")

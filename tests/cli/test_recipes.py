@@ -13,6 +13,7 @@ import trl
 import yaml
 from transformers import AutoModelForCausalLM
 
+from hf_tpu_ext.cli.autoload import TRAINERS
 from hf_tpu_ext.cli.main import main
 
 
@@ -27,6 +28,12 @@ def tiny(tmp_path_factory):
     return directory
 
 
+def command_of(recipe):
+    """What runs a recipe, which its name begins with; `kd_...` is supervised fine-tuning, too."""
+    kind = recipe.stem.partition("_")[0]
+    return kind if kind in ("pretrain", "dpo", "reward", "kto") else "sft"
+
+
 def check_run(output_dir, steps=4):
     state = json.loads((output_dir / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -36,8 +43,8 @@ def check_run(output_dir, steps=4):
     AutoModelForCausalLM.from_pretrained(output_dir)
 
 
-#: A cached teacher, text of any form, an adapter. Full fine-tuning goes through the stock command below.
-BY_DEFAULT = ("pretrain_tinystories", "sft_lora_qwen3")
+#: Text of any form, an adapter, a pair. Full fine-tuning goes through the stock command below.
+BY_DEFAULT = ("pretrain_tinystories", "sft_lora_qwen3", "reward_qwen3")
 
 
 @pytest.mark.parametrize(
@@ -50,21 +57,20 @@ BY_DEFAULT = ("pretrain_tinystories", "sft_lora_qwen3")
 def test_recipe(recipe, tiny, tmp_path, monkeypatch):
     for name in yaml.safe_load(recipe.read_text()).get("env", {}):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # what the recipe sets is taken back after the test
-    command = "pretrain" if recipe.stem.startswith("pretrain") else "sft"
-    upstream = trl.SFTTrainer
+    upstream = {name: getattr(trl, name) for name in TRAINERS.values()}
     argv = ["--config", str(recipe), "--smoke", str(tiny), *SHORT]
     if "kd_cache" in yaml.safe_load(recipe.read_text()):
         argv += ["--kd_cache", str(tmp_path / "cache")]
         assert main(["cache-teacher", *argv]) == 0
-    assert main([command, *argv, "--output_dir", str(tmp_path)]) == 0
+    assert main([command_of(recipe), *argv, "--output_dir", str(tmp_path)]) == 0
     check_run(tmp_path)
-    assert trl.SFTTrainer is upstream
+    assert {name: getattr(trl, name) for name in upstream} == upstream
 
 
 def run_command(name, recipe, tiny, output_dir, **env):
     """Run a recipe by a command of its own process."""
     command = [shutil.which(name, path=os.path.dirname(sys.executable))]
-    command += ["pretrain" if recipe.stem.startswith("pretrain") else "sft", "--config", recipe]
+    command += [command_of(recipe), "--config", recipe]
     result = subprocess.run(
         [*command, "--smoke", tiny, "--output_dir", output_dir, *SHORT],
         env={key: value for key, value in os.environ.items() if key != "HF_TPU_EXT"} | env,

@@ -4,6 +4,7 @@ that it sets, names that it looks up. A release that moves one of them fails her
 """
 
 import ast
+import importlib
 import importlib.util
 import inspect
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ import trl
 from packaging.version import Version
 from transformers import Trainer, TrainingArguments, training_args
 from transformers.training_args import OptimizerNames
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
+from hf_tpu_ext.cli.autoload import TRAINERS
 from hf_tpu_ext.trainers import arguments
 
 
@@ -108,12 +110,13 @@ def test_optimizer_names():
 # ---- The command line ----
 
 
-def test_script_and_parser(stock, tmp_path, monkeypatch):
-    """cli/sft.py runs TRL's script with another trainer in the place where the script looks for it."""
-    from trl.scripts import sft as script
+@pytest.mark.parametrize(("command", "trainer"), TRAINERS.items())
+def test_script_and_parser(command, trainer, stock, tmp_path, monkeypatch):
+    """cli/trl_scripts.py runs TRL's scripts with another trainer in the place where the script looks for it."""
+    script = importlib.import_module(f"trl.scripts.{command}")
 
-    assert parameters(script.main) == ["script_args", "training_args", "model_args", "dataset_args"], "cli/sft.py"
-    assert parameters(script.make_parser) == ["subparsers", "prog"], "cli/sft.py"
+    assert parameters(script.main) == ["script_args", "training_args", "model_args", "dataset_args"]
+    assert parameters(script.make_parser) == ["subparsers", "prog"]
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     given = {}
 
@@ -131,7 +134,7 @@ def test_script_and_parser(stock, tmp_path, monkeypatch):
         def end(self):
             pass
 
-    monkeypatch.setattr(trl, "SFTTrainer", Trainer)
+    monkeypatch.setattr(trl, trainer, Trainer)
     script.main(
         trl.ScriptArguments(dataset_name=str(tmp_path)),
         stock.config(),
@@ -151,6 +154,7 @@ def test_script_and_parser(stock, tmp_path, monkeypatch):
 
 
 def test_modules_that_the_command_line_hooks_into():
-    for module in ("trl.cli.main", "trl.scripts.sft", "trl.trainer.sft_trainer"):
-        assert importlib.util.find_spec(module), f"{module} has moved; see cli/autoload.py"
-    assert SFTTrainer.__module__ == "trl.trainer.sft_trainer", "cli/autoload.py swaps it where it is defined"
+    assert importlib.util.find_spec("trl.cli.main"), "it has moved; see cli/autoload.py"
+    for command, trainer in TRAINERS.items():
+        module = f"trl.trainer.{command}_trainer"
+        assert getattr(trl, trainer).__module__ == module, "cli/autoload.py swaps it where it is defined"

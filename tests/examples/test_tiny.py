@@ -13,6 +13,7 @@ from hf_tpu_ext.examples.tiny import (
     FAMILIES,
     make_arithmetic,
     make_model,
+    make_preferences,
     make_stories,
     make_tokenizer,
     work_addition,
@@ -120,6 +121,14 @@ def test_arithmetic_is_right_and_of_varying_length(tmp_path):
     assert len({len(row["completion"][0]["content"]) for row in dataset["train"]}) > 10
 
 
+def test_chosen_answers_are_right_and_rejected_ones_wrong(tmp_path):
+    dataset = load_dataset(str(make_preferences(tmp_path, num_rows=80)))
+    for row in dataset["train"]:
+        a, b = row["prompt"][0]["content"].removesuffix("?").split("+")
+        answers = {name: int(row[name][0]["content"].split("; ")[-1]) for name in ("chosen", "rejected")}
+        assert answers["chosen"] == int(a) + int(b) != answers["rejected"]
+
+
 def test_stories_are_plain_text(tmp_path):
     dataset = load_dataset(str(make_stories(tmp_path, num_rows=80)))
     assert {split: rows.num_rows for split, rows in dataset.items()} == {"train": 70, "test": 10}
@@ -129,7 +138,7 @@ def test_stories_are_plain_text(tmp_path):
     assert {story.split(",")[0] for story in stories} == {"One day"}
 
 
-@pytest.mark.parametrize("make", [make_arithmetic, make_stories])
+@pytest.mark.parametrize("make", [make_arithmetic, make_preferences, make_stories])
 def test_tasks_depend_on_the_seed_only(make, tmp_path):
     written = [
         (make(tmp_path / str(index), num_rows=40, seed=seed) / "train.jsonl").read_bytes()

@@ -1,0 +1,145 @@
+"""`hf-tpu sft`, `dpo`, `reward` and `kto`: TRL's training scripts in one process, with the trainers of this package."""
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from .autoload import TRAINERS
+from .recipe import Recipe, RecipeParser, open_recipe
+
+
+_DESCRIPTION = """\
+{purpose} on the TPU, GPU or CPU of this machine. Takes the recipes of `trl {command}`, keeps the accelerator
+in this one process, and runs in place of `trl {command}` where HF_TPU_EXT=1 is set (HF_TPU_EXT=0 never).
+
+examples:
+  hf-tpu {command} --config {recipe}
+  hf-tpu {command} --config {recipe} --learning_rate 1e-4 --max_steps 100
+  hf-tpu {command} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name {dataset} --use_peft --output_dir runs/qwen3
+"""
+
+
+@dataclass(frozen=True)
+class TRLScript:
+    """
+    A training script of TRL, run with the trainer of this package.
+
+    Args:
+        command (`str`):
+            Its name after `trl` and after `hf-tpu`.
+        purpose (`str`):
+            What it does, as the start of a sentence.
+        recipe (`str`):
+            A recipe for it.
+        dataset (`str`):
+            A dataset of the Hub for it.
+        tiny_data (`str`):
+            What `--smoke` trains on.
+        auto_class (`str`, *optional*, defaults to `"AutoModelForCausalLM"`):
+            What loads the trained model.
+    """
+
+    command: str
+    purpose: str
+    recipe: str
+    dataset: str
+    tiny_data: str = "preferences"
+    auto_class: str = "AutoModelForCausalLM"
+
+    @property
+    def description(self) -> str:
+        """First part of its help."""
+        return _DESCRIPTION.format(**vars(self))
+
+    def run(self, argv: list[str]) -> None:
+        """Train from the recipe that the arguments after `hf-tpu <command>` name."""
+        _, training_args, model_args, _ = self.train(open_recipe(argv, self.tiny_data), self.command, self.description)
+        loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
+        print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r})")
+        print(f"Next: hf-tpu {self.command} --config {self.recipe} (add --smoke to try it on a tiny model first)")
+
+    def train(
+        self, recipe: Recipe, title: str, description: str, adapt_trainer: Callable[[type], type] | None = None
+    ) -> tuple[Any, ...]:
+        """
+        Run the script with a recipe.
+
+        Args:
+            recipe ([`Recipe`]): The recipe.
+            title (`str`): Name of the command, for its help.
+            description (`str`): First part of its help.
+            adapt_trainer (`Callable[[type], type]`, *optional*): Makes the trainer class from that of this package.
+
+        Returns:
+            `tuple`: The arguments of the script.
+        """
+        import trl
+
+        from .. import trainers
+        from ..trainers.checkpoints import leaving_no_empty_dir
+        from ..trainers.setting_checks import check_recipe
+
+        name = TRAINERS[self.command]
+        trainer_cls = vars(trainers)[f"TPU{name}"]
+        config_cls = vars(trainers)[f"TPU{name.removesuffix('Trainer')}Config"]
+        dataclass_types = (trl.ScriptArguments, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
+        arguments = RecipeParser(dataclass_types, title, description).parse(recipe)
+        script_args, training_args, model_args, dataset_args = arguments
+        if model_args.model_name_or_path is None:
+            raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
+        if script_args.dataset_name is None and not dataset_args.datasets:
+            raise ValueError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
+        if adapt_trainer is None:
+            check_recipe(training_args)
+
+        script = importlib.import_module(f"trl.scripts.{self.command}")
+        upstream = getattr(trl, name)
+        setattr(trl, name, trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls))
+        try:
+            with leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext():
+                script.main(*arguments)
+        except KeyError as error:
+            splits = (script_args.dataset_train_split, script_args.dataset_test_split)
+            if error.args[0] not in splits:
+                raise
+            raise ValueError(
+                f"The dataset has no split {error.args[0]!r}. Name its splits with dataset_train_split and "
+                f"dataset_test_split (given: {splits[0]!r} and {splits[1]!r}), or leave out eval_strategy."
+            ) from error
+        finally:
+            setattr(trl, name, upstream)
+        return arguments
+
+
+_SCRIPTS = (
+    TRLScript(
+        command="sft",
+        purpose="Fine-tune a language model",
+        recipe="recipes/sft_lora_qwen3.yaml",
+        dataset="trl-lib/Capybara",
+        tiny_data="data",
+    ),
+    TRLScript(
+        command="dpo",
+        purpose="Align a language model with preferences (DPO)",
+        recipe="recipes/dpo_lora_qwen3.yaml",
+        dataset="trl-lib/ultrafeedback_binarized",
+    ),
+    TRLScript(
+        command="reward",
+        purpose="Train a reward model",
+        recipe="recipes/reward_qwen3.yaml",
+        dataset="trl-lib/ultrafeedback_binarized",
+        auto_class="AutoModelForSequenceClassification",
+    ),
+    TRLScript(
+        command="kto",
+        purpose="Align a language model with desirable and undesirable completions (KTO)",
+        recipe="recipes/kto_lora_qwen3.yaml",
+        dataset="trl-lib/kto-mix-14k",
+    ),
+)
+#: The scripts, by their command.
+SCRIPTS = {script.command: script for script in _SCRIPTS}
