@@ -105,8 +105,8 @@ def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callabl
     trainer_cls = TPUTrainer if adapt_trainer is None else adapt_trainer(TPUTrainer)
     with leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext():
         trainer = trainer_cls(
-            model,
-            training_args,
+            model=model,
+            args=training_args,
             data_collator=default_data_collator,
             train_dataset=rows(script_args.dataset_train_split),
             eval_dataset=rows(script_args.dataset_test_split) if training_args.eval_strategy != "no" else None,

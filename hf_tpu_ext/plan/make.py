@@ -81,7 +81,7 @@ def make_plan(
 def _analytic_flops(run: Run, program: CompiledProgram) -> tuple[float | None, float | None]:
     """Of a training program, without and with what is computed again, where the model can be counted."""
     dimensions = read_dimensions(run.config)
-    if dimensions is None or run.has_teacher or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
+    if dimensions is None or run.other_passes or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
         return None, None
     adapters = run.trained_parameters if run.trained_parameters < run.parameters else None
     flops = partial(step_flops, dimensions, program.batch_shape, adapters)

@@ -11,13 +11,12 @@ import torch
 from accelerate import init_empty_weights
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.trainer_utils import has_length
 
 from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
 from ..step.attention import is_sliced
 from ..step.estimate import count_parameters
-from ..step.replay import OPTIMIZER_STEP
+from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
 from .programs import Argument, TracedProgram
@@ -53,8 +52,8 @@ class Run:
             Optimizer steps that the recipe asks for, whatever the data is.
         token_share (`float`, *optional*):
             Share of the tokens in batches that are not padding, where the data was read.
-        has_teacher (`bool`):
-            Whether another model runs in each step.
+        other_passes (`bool`):
+            Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
         sliced_attention (`bool`):
             Whether attention goes through its scores slice by slice.
     """
@@ -71,7 +70,7 @@ class Run:
     optimizer_steps: int | None
     max_steps: int | None
     token_share: float | None
-    has_teacher: bool
+    other_passes: bool
     sliced_attention: bool
 
     @property
@@ -109,13 +108,14 @@ class TracingMixin(EveryLengthMixin):
 
     steps_per_length = 1
 
-    def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
+    def __init__(self, *, args: ExtensionArguments, **kwargs):
         # Traced is what would be replayed.
         args.step_replay = True
         self._max_steps = args.max_steps if args.max_steps > 0 else None
-        super().__init__(model, args, *rest, **kwargs)
+        # The reference of a preference trainer may be run before training.
         self._traced: dict[tuple[str, tuple[int, ...]], TracedProgram] = {}
-        self._bar: tqdm | None = None
+        self._bar = tqdm(disable=True)
+        super().__init__(args=args, **kwargs)
 
     def train(self, *args, **kwargs) -> None:
         """
@@ -125,7 +125,7 @@ class TracingMixin(EveryLengthMixin):
             [`Traced`]: When they are traced.
             `ValueError`: The steps of this run are not replayed, or its rows are not tokens.
         """
-        self._num_rows = len(self.train_dataset) if has_length(self.train_dataset) else None
+        self._num_rows = None if self._train_lengths is None else len(self._train_lengths)
         self.pop_callback(ShowSamples)
         with tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm) as self._bar:
             self.train_every_length()
@@ -150,12 +150,13 @@ class TracingMixin(EveryLengthMixin):
             optimizer_steps=steps,
             max_steps=self._max_steps,
             token_share=facts.token_share,
-            has_teacher=bool(self._other_models()),
+            other_passes=self._runs_other_passes,
             sliced_attention=is_sliced(self.model),
         )
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
-        if run is None and kind == OPTIMIZER_STEP or self.steps.replay is None:
+        is_step = kind in (OPTIMIZER_STEP, MICRO_STEP)
+        if is_step and (run is None and kind == OPTIMIZER_STEP or self.steps.replay is None):
             raise ValueError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
@@ -186,14 +187,15 @@ class TracingMixin(EveryLengthMixin):
                     roles[id(tensor.grad)] = "gradients"
         if self.chips.local_gradients is not None:
             roles |= {id(tensor): "gradients" for tensor in self.chips.local_gradients.tensors}
-        for state in self._plain_optimizer.state.values():
-            roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
+        if self.optimizer is not None:
+            for state in self._plain_optimizer.state.values():
+                roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
         return roles | {
             id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
         }
 
-    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        self._sent_batch = super()._send_batch(inputs)
+    def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
+        self._sent_batch = super()._send_rows(batch, whole)
         return self._sent_batch
 
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:

@@ -143,11 +143,12 @@ class BatchesMixin:
         rows = count_rows(batch)
         if self.status is not None and self.model.training:
             self.status.count(ragged, rows)
+        return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0)
+
+    def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
+        """Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip."""
         self.watching.note_batch(batch)
-        if rows <= wanted and rows % self.backend.num_chips:
-            # Every chip computes all of it.
-            return self.backend.send(batch)
-        return self.backend.send_rows(batch, rows)
+        return self.backend.send(batch) if whole else self.backend.send_rows(batch, count_rows(batch))
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.backend.static_shapes:

@@ -6,6 +6,7 @@ from trl import DPOConfig, DPOTrainer
 
 from .configs import ExtensionArguments
 from .mixin import TPUTrainerMixin
+from .reference_log_probs import ReferenceLogProbsMixin
 
 
 @dataclass
@@ -13,7 +14,7 @@ class TPUDPOConfig(ExtensionArguments, DPOConfig):
     """[`~trl.DPOConfig`] with the settings of [`ExtensionArguments`]."""
 
 
-class TPUDPOTrainer(TPUTrainerMixin, DPOTrainer):
+class TPUDPOTrainer(ReferenceLogProbsMixin, TPUTrainerMixin, DPOTrainer):
     """
     [`~trl.DPOTrainer`] (https://huggingface.co/papers/2305.18290) that trains on TPU, GPU and CPU with the same arguments.
 
@@ -37,3 +38,4 @@ class TPUDPOTrainer(TPUTrainerMixin, DPOTrainer):
     """
 
     _config_name = TPUDPOConfig.__name__
+    reference_columns = ("ref_chosen_logps", "ref_rejected_logps")

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -30,13 +31,13 @@ class EveryLengthMixin:
     # There is nothing to save.
     stops_when_told = False
 
-    def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
+    def __init__(self, *, args: ExtensionArguments, **kwargs):
         args.output_dir = self.output_dir
         args.report_to = []
         args.step_status = args.run_report = False
         args.save_strategy = SaveStrategy.NO
         args.load_best_model_at_end = args.push_to_hub = False
-        super().__init__(model, args, *rest, **kwargs)
+        super().__init__(args=args, **kwargs)
 
     @classmethod
     def over(cls, trainer: type, output_dir: str) -> type:
@@ -72,6 +73,9 @@ class EveryLengthMixin:
         """One row of the evaluation data for each length that its batches are padded to."""
         return self._row_per_length(self.eval_dataset)
 
+    def _rows_for_reference(self, dataset: datasets.Dataset, name: str) -> tuple[datasets.Dataset, Path]:
+        return self._row_per_length(dataset), Path(self.output_dir) / f"reference-{name}"
+
     def _row_per_length(self, dataset) -> datasets.Dataset:
         lengths = row_lengths(dataset)
         if lengths is not None:
@@ -80,7 +84,7 @@ class EveryLengthMixin:
                 found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
             return dataset.select([found[place] for place in sorted(found)])
         row = next(iter(dataset))
-        if "input_ids" not in row:
+        if not any(column.endswith("_ids") for column in row):
             raise ValueError(
                 "Images are tokenized batch by batch, so graphs cannot be compiled before the run. Start the run: it fills "
                 "the compilation cache, too."
@@ -106,11 +110,16 @@ def _repeat(rows: datasets.Dataset, count: int, times: int = 1) -> datasets.Data
 
 def _stretch(row: dict[str, Any], length: int) -> dict[str, Any]:
     """A row of another length: what there is for each token is repeated, or cut off."""
-    tokens = len(row["input_ids"])
-    stretched = {
-        key: (value * -(-length // tokens))[:length] if isinstance(value, list) and len(value) == tokens else value
-        for key, value in row.items()
-    }
+    if "input_ids" in row:
+        tokens, stretched = len(row["input_ids"]), dict(row)
+        sizes = {key: length for key, value in row.items() if isinstance(value, list) and len(value) == tokens}
+    else:
+        # Sequences of an example, behind its prompt if it has one by itself.
+        stretched = {**row, "prompt_ids": row["prompt_ids"][: length // 2]} if "prompt_ids" in row else dict(row)
+        sizes = {key: length - len(stretched.get("prompt_ids", ())) for key in row if key.endswith("_ids")}
+        sizes.pop("prompt_ids", None)
+    for key, size in sizes.items():
+        stretched[key] = (row[key] * -(-size // len(row[key])))[:size]
     if "seq_lengths" in row:
         stretched["seq_lengths"] = [length]
     return stretched

@@ -6,6 +6,7 @@ from trl import KTOConfig, KTOTrainer
 
 from .configs import ExtensionArguments
 from .mixin import TPUTrainerMixin
+from .reference_log_probs import ReferenceLogProbsMixin
 
 
 @dataclass
@@ -13,7 +14,7 @@ class TPUKTOConfig(ExtensionArguments, KTOConfig):
     """[`~trl.KTOConfig`] with the settings of [`ExtensionArguments`]."""
 
 
-class TPUKTOTrainer(TPUTrainerMixin, KTOTrainer):
+class TPUKTOTrainer(ReferenceLogProbsMixin, TPUTrainerMixin, KTOTrainer):
     """
     [`~trl.KTOTrainer`] (https://huggingface.co/papers/2402.01306) that trains on TPU, GPU and CPU with the same arguments.
 
@@ -36,3 +37,8 @@ class TPUKTOTrainer(TPUTrainerMixin, KTOTrainer):
     """
 
     _config_name = TPUKTOConfig.__name__
+    reference_columns = ("ref_logps", "ref_KL_logps")
+
+    @property
+    def _runs_other_passes(self) -> bool:
+        return self.calculate_KL or super()._runs_other_passes

@@ -417,6 +417,11 @@ class TPUTrainerMixin(
         return list(dict.fromkeys(models))
 
     @property
+    def _runs_other_passes(self) -> bool:
+        """Whether a step runs more than the trained model forward and backward."""
+        return bool(self._other_models())
+
+    @property
     def watch(self) -> ProgramWatch:
         """Counts and explains the programs of the run, where programs are compiled."""
         return self.watching.programs

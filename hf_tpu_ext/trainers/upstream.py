@@ -1,8 +1,9 @@
 """What is asked of the upstream class that a trainer is made of."""
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
 from transformers import Trainer, TrainingArguments
@@ -83,9 +84,30 @@ def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
 
 
 @contextmanager
-def checkpointing_left_on(cls: type[Trainer]) -> Iterator[None]:
+def upstream_names(cls: type[Trainer], **replacements: Callable) -> Iterator[None]:
     """
-    Within this context, a trainer of TRL leaves activation checkpointing on where it runs a model without gradients.
+    Within this context, functions that the module of upstream's trainer has by these names are replaced.
+
+    Args:
+        cls (`type`):
+            Class of the trainer.
+        replacements (`Callable`):
+            What is called in their place, with their arguments and the function itself under its name. A name that the
+            module does not have is left out.
+    """
+    names = vars(sys.modules[upstream_of(cls).__module__])
+    replaced = {name: names[name] for name in replacements if name in names}
+    for name, function in replaced.items():
+        names[name] = partial(replacements[name], **{name: function})
+    try:
+        yield
+    finally:
+        names.update(replaced)
+
+
+def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
+    """
+    Context within which a trainer of TRL leaves activation checkpointing on where it runs a model without gradients.
 
     Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step. Without
     gradients nothing is kept for the backward pass anyway.
@@ -94,13 +116,4 @@ def checkpointing_left_on(cls: type[Trainer]) -> Iterator[None]:
         cls (`type`):
             Class of the trainer.
     """
-    names = vars(sys.modules[upstream_of(cls).__module__])
-    switch = names.get("disable_gradient_checkpointing")
-    if switch is None:
-        yield
-        return
-    names["disable_gradient_checkpointing"] = lambda *_: nullcontext()
-    try:
-        yield
-    finally:
-        names["disable_gradient_checkpointing"] = switch
+    return upstream_names(cls, disable_gradient_checkpointing=lambda *_, **__: nullcontext())

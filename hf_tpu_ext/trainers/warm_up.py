@@ -68,10 +68,10 @@ class WarmUpMixin(EveryLengthMixin):
     # A step may be run otherwise once it was seen, and otherwise again once the two were compared.
     steps_per_length = 3
 
-    def __init__(self, model=None, args: ExtensionArguments | None = None, *rest, **kwargs):
+    def __init__(self, *, args: ExtensionArguments, **kwargs):
         for line in open_compile_cache(args):
             tqdm.write(line)
-        super().__init__(model, args, *rest, **kwargs)
+        super().__init__(args=args, **kwargs)
 
     def train(self, *args, **kwargs) -> None:
         """

@@ -124,7 +124,8 @@ class TrainerWatch:
         settings = {f"args.{name}": repr(value) for name, value in settings_of(self._trainer.args).items()}
         for path, module in self._trainer.model.named_modules():
             settings |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in settings_of(module).items()}
-        state_made, numbers = self._optimizer_before if self._trainer.model.training else (True, {})
+        trains = self._trainer.model.training and self._trainer.optimizer is not None
+        state_made, numbers = self._optimizer_before if trains else (True, {})
         return StepFacts(
             batch={key: _entry(value) for key, value in self.batch.items()},
             batch_source=_source_of(self._callers_collator),
@@ -133,7 +134,7 @@ class TrainerWatch:
                 for name, parameter in self._trainer.model.named_parameters()
             },
             settings=settings,
-            optimizer=type(self._trainer._plain_optimizer).__name__ if self._trainer.model.training else "",
+            optimizer=type(self._trainer._plain_optimizer).__name__ if trains else "",
             numbers=numbers,
             state_made=state_made,
             own_code=self._own_code(),
