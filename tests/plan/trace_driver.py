@@ -41,8 +41,8 @@ def note(results, updated):
 def train(adapt=lambda trainer: trainer):
     rows = Dataset.from_list([{"input_ids": [1] * length} for length in (40, 64)] * 64)
     trainer = adapt(TPUSFTTrainer)(
-        model,
-        TPUSFTConfig(
+        model=model,
+        args=TPUSFTConfig(
             **{"output_dir": f"{output}.run", "max_length": 64, "per_device_train_batch_size": 2, "max_steps": 1}
             | {
                 "model_init_kwargs": {"dtype": "float32"},
