@@ -23,7 +23,6 @@ _STYLE = Path(__file__).with_name("figures.mplstyle")
 _INK = "#010203"
 # Seen well on white and on black.
 _COLOURS = "#3b82f6 #f97316 #10b981 #a855f7 #ef4444 #14b8a6 #ec4899 #eab308 #84cc16 #6366f1 #94a3b8".split()
-_MOST_POINTS = 1200
 
 
 def can_draw() -> bool:
@@ -49,18 +48,6 @@ def _draw(name: str, plot: Callable, height: float = 2.6) -> str:
     svg = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     # As wide as the page lets it be.
     return re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", re.sub(r' height="[\d.]+pt"', "", svg, count=1), count=1)
-
-
-def _thin(points: Points) -> list[tuple[float, float]]:
-    """At most so many points, the least and greatest of each stretch among them."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    size = math.ceil(2 * len(points) / _MOST_POINTS)
-    kept = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        kept += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
-    return kept
 
 
 def _smooth(points: Points) -> list[tuple[float, float]]:
@@ -94,9 +81,9 @@ def draw_curves(
             colour = _COLOURS[index % len(_COLOURS)]
             marker = "o" if index >= len(curves) or len(points) == 1 else None
             if smooth and marker is None and len(points) >= 200:
-                axes.plot(*zip(*_thin(points), strict=True), color=colour, alpha=0.3, linewidth=0.8)
+                axes.plot(*zip(*points, strict=True), color=colour, alpha=0.3, linewidth=0.8)
                 points = _smooth(points)
-            axes.plot(*zip(*_thin(points), strict=True), color=colour, marker=marker, label=label)
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
         axes.set_title(title)
         axes.set_xlabel(over)
         if len(lines) > 1:

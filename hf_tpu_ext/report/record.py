@@ -164,8 +164,10 @@ def read_run(directory: str | Path) -> Run:
     for line in lines:
         try:
             entry = json.loads(line)
-            if run.sessions or entry["event"] == "begin":
-                _READERS[entry["event"]](run, entry)
+            if entry["event"] == "begin":
+                _begin(run, entry)
+            elif run.sessions:
+                _add(run, entry)
         except (ValueError, TypeError, KeyError, AttributeError):
             # Half a line, as a run leaves that is killed while it writes; or one that somebody has edited.
             run.unreadable += 1
@@ -190,22 +192,31 @@ def _begin(run: Run, entry: dict[str, Any]) -> None:
     run.sessions.append(Session(entry, last_step=first))
 
 
-def _goes_on(run: Run, entry: dict[str, Any]) -> Session:
+def _add(run: Run, entry: dict[str, Any]) -> None:
     session = run.sessions[-1]
+    at = run.seconds - session.seconds + entry["at"]
     session.seconds = max(session.seconds, entry["at"])
     session.last_step = max(session.last_step, entry["step"] or 0)
-    return session
-
-
-def _log(run: Run, entry: dict[str, Any]) -> None:
-    before = run.seconds - run.sessions[-1].seconds
-    _goes_on(run, entry)
-    log = {"step": entry["step"], "at": before + entry["at"], **entry["logs"]}
-    if "loss" in log:
-        run.logs.append(log)
-    elif "train_loss" not in log:
-        run.evaluations.append(log)
-    _count(run, entry)
+    match entry["event"]:
+        case "log":
+            log = {"step": entry["step"], "at": at, **entry["logs"]}
+            if "loss" in log:
+                run.logs.append(log)
+            elif "train_loss" not in log:
+                run.evaluations.append(log)
+            _count(run, entry)
+        case "program":
+            run.programs.append({**entry, "at": at})
+        case "cause":
+            names = ("step", "kind", "shape", "seconds")
+            same = [program for program in run.programs if all(program[name] == entry[name] for name in names)]
+            for program in same[-1:]:
+                program["cause"] = entry["cause"]
+        case "end":
+            session.end = entry
+            _count(run, entry)
+        case event:
+            raise ValueError(event)
 
 
 def _count(run: Run, entry: dict[str, Any]) -> None:
@@ -215,25 +226,3 @@ def _count(run: Run, entry: dict[str, Any]) -> None:
     for shape, counts in entry["batches"]:
         known = run.batches.setdefault(tuple(shape), [0, 0, 0])
         run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
-
-
-def _program(run: Run, entry: dict[str, Any]) -> None:
-    before = run.seconds - run.sessions[-1].seconds
-    _goes_on(run, entry)
-    run.programs.append({**entry, "at": before + entry["at"]})
-
-
-def _cause(run: Run, entry: dict[str, Any]) -> None:
-    _goes_on(run, entry)
-    for program in reversed(run.programs):
-        if all(program[name] == entry[name] for name in ("step", "kind", "shape", "seconds")):
-            program["cause"] = entry["cause"]
-            return
-
-
-def _end(run: Run, entry: dict[str, Any]) -> None:
-    _goes_on(run, entry).end = entry
-    _count(run, entry)
-
-
-_READERS: Mapping[str, Any] = {"begin": _begin, "log": _log, "program": _program, "cause": _cause, "end": _end}
