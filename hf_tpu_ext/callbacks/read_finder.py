@@ -39,14 +39,15 @@ class Read:
 
 class ReadFinder(TorchFunctionMode):
     """
-    While it is entered, notes each call of PyTorch from Python that reads the device.
+    While it is entered, from an optimizer step on, notes each call of PyTorch from Python that reads the device.
 
     It costs a microsecond or two for each call, so it is entered only where reads were counted.
     """
 
-    def __init__(self, insight: Insight):
+    def __init__(self, insight: Insight, step: int):
         super().__init__()
         self._insight = insight
+        self.step, self.reads_before = step, insight.stray_reads()
         self._on_host = insight.operators_on_host()
         self.found: Counter[Read] = Counter()
 

@@ -43,7 +43,6 @@ class RecompileMonitor(TrainerCallback):
         self.named.clear()
         self._searches = 0
         self._is_wanted = False
-        self._entered_at = self._reads_at_entry = 0
         self._counted_at: int | None = None
         self._first_reads = self._reads = 0
         self._explained = 0.0
@@ -63,10 +62,15 @@ class RecompileMonitor(TrainerCallback):
             self._first_reads = self._reads = self._backend.insight.stray_reads()
         elif not step & (step - 1) and step - self._counted_at > 1:
             self._check(step)
-        if self._finder is not None and self._has_seen_enough(step):
+        if self._finder is not None and step - self._finder.step >= (
+            _LEAST_STEPS if self._finder.found else _MOST_STEPS
+        ):
             self._end_search(step)
         if self._is_wanted:
-            self._search(step)
+            self._is_wanted = False
+            self._searches += 1
+            self._finder = ReadFinder(self._backend.insight, step)
+            self._finder.__enter__()
 
     def on_log(self, args, state, control, **kwargs):
         if self._counted_at is not None and state.global_step > self._counted_at:
@@ -95,34 +99,23 @@ class RecompileMonitor(TrainerCallback):
         if rate > _MORE * self._explained and self._finder is None and self._searches < _MOST_SEARCHES:
             self._is_wanted = True
 
-    def _search(self, step: int) -> None:
-        self._is_wanted = False
-        self._searches += 1
-        self._entered_at, self._reads_at_entry = step, self._backend.insight.stray_reads()
-        self._finder = ReadFinder(self._backend.insight)
-        self._finder.__enter__()
-
     def _leave(self) -> None:
         if self._finder is not None:
             self._finder.__exit__(None, None, None)
             self._finder = None
 
-    def _has_seen_enough(self, step: int) -> bool:
-        steps = step - self._entered_at
-        return steps >= _MOST_STEPS if not self._finder.found else steps >= _LEAST_STEPS
-
     def _end_search(self, step: int) -> None:
-        found, steps = self._finder.found, step - self._entered_at
-        reads = self._backend.insight.stray_reads() - self._reads_at_entry
+        finder, steps = self._finder, step - self._finder.step
+        reads = self._backend.insight.stray_reads() - finder.reads_before
         self._leave()
         if not steps or not reads:
             return
         self._explained = reads / steps
-        for read, count in (found or {Read("", "", False, ""): reads}).items():
+        for read, count in (finder.found or {Read("", "", False, ""): reads}).items():
             if read not in self.named:
                 times = "once" if count == 1 else f"{count} times"
                 logger.warning(
-                    f"Steps {self._entered_at + 1} to {step}: {_describe(read)}, {times} in {steps} steps. {_advise(read)}"
+                    f"Steps {finder.step + 1} to {step}: {_describe(read)}, {times} in {steps} steps. {_advise(read)}"
                 )
             self.named[read] = count / steps
 
