@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine, and return the exit status: `0` if all is well, `1` if something failed."""
-    from ..doctor.examine import examine_machine
+    from ..doctor.machine import examine_machine
     from ..doctor.smoke import SmokeTest
 
     if args.json is not None and (not args.json.parent.is_dir() or args.json.is_dir()):

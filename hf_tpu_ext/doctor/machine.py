@@ -2,15 +2,18 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
+from ..backends.detect import tpu_chips
 from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, hugepages_setting
 from ..formatting import count, format_bytes
+from .accelerator import check_backend, check_tpu
 from .check import Check
+from .versions import check_libtpu, check_versions
 
 
 #: Bytes below which a disk or the memory is too small for a model of half a billion parameters.
@@ -88,3 +91,16 @@ def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
         return Check(name, "none", f"used on a TPU, in {root}")
     text = f"{count(state.programs, 'executable')}, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
     return Check(name, "ok", text)
+
+
+def examine_machine() -> Iterator[Check]:
+    """Look at the packages and the machine, in the order in which it is shown. PyTorch is imported in another process."""
+    has_tpu = tpu_chips() > 0
+    yield from check_versions(has_tpu)
+    yield check_libtpu(has_tpu)
+    yield from check_tpu()
+    yield check_backend(has_tpu)
+    yield check_hugepages(has_tpu)
+    yield from check_disk(places())
+    yield check_memory()
+    yield check_compile_cache(has_tpu)

@@ -53,14 +53,15 @@ class RecordWriter:
 @dataclass
 class Session:
     """
-    One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds and its
-    last optimizer step as far as they are recorded, and what was known when it ended; `None` if it was killed or
-    failed.
+    One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds, its last
+    optimizer step and its totals (phases, step times, batches) as far as they are recorded, and what was known when it
+    ended; `None` if it was killed or failed.
     """
 
     facts: dict[str, Any]
     seconds: float = 0.0
     last_step: int = 0
+    totals: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] | None = None
 
 
@@ -173,6 +174,13 @@ def read_run(directory: str | Path) -> Run:
             run.unreadable += 1
     if not run.sessions:
         raise ValueError(f"{path} does not say how a run began: it is damaged. Train again to have a report.")
+    for totals in [session.totals for session in run.sessions if session.totals]:
+        run.phases.update(totals["phases"])
+        for phase, classes in totals["step_times"].items():
+            run.step_times.setdefault(phase, Counter()).update({int(number): n for number, n in classes.items()})
+        for shape, counts in totals["batches"]:
+            known = run.batches.setdefault(tuple(shape), [0, 0, 0])
+            run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
     return run
 
 
@@ -197,6 +205,8 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
     at = run.seconds - session.seconds + entry["at"]
     session.seconds = max(session.seconds, entry["at"])
     session.last_step = max(session.last_step, entry["step"] or 0)
+    if entry["event"] in ("log", "end"):
+        session.totals = {name: entry[name] for name in ("phases", "step_times", "batches")}
     match entry["event"]:
         case "log":
             log = {"step": entry["step"], "at": at, **entry["logs"]}
@@ -204,7 +214,6 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
                 run.logs.append(log)
             elif "train_loss" not in log:
                 run.evaluations.append(log)
-            _count(run, entry)
         case "program":
             run.programs.append({**entry, "at": at})
         case "cause":
@@ -214,15 +223,5 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
                 program["cause"] = entry["cause"]
         case "end":
             session.end = entry
-            _count(run, entry)
         case event:
             raise ValueError(event)
-
-
-def _count(run: Run, entry: dict[str, Any]) -> None:
-    run.phases.update(entry["phases"])
-    for phase, classes in entry["step_times"].items():
-        run.step_times.setdefault(phase, Counter()).update({int(number): n for number, n in classes.items()})
-    for shape, counts in entry["batches"]:
-        known = run.batches.setdefault(tuple(shape), [0, 0, 0])
-        run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
