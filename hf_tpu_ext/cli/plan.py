@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
     recipe = _open_recipe(rest, _COMMANDS[command].TINY_DATA, topology.num_chips)
 
     from ..hardware.prices import PRICES
-    from ..plan.make import Compiler, make_plan
+    from ..plan.make import make_plan
     from ..plan.page import render
     from ..plan.search import search
     from ..plan.trace import trace_run
@@ -98,7 +98,6 @@ def run(argv: list[str]) -> int:
                 "Graphs depend on batch shapes, and the recipe names no dataset. Give sequence lengths instead: "
                 "--seq-lengths 1024"
             )
-        compiler = Compiler(options.compiler, options.jobs, options.hlo)
 
         def make(changes: dict[str, str]):
             changed = replace(recipe, argv=[*recipe.argv, *_words(changes)])
@@ -115,7 +114,8 @@ def run(argv: list[str]) -> int:
             if options.seq_lengths:
                 traced = traced.without_data()
             name = recipe.path or "the command line"
-            return make_plan(name, topology, programs, traced, compiler, options.prices or PRICES), traced
+            how = (options.prices or PRICES, options.compiler, options.jobs, options.hlo)
+            return make_plan(name, topology, programs, traced, *how), traced
 
         plan, traced = make({})
         if options.search is not None:

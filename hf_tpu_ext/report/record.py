@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,24 +29,19 @@ class RecordWriter:
         if anew:
             write_atomically(self._path, b"")
         # A run that was killed may have left half a line.
-        self._separator = b"\n" if self._ends_within_a_line() else b""
+        elif self._path.is_file() and not (b"\n" + self._path.read_bytes()).endswith(b"\n"):
+            self._append("\n")
 
     def write(self, event: str, **values: Any) -> None:
         """
         Add a line of what an event says, as JSON. What is no JSON is written as text. Raises `OSError` where it cannot
         be.
         """
-        line = json.dumps({"event": event, **values}, default=str)
-        with self._path.open("ab") as file:
-            file.write(self._separator + line.encode() + b"\n")
-        self._separator = b""
+        self._append(json.dumps({"event": event, **values}, default=str) + "\n")
 
-    def _ends_within_a_line(self) -> bool:
-        with self._path.open("a+b") as file:
-            if not file.tell():
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
 
 
 @dataclass
