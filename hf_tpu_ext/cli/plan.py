@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from ..examples.jsonl import write_splits
 from . import pretrain, sft
 from .recipe import OptionParser, Recipe, load_recipe
 
@@ -82,14 +83,19 @@ def run(argv: list[str]) -> int:
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
-    recipe = _open_recipe(rest, _COMMANDS[command].TINY_DATA, topology.num_chips)
+    recipe = load_recipe(rest, _COMMANDS[command].TINY_DATA)
+    for variable in _OF_THE_MACHINE:
+        os.environ.pop(variable, None)
 
+    # Imported here: PyTorch comes with it, and reads the environment.
+    from ..backends.selection import select_tracing
     from ..hardware.prices import PRICES
     from ..plan.make import make_plan
     from ..plan.page import render
     from ..plan.search import search
     from ..plan.trace import trace_run
 
+    recipe.values["backend"] = select_tracing(topology.num_chips).name
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, Path(directory), options.seq_lengths)
@@ -133,23 +139,17 @@ def run(argv: list[str]) -> int:
 
 
 def _with_synthetic_rows(recipe: Recipe, directory: Path, lengths: list[int]) -> Recipe:
-    from ..plan.synthetic_rows import write_rows
-
+    """The recipe with a dataset of a synthetic row of each length."""
     values = {key: value for key, value in recipe.values.items() if key not in _OF_THE_DATA}
-    named = write_rows(directory, lengths, values)
+    masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
+    columns = ["input_ids", *(column for setting, column in masks.items() if values.get(setting))]
+    # `hf-tpu pretrain` cuts documents into rows: here is more than enough text for one.
+    rows = [{column: [1] * length for column in columns} | {"text": "a " * (2 * length)} for length in lengths]
+    write_splits(directory, {"train": rows, "test": rows})
+    named = {"dataset_name": str(directory), "dataset_train_split": "train", "dataset_test_split": "test"}
     # After whatever else the command line says.
     return replace(recipe, values=values, argv=[*recipe.argv, *_words(named)])
 
 
 def _words(values: dict[str, str]) -> list[str]:
     return [word for key, value in values.items() for word in (f"--{key}", value)]
-
-
-def _open_recipe(argv: list[str], tiny_data: str, num_chips: int) -> Recipe:
-    recipe = load_recipe(argv, tiny_data)
-    for variable in _OF_THE_MACHINE:
-        os.environ.pop(variable, None)
-    from ..backends.selection import select_tracing
-
-    recipe.values["backend"] = select_tracing(num_chips).name
-    return recipe

@@ -3,15 +3,12 @@
 from dataclasses import dataclass, field
 
 
-#: What an argument of a program is for.
-ROLES = ("weights", "optimizer state", "gradients", "batch", "other")
-
-
 @dataclass(frozen=True)
 class Argument:
     """
-    An argument of a traced program: what it is for, one of [`ROLES`], its whole size, whether a result takes its
-    place, and how it is split over the chips, as HLO writes it, where the module does not say.
+    An argument of a traced program: what it is for (weights, optimizer state, gradients, batch, other), its whole size,
+    whether a result takes its place, and how it is split over the chips, as HLO writes it, where the module does not
+    say.
     """
 
     role: str
