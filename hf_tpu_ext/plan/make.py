@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +16,10 @@ from ..sharding import describe_mesh
 from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs, required_versions, why_no_compiler
+from .hlo_cost import measure_cost
 from .page import format_count
 from .programs import CompiledProgram, TracedProgram
-from .result import Plan, PlannedProgram
+from .result import Plan
 from .trace import Run
 
 
@@ -47,7 +49,11 @@ def make_plan(
                 if output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
                     (output_dir / name).write_text(compiled.text, encoding="utf-8")
-                planned.append(PlannedProgram.of(compiled, *_analytic_flops(run, compiled)))
+                cost = measure_cost(compiled.text) if compiled.error is None else None
+                model_flops, expected_flops = _analytic_flops(run, compiled)
+                planned.append(
+                    replace(compiled, text="", cost=cost, model_flops=model_flops, expected_flops=expected_flops)
+                )
                 bar.update()
     unknown = [] if missing is None else [missing]
     if price is None:
