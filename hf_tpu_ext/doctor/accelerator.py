@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from signal import Signals
 
 from ..backends.detect import TPU_BACKENDS, find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
 from ..backends.host import LOCK_FILE, find_chip_holders
+from ..formatting import count
 from .check import Check
 
 
@@ -23,29 +24,24 @@ print(json.dumps([backend.name, backend.reason]))
 """
 
 
-def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path = LOCK_FILE) -> list[Check]:
+def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path = LOCK_FILE) -> Iterator[Check]:
     """Look for TPU chips, and for processes that hold them."""
     chips = tpu_chips(pci_root)
     if not chips:
-        return [Check("TPU", "none", "none is attached to this machine")]
-    found = Check("TPU", "ok", f"{chips} chip{'s' if chips > 1 else ''}, {tpu_kind(pci_root)}")
+        yield Check("TPU", "none", "none is attached to this machine")
+        return
+    yield Check("TPU", "ok", f"{count(chips, 'chip')}, {tpu_kind(pci_root)}")
     holders, hidden = find_chip_holders(proc)
-    checks = [
-        Check(
-            "TPU in use",
-            "failed",
-            f"{', '.join(holder.chips)} by process {holder.pid}: {holder.command}",
-            f"Wait for it, or end it: kill {holder.pid}. Or give each its own chips: TPU_VISIBLE_CHIPS",
-        )
-        for holder in holders
-    ]
-    if not checks and not hidden and lock_file.exists():
+    for holder in holders:
+        text = f"{', '.join(holder.chips)} by process {holder.pid}: {holder.command}"
+        fix = f"Wait for it, or end it: kill {holder.pid}. Or give each its own chips: TPU_VISIBLE_CHIPS"
+        yield Check("TPU in use", "failed", text, fix)
+    if not holders and not hidden and lock_file.exists():
         text = f"{lock_file} was left behind by a process that was killed"
-        checks = [Check("TPU in use", "failed", text, f"sudo rm {lock_file}")]
-    if not checks:
+        yield Check("TPU in use", "failed", text, f"sudo rm {lock_file}")
+    elif not holders:
         unseen = f"; {hidden} processes of others cannot be looked at (sudo hf-tpu doctor --no-smoke can)"
-        checks = [Check("TPU in use", "ok", "by no process" + unseen * bool(hidden))]
-    return [found, *checks]
+        yield Check("TPU in use", "ok", "by no process" + unseen * bool(hidden))
 
 
 def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c", _CHOOSE)) -> Check:
@@ -56,10 +52,8 @@ def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c",
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        text = f"PyTorch was not imported within {_TIMEOUT} s"
-        return Check(
-            "backend", "failed", text, "Look whether the disk of the environment is slow or full, and try again"
-        )
+        fix = "Look whether the disk of the environment is slow or full, and try again"
+        return Check("backend", "failed", f"PyTorch was not imported within {_TIMEOUT} s", fix)
     if result.returncode:
         mistake = find_pjrt_mistake(pjrt_device_asked_for(), int(has_tpu))
         if mistake is not None and mistake[0] in result.stderr:
@@ -68,12 +62,8 @@ def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c",
     name, reason = json.loads(result.stdout.splitlines()[-1])
     text = f"{name}: {reason}"
     if has_tpu and name not in TPU_BACKENDS:
-        return Check(
-            "backend",
-            "failed",
-            text,
-            "pip install 'hf_tpu_ext[tpu]'; unset PJRT_DEVICE, USE_TORCH_XLA, HF_TPU_EXT_BACKEND",
-        )
+        fix = "pip install 'hf_tpu_ext[tpu]'; unset PJRT_DEVICE, USE_TORCH_XLA, HF_TPU_EXT_BACKEND"
+        return Check("backend", "failed", text, fix)
     return Check("backend", "ok", text)
 
 

@@ -65,9 +65,8 @@ def check_memory(least: int = LEAST_MEMORY) -> Check:
     text = f"{format_bytes(available)} available"
     if available >= least:
         return Check("memory", "ok", text)
-    return Check(
-        "memory", "failed", text, f"End other programs: models are loaded there ({format_bytes(least)} are little)"
-    )
+    fix = f"End other programs: models are loaded there ({format_bytes(least)} are little)"
+    return Check("memory", "failed", text, fix)
 
 
 def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
@@ -81,12 +80,8 @@ def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:
         return Check(name, "none", "off")
     state = cache_state(root)
     if not state.writable:
-        return Check(
-            name,
-            "failed",
-            f"{root} cannot be written: every run compiles from scratch",
-            "Set HF_TPU_EXT_COMPILE_CACHE to a directory that you may write to, or to off",
-        )
+        fix = "Set HF_TPU_EXT_COMPILE_CACHE to a directory that you may write to, or to off"
+        return Check(name, "failed", f"{root} cannot be written: every run compiles from scratch", fix)
     if not has_tpu and not chosen:
         return Check(name, "none", f"used on a TPU, in {root}")
     text = f"{count(state.programs, 'executable')}, {format_bytes(state.size)} of at most {format_bytes(MOST_BYTES)}, in {root}"
