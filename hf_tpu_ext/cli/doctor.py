@@ -82,13 +82,11 @@ def _describe(check) -> str:
 
 
 def _write(path: Path, checks: list, output: str) -> None:
-    import dataclasses
-
     text = json.dumps(
         {
             "hf_tpu_ext": __version__,
             "ok": all(check.status != "failed" for check in checks),
-            "checks": [dataclasses.asdict(check) for check in checks],
+            "checks": [vars(check) for check in checks],
             "output_of_the_training": output,
         },
         indent=2,

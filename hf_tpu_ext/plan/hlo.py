@@ -3,7 +3,6 @@ devices."""
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -109,11 +108,6 @@ class Collective:
     def num_bytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def describe(self) -> str:
-        """What is exchanged, e.g. `"pred[64,64]"`, `"8 x f32[512,32]"`."""
-        counts = Counter(f"{tensor.dtype}[{','.join(map(str, tensor.dims))}]" for tensor in self.tensors)
-        return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items())
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
