@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .accelerator import explain_end
 from .check import Check
+from .machine import explain_end
 
 
 #: What is tried, in this order.

@@ -6,8 +6,15 @@ import sys
 import pytest
 
 from hf_tpu_ext.backends.compile_cache import CompileCache
-from hf_tpu_ext.doctor.accelerator import check_backend, check_tpu
-from hf_tpu_ext.doctor.machine import check_compile_cache, check_disk, check_hugepages, check_memory, places
+from hf_tpu_ext.doctor.machine import (
+    check_backend,
+    check_compile_cache,
+    check_disk,
+    check_hugepages,
+    check_memory,
+    check_tpu,
+    places,
+)
 
 
 @pytest.fixture
