@@ -8,6 +8,7 @@ from functools import cache
 from .hlo import Instruction, Module
 
 
+_Integers = Callable[[int], int | None]
 #: Loops of more turns are not counted.
 MAX_TURNS = 10_000
 _OPERATIONS: dict[str, Callable[..., int]] = {
@@ -29,31 +30,29 @@ def count_turns(module: Module, computation: str, loop: Instruction) -> int | No
     """
     Count how often the body of a loop in a computation runs; `None` if it depends on data, or is above [`MAX_TURNS`].
 
-    Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop hands on are
-    followed, turn by turn, from what it starts with.
+    Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop's condition
+    depends on are followed, turn by turn, from what the loop starts with.
     """
     if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest):
         return int(known[1])
     condition, body = loop.attribute("condition").strip("%"), loop.attribute("body").strip("%")
-    numbers = _elements(module, computation, loop.operands[0], lambda index: None)
+    element = _elements(module, computation, loop.operands[0], lambda index: None)
     for turns in range(MAX_TURNS):
-        goes_on = _evaluator(module, condition, numbers.get)(module.root(condition).name)
+        goes_on = _evaluator(module, condition, element)(module.root(condition).name)
         if not goes_on:
             return None if goes_on is None else turns
-        numbers = _elements(module, body, module.root(body).name, numbers.get)
+        element = _elements(module, body, module.root(body).name, element)
     return None
 
 
-def _elements(
-    module: Module, computation: str, name: str, argument: Callable[[int], int | None]
-) -> dict[int, int | None]:
-    """The integers in a tuple of a computation, by their place in it."""
+def _elements(module: Module, computation: str, name: str, argument: _Integers) -> _Integers:
+    """A function that works out an integer in a tuple of a computation, by its place in it."""
     line = module.computations[computation][name]
-    operands = line.operands if line.opcode == "tuple" else ()
-    return dict(enumerate(map(_evaluator(module, computation, argument), operands)))
+    value = _evaluator(module, computation, argument)
+    return lambda index: value(line.operands[index]) if line.opcode == "tuple" else None
 
 
-def _evaluator(module: Module, computation: str, argument: Callable[[int], int | None]) -> Callable[[str], int | None]:
+def _evaluator(module: Module, computation: str, argument: _Integers) -> Callable[[str], int | None]:
     """
     A function that works out an integer of a computation, by the name of its instruction: `None` if it depends on
     data. `argument` gives the computation's arguments, or the elements of its only argument if that is a tuple.
@@ -63,13 +62,10 @@ def _evaluator(module: Module, computation: str, argument: Callable[[int], int |
     @cache
     def value(name: str) -> int | None:
         line = lines[name]
-        if (
-            len(line.shapes) != 1
-            or line.shapes[0].size != 1
-            or not re.fullmatch(r"pred|[su]\d+", line.shapes[0].dtype)
-        ):
+        dtype, operands = line.type_text.partition("[")[0], line.operands
+        # A single integer.
+        if not re.fullmatch(r"pred|[su]\d+", dtype) or line.shapes[0].size != 1:
             return None
-        dtype, operands = line.shapes[0].dtype, line.operands
         if line.opcode == "constant":
             text = line.rest.partition(")")[0].strip("{} ")
             return text == "true" if dtype == "pred" else _wrap(int(text), dtype)
@@ -81,9 +77,9 @@ def _evaluator(module: Module, computation: str, argument: Callable[[int], int |
             (called,) = line.called
             return _evaluator(module, called, lambda index: value(operands[index]))(module.root(called).name)
         if line.opcode == "select":
-            # What is not chosen may depend on data.
-            chosen = value(operands[0])
-            return None if chosen is None else value(operands[1] if chosen else operands[2])
+            # What is not chosen may depend on data. It is asked for all the same, for no turn to wait for many before.
+            chosen, yes, no = map(value, operands)
+            return None if chosen is None else yes if chosen else no
         is_comparison = line.opcode == "compare"
         compute = _DIRECTIONS[line.attribute("direction")] if is_comparison else _OPERATIONS.get(line.opcode)
         numbers = [] if compute is None else [value(operand) for operand in operands]
