@@ -56,18 +56,9 @@ class StepFacts:
 
     def count_differences(self, other: "StepFacts") -> int:
         """In how many entries these facts are not those of another step."""
-        mine, theirs = self._entries(), other._entries()
-        return sum(mine.get(key) != theirs.get(key) for key in mine.keys() | theirs.keys())
-
-    def _entries(self) -> dict[tuple[str, str], object]:
-        groups = {
-            "batch": self.batch,
-            "parameters": self.parameters,
-            "settings": self.settings,
-            "numbers": self.numbers,
-            "state": {"made": self.state_made, "optimizer": self.optimizer},
-        }
-        return {(group, key): value for group, entries in groups.items() for key, value in entries.items()}
+        groups = [(vars(self)[name], vars(other)[name]) for name in ("batch", "parameters", "settings", "numbers")]
+        optimizers = (self.state_made != other.state_made) + (self.optimizer != other.optimizer)
+        return optimizers + sum(len(_changed(mine, theirs)) for mine, theirs in groups)
 
 
 def compare_facts(before: StepFacts, after: StepFacts) -> Cause | None:

@@ -1,12 +1,18 @@
 """Device-to-host syncs, CPU fallbacks and compilations outside of a run's own graphs."""
 
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from ..backends.insight import Insight
 from .program_watch import ProgramWatch
-from .read_finder import Read, ReadFinder
+from .source_lines import current_frames, describe_line, library_line, own_line, package_of
 
 
 logger = logging.get_logger(__name__)
@@ -15,6 +21,72 @@ logger = logging.get_logger(__name__)
 _MOST_SEARCHES, _LEAST_STEPS, _MOST_STEPS = 4, 2, 256
 # Again where there are so many times more than those that were named.
 _MORE = 1.5
+_WRITTEN = {
+    "__bool__": "if tensor",
+    "__float__": "float(tensor)",
+    "__int__": "int(tensor)",
+    "__index__": "an index",
+    "__repr__": "print(tensor)",
+    "__format__": "an f-string",
+    "__array__": "a NumPy array",
+}
+# Calls of this file, between what reads and where it is noted.
+_OWN_FRAMES = 2
+
+
+@dataclass(frozen=True)
+class Read:
+    """
+    A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line,
+    empty where none is known; whether it is within a step, whose program ends there; and the operator that ran on the
+    host, empty for a plain read.
+    """
+
+    what: str
+    place: str
+    in_step: bool
+    operator: str
+
+
+class ReadFinder(TorchFunctionMode):
+    """
+    While it is entered, from an optimizer step on, notes each call of PyTorch from Python that reads the device.
+
+    It costs a microsecond or two for each call, so it is entered only where reads were counted.
+    """
+
+    def __init__(self, insight: Insight, step: int):
+        super().__init__()
+        self._insight = insight
+        self.step, self.reads_before = step, insight.stray_reads()
+        self._on_host = insight.operators_on_host()
+        self.found: Counter[Read] = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        before = self._insight.traffic()
+        result = func(*args, **(kwargs or {}))
+        if self._insight.traffic() != before and self._insight.has_read(before, result):
+            self._note(func)
+        return result
+
+    def _note(self, func) -> None:
+        on_host = self._insight.operators_on_host()
+        operators = [name for name, count in on_host.items() if count != self._on_host.get(name)]
+        self._on_host = on_host
+        frames = list(current_frames())
+        line = own_line(frames)
+        if line is None:
+            line = library_line(frames[_OWN_FRAMES:])
+            if line is not None and package_of(line.file) == "hf_tpu_ext":
+                return
+        self.found[
+            Read(
+                what=_WRITTEN.get(func.__name__, f".{func.__name__}()"),
+                place="" if line is None else describe_line(line),
+                in_step=any(frame.function == "training_step" for frame in frames),
+                operator=operators[0] if operators else "",
+            )
+        ] += 1
 
 
 class RecompileMonitor(TrainerCallback):
@@ -43,7 +115,6 @@ class RecompileMonitor(TrainerCallback):
         self.named.clear()
         self._searches = 0
         self._is_wanted = False
-        self._entered_at = self._reads_at_entry = 0
         self._counted_at: int | None = None
         self._first_reads = self._reads = 0
         self._explained = 0.0
@@ -63,10 +134,15 @@ class RecompileMonitor(TrainerCallback):
             self._first_reads = self._reads = self._backend.insight.stray_reads()
         elif not step & (step - 1) and step - self._counted_at > 1:
             self._check(step)
-        if self._finder is not None and self._has_seen_enough(step):
+        if self._finder is not None and step - self._finder.step >= (
+            _LEAST_STEPS if self._finder.found else _MOST_STEPS
+        ):
             self._end_search(step)
         if self._is_wanted:
-            self._search(step)
+            self._is_wanted = False
+            self._searches += 1
+            self._finder = ReadFinder(self._backend.insight, step)
+            self._finder.__enter__()
 
     def on_log(self, args, state, control, **kwargs):
         if self._counted_at is not None and state.global_step > self._counted_at:
@@ -95,34 +171,23 @@ class RecompileMonitor(TrainerCallback):
         if rate > _MORE * self._explained and self._finder is None and self._searches < _MOST_SEARCHES:
             self._is_wanted = True
 
-    def _search(self, step: int) -> None:
-        self._is_wanted = False
-        self._searches += 1
-        self._entered_at, self._reads_at_entry = step, self._backend.insight.stray_reads()
-        self._finder = ReadFinder(self._backend.insight)
-        self._finder.__enter__()
-
     def _leave(self) -> None:
         if self._finder is not None:
             self._finder.__exit__(None, None, None)
             self._finder = None
 
-    def _has_seen_enough(self, step: int) -> bool:
-        steps = step - self._entered_at
-        return steps >= _MOST_STEPS if not self._finder.found else steps >= _LEAST_STEPS
-
     def _end_search(self, step: int) -> None:
-        found, steps = self._finder.found, step - self._entered_at
-        reads = self._backend.insight.stray_reads() - self._reads_at_entry
+        finder, steps = self._finder, step - self._finder.step
+        reads = self._backend.insight.stray_reads() - finder.reads_before
         self._leave()
         if not steps or not reads:
             return
         self._explained = reads / steps
-        for read, count in (found or {Read("", "", False, ""): reads}).items():
+        for read, count in (finder.found or {Read("", "", False, ""): reads}).items():
             if read not in self.named:
                 times = "once" if count == 1 else f"{count} times"
                 logger.warning(
-                    f"Steps {self._entered_at + 1} to {step}: {_describe(read)}, {times} in {steps} steps. {_advise(read)}"
+                    f"Steps {finder.step + 1} to {step}: {_describe(read)}, {times} in {steps} steps. {_advise(read)}"
                 )
             self.named[read] = count / steps
 

@@ -56,22 +56,22 @@ class RunLines(TrainerCallback):
         shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)
         parts = [
             f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",
-            f"{chips} chip{'s' if chips > 1 else ''}",
+            count(chips, "chip"),
             facts.precision,
             f"local batch size {shape} per chip",
-            f"global batch size {total} ({local} per chip x {accumulation} gradient accumulation "
-            f"step{'s' if accumulation > 1 else ''} x {workers} chip{'s' if workers > 1 else ''})",
+            f"global batch size {total} ({local} per chip x {count(accumulation, 'gradient accumulation step')} x "
+            f"{count(workers, 'chip')})",
         ]
         if facts.lengths:
             tokens = total * max(facts.lengths)
             parts.append(f"{'up to ' * (len(facts.lengths) > 1)}{tokens:,} tokens per optimizer step")
         if facts.programs is not None:
-            parts.append(f"{facts.programs} training graph{'s' if facts.programs > 1 else ''} to compile")
-        _print("Training on " + "; ".join(parts))
+            parts.append(f"{count(facts.programs, 'training graph')} to compile")
+        tqdm.write("Training on " + "; ".join(parts))
         for change in facts.changes:
-            _print(f"  {change}")
+            tqdm.write(f"  {change}")
         if facts.token_waste:
-            _print(f"  {facts.token_waste}")
+            tqdm.write(f"  {facts.token_waste}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
@@ -79,17 +79,17 @@ class RunLines(TrainerCallback):
         steps = state.global_step - self._first_step
         if self._backend.traces_steps and steps:
             spent = self._backend.counters() - self._at_start
-            _print(
+            tqdm.write(
                 f"Trained {steps} steps: {spent.compiles} graphs compiled in {spent.compile_seconds:.1f} s, "
                 f"{spent.executions} executions ({spent.replays} replayed), {spent.reads} device-to-host transfers, "
                 f"{spent.fallbacks} CPU fallbacks (including evaluation, logs and checkpoints)"
             )
         if (cache := self._backend.cache_use()) is not None:
-            _print(describe_cache_use(cache))
+            tqdm.write(describe_cache_use(cache))
         losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
         if len(losses) > 1:
-            _print(f"Evaluation loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
-        _print(f"Output: {os.path.abspath(args.output_dir)}")
+            tqdm.write(f"Evaluation loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+        tqdm.write(f"Output: {os.path.abspath(args.output_dir)}")
 
 
 def describe_cache_use(cache: CacheUse) -> str:
@@ -101,7 +101,3 @@ def describe_cache_use(cache: CacheUse) -> str:
         f"Compilation cache: {found}; compiling: {cache.compile_seconds:.1f} s; {count(cache.programs, 'executable')}, "
         f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"
     )
-
-
-def _print(line: str) -> None:
-    tqdm.write(line)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..report.record import RecordWriter
 from .program_watch import ProgramEvent
-from .step_status import BatchCount, StepStatus
+from .step_status import StepStatus
 
 
 logger = logging.get_logger(__name__)
@@ -72,9 +71,6 @@ class RunRecord(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._begin = time.perf_counter()
-        self._phases: Counter[str] = Counter()
-        self._step_times: dict[str, Counter[int]] = {}
-        self._batches: dict[tuple[int, ...], BatchCount] = {}
         self._at_start = self._backend.counters()
         if not state.is_world_process_zero:
             return
@@ -115,28 +111,16 @@ class RunRecord(TrainerCallback):
 
     def on_log(self, args, state, control, logs, **kwargs):
         if self._writer is not None:
-            self._write("log", step=state.global_step, logs=logs, **self._since_last_log())
+            self._write("log", step=state.global_step, logs=logs, **self._totals())
 
-    def _since_last_log(self) -> dict[str, Any]:
+    def _totals(self) -> dict[str, Any]:
         if self._status is None:
             return {"phases": {}, "step_times": {}, "batches": []}
-        phases, step_times, batches = self._status.clock.until_now(), self._status.step_times, self._status.batches
-        new = {
-            "phases": {name: round(seconds, 6) for name, seconds in (phases - self._phases).items()},
-            "step_times": {
-                name: added
-                for name, classes in step_times.items()
-                if (added := classes - self._step_times.get(name, Counter()))
-            },
-            "batches": [
-                [shape, list(added)]
-                for shape, count in batches.items()
-                if (added := count - self._batches.get(shape, BatchCount())).batches
-            ],
+        return {
+            "phases": {name: round(seconds, 6) for name, seconds in self._status.clock.until_now().items()},
+            "step_times": self._status.step_times,
+            "batches": [[shape, list(count)] for shape, count in self._status.batches.items()],
         }
-        self._phases, self._batches = phases, dict(batches)
-        self._step_times = {name: classes.copy() for name, classes in step_times.items()}
-        return new
 
     def on_train_end(self, args, state, control, **kwargs):
         self._write_programs(state.global_step)
@@ -146,7 +130,7 @@ class RunRecord(TrainerCallback):
             step=state.global_step,
             counters=asdict(self._backend.counters() - self._at_start),
             cache=None if cache is None else asdict(cache),
-            **self._since_last_log(),
+            **self._totals(),
         )
         if self._writer is not None:
             self._writer = None

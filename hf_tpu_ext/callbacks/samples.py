@@ -10,6 +10,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from ..backends.base import Backend
 
 
+_NEW_TOKENS = 32
+
+
 @torch.no_grad()
 def greedy_answers(
     model, backend: Backend, prompts: list[list[int]], max_new_tokens: int, pad_token_id: int
@@ -54,12 +57,10 @@ class ShowSamples(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         rows: list[dict[str, list[int]]],
         precision: Callable[[], AbstractContextManager],
-        max_new_tokens: int = 32,
     ):
         self._backend = backend
         self._tokenizer = tokenizer
         self._precision = precision
-        self._max_new_tokens = max_new_tokens
         self._prompts, self._references = [], []
         for row in rows:
             start = next(index for index, label in enumerate(row["labels"]) if label != -100)
@@ -86,9 +87,7 @@ class ShowSamples(TrainerCallback):
         was_training = model.training
         model.eval()
         with self._precision():
-            answers = greedy_answers(
-                model, self._backend, self._prompts, self._max_new_tokens, self._tokenizer.pad_token_id
-            )
+            answers = greedy_answers(model, self._backend, self._prompts, _NEW_TOKENS, self._tokenizer.pad_token_id)
         model.train(was_training)
         return [self._text(answer) for answer in answers]
 

@@ -71,9 +71,6 @@ class BatchCount(NamedTuple):
     def __add__(self, other: "BatchCount") -> "BatchCount":
         return BatchCount(*map(operator.add, self, other))
 
-    def __sub__(self, earlier: "BatchCount") -> "BatchCount":
-        return BatchCount(*map(operator.sub, self, earlier))
-
 
 class StepStatus(TrainerCallback):
     """

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..formatting import count
 from .recipe import RecipeParser, open_recipe
 
 
@@ -47,6 +48,7 @@ def run(argv: list[str]) -> None:
     # On the command line `output_dir` is where the cache goes; in a recipe it is where the training run goes.
     recipe.argv = [re.sub("^--output[_-]dir(?==|$)", "--kd_cache", word) for word in recipe.argv]
 
+    import torch
     import trl
 
     from ..distillation.cache_builder import TeacherRun, build_cache
@@ -57,22 +59,17 @@ def run(argv: list[str]) -> None:
     arguments = RecipeParser(dataclass_types, "cache-teacher", DESCRIPTION).parse(recipe)
     _check(*arguments)
     _, training_args, model_args, _, cache_args = arguments
-    directory, compute_dtype = Path(training_args.kd_cache), _compute_dtype(training_args)
+    directory = Path(training_args.kd_cache)
+    compute_dtype = torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else None
     student = model_args.model_name_or_path
     kd_teacher = student if training_args.kd_teacher == "base" else training_args.kd_teacher
     trainer, pad_token_id, sequences, settings = _prepare(kd_teacher, *arguments, compute_dtype)
     writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite)
     if writer.complete:
         print(f"{directory} is complete already, with the same settings.")
-    teacher = TeacherRun(
-        trainer.model,
-        trainer.backend,
-        trainer.data_collator,
-        trainer.args.eval_batch_size,
-        pad_token_id,
-        compute_dtype,
-    )
-    chips = "1 chip" if teacher.backend.num_chips == 1 else f"{teacher.backend.num_chips} chips"
+    how = (trainer.data_collator, trainer.args.eval_batch_size, pad_token_id, compute_dtype)
+    teacher = TeacherRun(trainer.model, trainer.backend, *how)
+    chips = count(teacher.backend.num_chips, "chip")
     own = " (the student's own start)" if kd_teacher == student else ""
     print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
     with trainer.chips.split_activations():
@@ -109,12 +106,6 @@ def _check(script_args, training_args, model_args, dataset_args, cache_args) -> 
             raise ValueError(f"--temperatures {temperature} is not above 0. For example: --temperatures 1 2")
     if cache_args.batch_size is not None and cache_args.batch_size < 1:
         raise ValueError(f"--batch_size {cache_args.batch_size} is not a number of rows. Give 1 or more.")
-
-
-def _compute_dtype(training_args):
-    import torch
-
-    return torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else None
 
 
 def _load(kd_teacher, training_args, model_args, compute_dtype):

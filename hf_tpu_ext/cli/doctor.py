@@ -28,9 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, with a smoke training run",
-        description=DESCRIPTION
-        if _can_write(sys.stdout, _MARKS.values())
-        else DESCRIPTION.encode("ascii", "replace").decode(),
+        description=_printable(DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--no-smoke", action="store_true", help="skip the smoke training run")
@@ -40,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine, and return the exit status: `0` if all is well, `1` if something failed."""
-    from ..doctor.examine import examine_machine
+    from ..doctor.machine import examine_machine
     from ..doctor.smoke import SmokeTest
 
     if args.json is not None and (not args.json.parent.is_dir() or args.json.is_dir()):
@@ -50,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
     def show(found: Iterable) -> None:
         for check in found:
             checks.append(check)
-            for line in _lines(check, _MARKS if _can_write(sys.stdout, _MARKS.values()) else _PLAIN_MARKS):
-                print(line, flush=True)
+            print(_describe(check), flush=True)
 
     print(f"hf_tpu_ext {__version__}")
     show(examine_machine())
@@ -67,32 +64,29 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _can_write(stream, marks: Iterable[str]) -> bool:
-    try:
-        "".join(marks).encode(stream.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _lines(check, marks: dict[str, str]) -> list[str]:
-    width = max(map(len, marks.values()))
+def _printable(text: str) -> str:
+    """Text with a question mark for each character that the screen does not have."""
     encoding = sys.stdout.encoding or "ascii"
-    lines = [f"{marks[check.status]:<{width}} {check.name:<17} {check.text}"]
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def _describe(check) -> str:
+    signs = "".join(_MARKS.values())
+    marks = _MARKS if _printable(signs) == signs else _PLAIN_MARKS
+    width = max(map(len, marks.values()))
+    text = f"{marks[check.status]:<{width}} {check.name:<17} {check.text}"
     if check.fix is not None:
-        lines.append(f"{'':<{width}} {'':<17} fix: {check.fix}")
+        text += f"\n{'':<{width}} {'':<17} fix: {check.fix}"
     # Paths and messages of others have characters of their own.
-    return [line.encode(encoding, "replace").decode(encoding) for line in lines]
+    return _printable(text)
 
 
 def _write(path: Path, checks: list, output: str) -> None:
-    import dataclasses
-
     text = json.dumps(
         {
             "hf_tpu_ext": __version__,
             "ok": all(check.status != "failed" for check in checks),
-            "checks": [dataclasses.asdict(check) for check in checks],
+            "checks": [vars(check) for check in checks],
             "output_of_the_training": output,
         },
         indent=2,

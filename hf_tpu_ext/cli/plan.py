@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from ..examples.jsonl import write_splits
 from . import pretrain
 from .recipe import OptionParser, Recipe, load_recipe
 from .trl_scripts import SCRIPTS
@@ -84,23 +85,27 @@ def run(argv: list[str]) -> int:
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
-    recipe = _open_recipe(rest, _COMMANDS[command].tiny_data, topology.num_chips)
+    recipe = load_recipe(rest, _COMMANDS[command].tiny_data)
+    for variable in _OF_THE_MACHINE:
+        os.environ.pop(variable, None)
 
+    # Imported here: PyTorch comes with it, and reads the environment.
+    from ..backends.selection import select_tracing
     from ..hardware.prices import PRICES
-    from ..plan.make import Compiler, make_plan
+    from ..plan.make import make_plan
     from ..plan.page import render
     from ..plan.search import search
     from ..plan.trace import trace_run
 
+    recipe.values["backend"] = select_tracing(topology.num_chips).name
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
-            recipe = _with_synthetic_rows(recipe, Path(directory), options.seq_lengths)
+            recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif not {"dataset_name", "datasets"} & {*recipe.values, *(word.removeprefix("--") for word in recipe.argv)}:
             raise ValueError(
                 "Graphs depend on batch shapes, and the recipe names no dataset. Give sequence lengths instead: "
                 "--seq-lengths 1024"
             )
-        compiler = Compiler(options.compiler, options.jobs, options.hlo)
 
         def make(changes: dict[str, str]):
             changed = replace(recipe, argv=[*recipe.argv, *_words(changes)])
@@ -117,7 +122,8 @@ def run(argv: list[str]) -> int:
             if options.seq_lengths:
                 traced = traced.without_data()
             name = recipe.path or "the command line"
-            return make_plan(name, topology, programs, traced, compiler, options.prices or PRICES), traced
+            how = (options.prices or PRICES, options.compiler, options.jobs, options.hlo)
+            return make_plan(name, topology, programs, traced, *how), traced
 
         plan, traced = make({})
         if options.search is not None:
@@ -134,24 +140,24 @@ def run(argv: list[str]) -> int:
     return {True: 0, False: 1, None: 2}[plan.fits]
 
 
-def _with_synthetic_rows(recipe: Recipe, directory: Path, lengths: list[int]) -> Recipe:
-    from ..plan.synthetic_rows import write_rows
-
+def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths: list[int]) -> Recipe:
+    """The recipe with a dataset of a synthetic row of each length."""
     values = {key: value for key, value in recipe.values.items() if key not in _OF_THE_DATA}
-    named = write_rows(directory, lengths, values)
+    if command == "sft":
+        masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
+        columns = ["input_ids", *(column for setting, column in masks.items() if values.get(setting))]
+        rows = [{column: [1] * length for column in columns} for length in lengths]
+    elif command == "pretrain":
+        # Documents are cut into rows: here is more than enough text for one.
+        rows = [{"text": "a " * (2 * length)} for length in lengths]
+    else:
+        # Words of a token each, or of more. A prompt of one word, and the end-of-sequence token behind the completion.
+        rows = [{"prompt": "a", "chosen": " a" * (length - 2), "rejected": " b" * (length - 2)} for length in lengths]
+    write_splits(directory, {"train": rows, "test": rows})
+    named = {"dataset_name": str(directory), "dataset_train_split": "train", "dataset_test_split": "test"}
     # After whatever else the command line says.
     return replace(recipe, values=values, argv=[*recipe.argv, *_words(named)])
 
 
 def _words(values: dict[str, str]) -> list[str]:
     return [word for key, value in values.items() for word in (f"--{key}", value)]
-
-
-def _open_recipe(argv: list[str], tiny_data: str, num_chips: int) -> Recipe:
-    recipe = load_recipe(argv, tiny_data)
-    for variable in _OF_THE_MACHINE:
-        os.environ.pop(variable, None)
-    from ..backends.selection import select_tracing
-
-    recipe.values["backend"] = select_tracing(num_chips).name
-    return recipe

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .accelerator import explain_end
 from .check import Check
+from .machine import explain_end
 
 
 #: What is tried, in this order.
@@ -39,7 +39,7 @@ class SmokeTest:
     patience: float = PATIENCE
 
     def __post_init__(self):
-        #: All that it wrote.
+        #: All that it wrote, if it failed.
         self.output = ""
 
     def run(self) -> Iterator[Check]:
@@ -65,32 +65,25 @@ class SmokeTest:
                     process.wait()
 
     def _watch(self, process: subprocess.Popen, ticks: Path, log: Path) -> Iterator[Check]:
-        done = 0
-        deadline = time.monotonic() + self.patience
-        while True:
-            ended = process.poll() is not None
-            lines = ticks.read_text(encoding="utf-8").split("\n")[:-1]
-            for line in lines[done:]:
-                check = Check(**json.loads(line))
+        for number, phase in enumerate(PHASES):
+            deadline = time.monotonic() + self.patience
+            while True:
+                # In this order: it may tick and end in between.
+                ended, hung = process.poll() is not None, time.monotonic() > deadline
+                lines = ticks.read_text(encoding="utf-8").split("\n")[:-1]
+                if len(lines) > number or ended or hung:
+                    break
+                time.sleep(0.05)
+            output = log.read_text(encoding="utf-8", errors="replace")
+            if len(lines) > number:
+                check = Check(**json.loads(lines[number]))
+            else:
+                text, fix = f"nothing happened for {self.patience:.0f} s", "Try again; a machine that is busy is slow"
+                if ended:
+                    text, fix = explain_end(process.returncode, output)
+                check = Check(phase, "failed", text, _FIXES.get(phase, fix))
+            if check.status == "failed":
+                self.output = output
                 yield check
-                if check.status == "failed":
-                    self.output = log.read_text(encoding="utf-8", errors="replace")
-                    return
-                deadline = time.monotonic() + self.patience
-            done = len(lines)
-            if done == len(PHASES):
                 return
-            hung = time.monotonic() > deadline
-            if ended or hung:
-                self.output = log.read_text(encoding="utf-8", errors="replace")
-                phase = PHASES[done]
-                if hung:
-                    text, fix = (
-                        f"nothing happened for {self.patience:.0f} s",
-                        "Try again; a machine that is busy is slow",
-                    )
-                else:
-                    text, fix = explain_end(process.returncode, self.output)
-                yield Check(phase, "failed", text, _FIXES.get(phase, fix))
-                return
-            time.sleep(0.05)
+            yield check

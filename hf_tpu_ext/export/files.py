@@ -66,7 +66,8 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
     output_dir = output_dir.absolute()
     partial, old = (output_dir.with_name(f".{output_dir.name}.{suffix}") for suffix in ("partial", "old"))
     # Left behind by one that was killed.
-    _remove(partial, old)
+    for directory in (partial, old):
+        shutil.rmtree(directory, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -77,10 +78,5 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
         # What safetensors makes of a full disk.
         raise OSError(f"{output_dir} cannot be written: {error}. Nothing of it was kept.") from error
     finally:
-        _remove(partial, old)
-
-
-def _remove(*directories: Path) -> None:
-    for directory in directories:
-        if directory.exists():
-            shutil.rmtree(directory)
+        for directory in (partial, old):
+            shutil.rmtree(directory, ignore_errors=True)

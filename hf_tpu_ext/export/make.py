@@ -177,10 +177,8 @@ def export_run(
             good=good,
             verdict=verdict,
         )
-        (partial / REPORT_FILE).write_text(json.dumps(_report(export), indent=2) + "\n", encoding="utf-8")
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
+        versions = {"hf_tpu_ext": __version__, **versions}
+        report = json.dumps({**dataclasses.asdict(export), "versions": versions}, indent=2)
+        (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
     return export
-
-
-def _report(export: Export) -> dict:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
-    return {**dataclasses.asdict(export), "versions": {"hf_tpu_ext": __version__, **versions}}

@@ -3,7 +3,6 @@ devices."""
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -110,11 +109,6 @@ class Collective:
         """Size of all tensors in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    def describe(self) -> str:
-        """What is exchanged, e.g. `"pred[64,64]"`, `"8 x f32[512,32]"`."""
-        counts = Counter(f"{tensor.dtype}[{','.join(map(str, tensor.dims))}]" for tensor in self.tensors)
-        return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items())
-
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """
@@ -140,16 +134,11 @@ def parse_module(text: str) -> Module:
     return Module(computations, entry)
 
 
-def parse_collectives(text: str) -> list[Collective]:
-    """
-    Find the collectives of an optimized HLO module, in the order of the text. Each is listed once, also inside of a
-    loop; of an asynchronous pair only the start is, and of operations that are parts of one exchange the first.
-    """
-    return list(find_collectives(parse_module(text)))
-
-
 def find_collectives(module: Module) -> Iterator[Collective]:
-    """Find the collectives of a program, as [`parse_collectives`] does."""
+    """
+    Find the collectives of a program, in the order of its text. Each is listed once, also inside of a loop; of an
+    asynchronous pair only the start is, and of operations that are parts of one exchange the first.
+    """
     channels = set()
     for computation, lines in module.computations.items():
         # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
@@ -179,19 +168,7 @@ def argument_shapes(text: str) -> list[Shape]:
     ]
 
 
-def argument_bytes(text: str) -> int:
-    """Bytes that each device holds when a program starts."""
-    return sum(shape.num_bytes for shape in argument_shapes(text))
-
-
 def _group_size(line: Instruction) -> int | None:
-    # Written out, {{0,1},{2,3}}, as a grid of devices, [2,2]<=[4], or by axes of a mesh, mesh['a'=2,'b'=4] {'b'}.
-    found = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=|mesh\[([^]]*)\] ?\{([^}]*)\})", line.rest)
-    if found is None:
-        return None
-    written, columns, mesh, axes = found.groups()
-    if mesh is not None:
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-        # A part of an axis gives its own size: 'a':(1)2.
-        return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes))
-    return written.count(",") + 1 if columns is None else int(columns)
+    # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4].
+    found = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=)", line.rest)
+    return found and (found[1].count(",") + 1 if found[1] else int(found[2]))

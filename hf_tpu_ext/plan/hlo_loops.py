@@ -8,10 +8,12 @@ from functools import cache
 from .hlo import Instruction, Module
 
 
+_Integers = Callable[[int], int | None]
 #: Loops of more turns are not counted.
 MAX_TURNS = 10_000
-_SAME = {"bitcast", "bitcast-convert", "convert", "copy", "reshape", "copy-start", "copy-done"}
-_BINARY: dict[str, Callable[[int, int], int]] = {
+_OPERATIONS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("bitcast", "bitcast-convert", "convert", "copy", "reshape"), operator.pos),
+    "not": operator.invert,
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -34,106 +36,56 @@ def count_turns(module: Module, computation: str, loop: Instruction) -> int | No
     if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.rest):
         return int(known[1])
     condition, body = loop.attribute("condition").strip("%"), loop.attribute("body").strip("%")
-    lines = module.computations[computation]
-
-    @cache
-    def start(index: int) -> int:
-        given = lines[loop.operands[0]]
-        if given.opcode != "tuple":
-            raise _NotKnown
-        return _Evaluation(module, computation, _unknown).value(given.operands[index])
-
-    element = start
-    try:
-        for turns in range(MAX_TURNS):
-            if not _Evaluation(module, condition, element).result():
-                return turns
-            element = _Turn(module, body, element)
-    except _NotKnown:
-        pass
+    element = _elements(module, computation, loop.operands[0], lambda index: None)
+    for turns in range(MAX_TURNS):
+        goes_on = _evaluator(module, condition, element)(module.root(condition).name)
+        if not goes_on:
+            return None if goes_on is None else turns
+        element = _elements(module, body, module.root(body).name, element)
     return None
 
 
-class _NotKnown(Exception):
-    """A number depends on data."""
+def _elements(module: Module, computation: str, name: str, argument: _Integers) -> _Integers:
+    """A function that works out an integer in a tuple of a computation, by its place in it."""
+    line = module.computations[computation][name]
+    value = _evaluator(module, computation, argument)
+    return lambda index: value(line.operands[index]) if line.opcode == "tuple" else None
 
 
-def _unknown(index: int) -> int:
-    raise _NotKnown
-
-
-class _Turn:
-    """Numbers in the tuple that a loop hands on after one more turn, each worked out when it is asked for."""
-
-    def __init__(self, module: Module, body: str, before: Callable[[int], int]):
-        self._root = module.root(body)
-        # What one turn asks for, the next does: asking here keeps turns from waiting for each other.
-        known = before.values if isinstance(before, _Turn) else {}
-        self._evaluation = _Evaluation(module, body, before)
-        self.values: dict[int, int] = {index: self._work_out(index) for index in known}
-
-    def __call__(self, index: int) -> int:
-        if index not in self.values:
-            self.values[index] = self._work_out(index)
-        return self.values[index]
-
-    def _work_out(self, index: int) -> int:
-        if self._root.opcode != "tuple":
-            raise _NotKnown
-        return self._evaluation.value(self._root.operands[index])
-
-
-class _Evaluation:
+def _evaluator(module: Module, computation: str, argument: _Integers) -> Callable[[str], int | None]:
     """
-    Works out integers of a computation. `argument` gives its arguments, or the elements of its only argument if that
-    is a tuple.
+    A function that works out an integer of a computation, by the name of its instruction: `None` if it depends on
+    data. `argument` gives the computation's arguments, or the elements of its only argument if that is a tuple.
     """
+    lines = module.computations[computation]
 
-    def __init__(self, module: Module, computation: str, argument: Callable[[int], int]):
-        self._module, self._argument = module, argument
-        self._root, self._lines = module.root(computation).name, module.computations[computation]
-        self._values: dict[str, int] = {}
-
-    def result(self) -> int:
-        """The computation's result."""
-        return self.value(self._root)
-
-    def value(self, name: str) -> int:
-        """The value of an instruction."""
-        if name not in self._values:
-            self._values[name] = self._work_out(self._lines[name])
-        return self._values[name]
-
-    def _work_out(self, line: Instruction) -> int:
-        shape = line.shapes[0] if len(line.shapes) == 1 else None
-        if shape is None or shape.size != 1 or not re.fullmatch(r"pred|[su]\d+", shape.dtype):
-            raise _NotKnown
+    @cache
+    def value(name: str) -> int | None:
+        line = lines[name]
+        dtype, operands = line.type_text.partition("[")[0], line.operands
+        # A single integer.
+        if not re.fullmatch(r"pred|[su]\d+", dtype) or line.shapes[0].size != 1:
+            return None
         if line.opcode == "constant":
             text = line.rest.partition(")")[0].strip("{} ")
-            return {"true": 1, "false": 0}[text] if shape.dtype == "pred" else _wrap(int(text), shape.dtype)
+            return text == "true" if dtype == "pred" else _wrap(int(text), dtype)
         if line.opcode == "parameter":
-            return self._argument(int(line.rest.partition(")")[0]))
+            return argument(int(line.rest.partition(")")[0]))
         if line.opcode == "get-tuple-element":
-            if self._lines[line.operands[0]].opcode != "parameter":
-                raise _NotKnown
-            return self._argument(int(line.attribute("index")))
+            return argument(int(line.attribute("index"))) if lines[operands[0]].opcode == "parameter" else None
         if line.opcode in ("fusion", "call"):
-            arguments = line.operands
-            return _Evaluation(self._module, line.called[0], lambda index: self.value(arguments[index])).result()
+            (called,) = line.called
+            return _evaluator(module, called, lambda index: value(operands[index]))(module.root(called).name)
         if line.opcode == "select":
-            which, yes, no = line.operands
-            return self.value(yes if self.value(which) else no)
-        if line.opcode == "not":
-            return _wrap(~self.value(line.operands[0]), shape.dtype)
-        if line.opcode in _SAME:
-            return _wrap(self.value(line.operands[0]), shape.dtype)
-        if line.opcode == "compare":
-            left, right = map(self.value, line.operands)
-            return int(_DIRECTIONS[line.attribute("direction")](left, right))
-        if line.opcode in _BINARY:
-            left, right = map(self.value, line.operands)
-            return _wrap(_BINARY[line.opcode](left, right), shape.dtype)
-        raise _NotKnown
+            # What is not chosen may depend on data. It is asked for all the same, for no turn to wait for many before.
+            chosen, yes, no = map(value, operands)
+            return None if chosen is None else yes if chosen else no
+        is_comparison = line.opcode == "compare"
+        compute = _DIRECTIONS[line.attribute("direction")] if is_comparison else _OPERATIONS.get(line.opcode)
+        numbers = [] if compute is None else [value(operand) for operand in operands]
+        return None if compute is None or None in numbers else _wrap(compute(*numbers), dtype)
+
+    return value
 
 
 def _wrap(value: int, dtype: str) -> int:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,21 +16,11 @@ from ..sharding import describe_mesh
 from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs, required_versions, why_no_compiler
+from .hlo_cost import measure_cost
 from .page import format_count
 from .programs import CompiledProgram, TracedProgram
-from .result import Plan, PlannedProgram
+from .result import Plan
 from .trace import Run
-
-
-@dataclass(frozen=True)
-class Compiler:
-    """
-    How programs are compiled: by which Python, how many at once, and where the compiled programs are written as text.
-    """
-
-    python: str = sys.executable
-    jobs: int = 1
-    output_dir: Path | None = None
 
 
 def make_plan(
@@ -38,25 +28,32 @@ def make_plan(
     topology: Topology,
     programs: Sequence[TracedProgram],
     run: Run,
-    compiler: Compiler,
     prices: Path = PRICES,
+    python: str = sys.executable,
+    jobs: int = 1,
+    output_dir: Path | None = None,
 ) -> Plan:
     """
-    Compile the programs of a run, and put together what is known of it.
+    Compile the programs of a run, and put together what is known of it. `python` has the compiler, `jobs` programs are
+    compiled at once, and their text is written to `output_dir`.
 
     Where the compiler is not there, the plan has no programs and says how to install it. Raises `ValueError` if the
     compiler was stopped or does not know the topology, or the prices cannot be read.
     """
     price = read_prices(prices).get(topology.chip.name)
-    missing = why_no_compiler(compiler.python)
+    missing = why_no_compiler(python)
     planned = []
     if missing is None:
         with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph") as bar:
-            for compiled in compile_programs(programs, topology, compiler.python, compiler.jobs):
-                if compiler.output_dir is not None:
+            for compiled in compile_programs(programs, topology, python, jobs):
+                if output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
-                    (compiler.output_dir / name).write_text(compiled.text, encoding="utf-8")
-                planned.append(PlannedProgram.of(compiled, *_analytic_flops(run, compiled)))
+                    (output_dir / name).write_text(compiled.text, encoding="utf-8")
+                cost = measure_cost(compiled.text) if compiled.error is None else None
+                model_flops, expected_flops = _analytic_flops(run, compiled)
+                planned.append(
+                    replace(compiled, text="", cost=cost, model_flops=model_flops, expected_flops=expected_flops)
+                )
                 bar.update()
     unknown = [] if missing is None else [missing]
     if price is None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from ..formatting import count, format_bytes, format_size
-from .result import FLOPS_RATIO, Plan, Trial
-from .roofline import BASIS
+from .result import BASIS, FLOPS_RATIO, Plan, Trial
 
 
 WIDTH = 100

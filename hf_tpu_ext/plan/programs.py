@@ -1,17 +1,21 @@
 """What a plan passes from hand to hand: programs as they were traced, and as they were compiled."""
 
+import re
 from dataclasses import dataclass, field
 
+from .hlo_cost import Cost
 
-#: What an argument of a program is for.
-ROLES = ("weights", "optimizer state", "gradients", "batch", "other")
+
+#: What stays on a chip between two programs, whether a program uses it or not.
+KEPT = ("weights", "optimizer state", "gradients")
 
 
 @dataclass(frozen=True)
 class Argument:
     """
-    An argument of a traced program: what it is for, one of [`ROLES`], its whole size, whether a result takes its
-    place, and how it is split over the chips, as HLO writes it, where the module does not say.
+    An argument of a traced program: what it is for (weights, optimizer state, gradients, batch, other), its whole size,
+    whether a result takes its place, and how it is split over the chips, as HLO writes it, where the module does not
+    say.
     """
 
     role: str
@@ -43,7 +47,8 @@ class CompiledProgram:
     Where the compiler refuses the program, `error` is what it says, and nothing below is known. `memory` is bytes of a
     chip: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp` (the most that is there at
     once beside these), `generated_code`; `arguments` bytes of these on a chip, by role; `text` the optimized HLO of
-    one chip.
+    one chip. A plan knows besides what one run does on a chip, and the analytic FLOPs of one run on all chips, without
+    and with what is computed twice on purpose.
     """
 
     kind: str
@@ -54,3 +59,34 @@ class CompiledProgram:
     arguments: dict[str, int] = field(default_factory=dict)
     cpu_seconds: float | None = None
     text: str = ""
+    cost: Cost | None = None
+    model_flops: float | None = None
+    expected_flops: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch of all chips, padding included."""
+        rows, length = self.batch_shape
+        return rows * length
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the compiler refused it because it does not fit."""
+        return self.error is not None and "RESOURCE_EXHAUSTED" in self.error
+
+    @property
+    def excess_bytes(self) -> int | None:
+        """By how much it does not fit, where the compiler says it."""
+        found = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", self.error or "")
+        return None if found is None else round(float(found[1]) * 2 ** (10 * " KMGT".index(found[2])))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of a chip's memory by what holds them, of this program alone, in the order of the page."""
+        named = {role: self.arguments.get(role, 0) for role in (*KEPT, "batch")}
+        return named | {
+            "other arguments": self.memory["argument"] - sum(named.values()),
+            "outputs": self.memory["output"] - self.memory["alias"],
+            "activations and temporaries": self.memory["temp"],
+            "generated code": self.memory["generated_code"],
+        }

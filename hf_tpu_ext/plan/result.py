@@ -1,7 +1,7 @@
 """A plan: what is known of a run before it."""
 
 import json
-import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -9,63 +9,65 @@ from ..atomic_write import write_atomically
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
-from .hlo_cost import Cost, measure_cost
-from .programs import CompiledProgram
-from .roofline import Roofline, measure_roofline
+from .hlo_cost import Cost
+from .programs import KEPT, CompiledProgram
 
 
-#: What stays on a chip between two programs, whether a program uses it or not.
-KEPT = ("weights", "optimizer state", "gradients")
-#: Parts of a chip's memory in the order of the page.
-PARTS = (*KEPT, "batch", "other arguments", "outputs", "activations and temporaries", "generated code")
+#: Share of a chip's peak that tuned training programs were published to reach: dense models of 16 to 128 billion parameters on
+#: 256 to 8,192 chips of TPU v5e, github.com/google/maxtext, MaxText/configs/v5e.
+EFFICIENCY = (0.46, 0.67)
+BASIS = (
+    "46 % to 67 % of peak, which MaxText publishes for tuned programs on v5e; fast: compute, HBM and collectives overlap; slow: they do not. "
+    "Not measured with this package."
+)
+#: What can bound a step.
+BOUNDS = ("compute", "HBM", "interconnect")
 #: A program of more arithmetic than this many times the analytic figure deserves a second look.
 FLOPS_RATIO = 1.1
 
 
 @dataclass(frozen=True)
-class PlannedProgram(CompiledProgram):
+class Roofline:
     """
-    A program of a plan, without its text: what one run does on a chip, and the analytic FLOPs of one run on all chips,
-    without and with what is computed twice on purpose.
+    The least seconds that a chip needs for something, by what limits it: matrix products at the peak rate, memory
+    traffic at full bandwidth, sending over the links of the chip that has fewest; and the least of all, of each
+    program the longest of the three.
     """
 
-    cost: Cost | None = None
-    model_flops: float | None = None
-    expected_flops: float | None = None
-
-    @classmethod
-    def of(cls, program: CompiledProgram, model_flops: float | None, expected_flops: float | None) -> "PlannedProgram":
-        """Measure a compiled program."""
-        cost = measure_cost(program.text) if program.error is None else None
-        return cls(**vars(program) | {"text": ""}, cost=cost, model_flops=model_flops, expected_flops=expected_flops)
+    arithmetic: float
+    memory: float
+    links: float
+    seconds: float
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a batch of all chips, padding included."""
-        rows, length = self.batch_shape
-        return rows * length
+    def wall(self) -> str:
+        """What bounds the step: one of [`BOUNDS`]."""
+        return max(zip((self.arithmetic, self.memory, self.links), BOUNDS, strict=True))[1]
 
     @property
-    def out_of_memory(self) -> bool:
-        """Whether the compiler refused it because it does not fit."""
-        return self.error is not None and "RESOURCE_EXHAUSTED" in self.error
+    def expected_seconds(self) -> tuple[float, float]:
+        """A range for what to expect, fast and slow. [`BASIS`] says what it rests on."""
+        slow, fast = EFFICIENCY
+        return self.seconds / fast, (self.arithmetic + self.memory + self.links) / slow
 
-    @property
-    def excess_bytes(self) -> int | None:
-        """By how much it does not fit, where the compiler says it."""
-        found = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", self.error or "")
-        return None if found is None else round(float(found[1]) * 2 ** (10 * " KMGT".index(found[2])))
 
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes of a chip's memory by [`PARTS`], of this program alone."""
-        named = {role: self.arguments.get(role, 0) for role in (*KEPT, "batch")}
-        return named | {
-            "other arguments": self.memory["argument"] - sum(named.values()),
-            "outputs": self.memory["output"] - self.memory["alias"],
-            "activations and temporaries": self.memory["temp"],
-            "generated code": self.memory["generated_code"],
-        }
+def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) -> Roofline:
+    """
+    Bound the time of programs that run one after the other, given the cost of each on a chip and how often it runs.
+    """
+    chip, exchange = topology.chip, topology.exchange_bytes_per_second
+    arithmetic = memory = links = seconds = 0.0
+    for cost, runs in costs:
+        times = (
+            cost.matrix_flops / chip.flops_per_second,
+            cost.memory_bytes / chip.memory_bytes_per_second,
+            cost.link_bytes / exchange if cost.link_bytes else 0.0,
+        )
+        arithmetic, memory, links = (
+            total + runs * time for total, time in zip((arithmetic, memory, links), times, strict=True)
+        )
+        seconds += runs * max(times)
+    return Roofline(arithmetic, memory, links, seconds)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Plan:
             What a person should know of it (model, precision, ...), in the order of the page.
         topology ([`Topology`]):
             The TPU.
-        programs (`list[PlannedProgram]`):
+        programs (`list[CompiledProgram]`):
             Its programs. None, where the compiler is missing.
         versions (`dict[str, str]`):
             Versions of the packages that made the plan.
@@ -119,7 +121,7 @@ class Plan:
     title: str
     facts: dict[str, str]
     topology: Topology
-    programs: list[PlannedProgram]
+    programs: list[CompiledProgram]
     versions: dict[str, str]
     gradient_accumulation_steps: int = 1
     optimizer_steps: int | None = None
@@ -130,7 +132,7 @@ class Plan:
     unknown: list[str] = field(default_factory=list)
 
     @property
-    def compiled(self) -> list[PlannedProgram]:
+    def compiled(self) -> list[CompiledProgram]:
         """Programs that the compiler took."""
         return [program for program in self.programs if program.error is None]
 
@@ -149,9 +151,9 @@ class Plan:
         told = (program.excess_bytes for program in self.programs)
         return max((excess for excess in told if excess is not None), default=None)
 
-    def parts(self, program: PlannedProgram) -> dict[str, int]:
+    def parts(self, program: CompiledProgram) -> dict[str, int]:
         """
-        What a chip holds while a compiled program runs, in bytes by [`PARTS`]: the program's own, what stays on the
+        What a chip holds while a compiled program runs, in bytes, as [`CompiledProgram.parts`]: its own, what stays on the
         chip although this program does not use it (the optimizer's state during a micro-step), and the code of all
         programs.
         """
@@ -160,7 +162,7 @@ class Plan:
         return program.parts | kept | {"generated code": code}
 
     @property
-    def largest(self) -> PlannedProgram | None:
+    def largest(self) -> CompiledProgram | None:
         """The compiled program during which a chip holds most."""
         return max(self.compiled, key=lambda program: sum(self.parts(program).values()), default=None)
 
@@ -170,7 +172,7 @@ class Plan:
         return None if self.largest is None else sum(self.parts(self.largest).values())
 
     @property
-    def longest(self) -> list[tuple[PlannedProgram, int]]:
+    def longest(self) -> list[tuple[CompiledProgram, int]]:
         """Training programs of the largest batch, and how often each runs in an optimizer step."""
         training = [program for program in self.programs if program.kind in (MICRO_STEP, OPTIMIZER_STEP)]
         most = max((program.tokens for program in training), default=0)

@@ -242,18 +242,10 @@ def weights_left_out() -> Iterator[None]:
 
 
 def _from_pretrained(
-    cls,
-    name: str,
-    *args,
-    config: PreTrainedConfig | None = None,
-    dtype: torch.dtype | str | None = None,
-    attn_implementation: str | None = None,
-    revision: str = "main",
-    trust_remote_code: bool = False,
-    **kwargs,
+    cls, name: str, *args, config=None, dtype=None, attn_implementation=None, **kwargs
 ) -> PreTrainedModel:
     if not isinstance(config, PreTrainedConfig):
-        where = {key: kwargs[key] for key in ("subfolder", "gguf_file", "cache_dir", "token") if key in kwargs}
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **where)
+        where = {"revision", "trust_remote_code", "subfolder", "gguf_file", "cache_dir", "token"} & kwargs.keys()
+        config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in where})
     dtype = config.dtype if dtype in ("auto", None) else dtype
     return cls._from_config(config, dtype=dtype, attn_implementation=attn_implementation)

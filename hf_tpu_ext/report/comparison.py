@@ -14,22 +14,20 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     """Put together how runs differ, with prices by kind of chip."""
     section = Section("Training", [] if can_draw() else [f"{HOW_TO_DRAW} again."])
     if can_draw():
-        for name, title, smooth in (
-            ("loss", "Loss", True),
-            ("eval_loss", "Evaluation loss", False),
-            ("grad_norm", "Gradient norm", True),
-            ("learning_rate", "Learning rate", False),
-            ("tokens_per_second", "Tokens per second", False),
+        for name, title in (
+            ("loss", "Loss"),
+            ("eval_loss", "Evaluation loss"),
+            ("grad_norm", "Gradient norm"),
+            ("learning_rate", "Learning rate"),
+            ("tokens_per_second", "Tokens per second"),
         ):
             # Each is in the logs of training or in those of evaluations.
             curves = {run.name: values for run in runs if (values := points([*run.logs, *run.evaluations], name))}
             if curves:
-                section.figures.append(draw_curves(name, title, curves, smooth=smooth))
+                section.figures.append(draw_curves(name, title, curves))
         timed = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
         if all(timed.values()):
-            section.figures.insert(
-                1, draw_curves("timed", "Loss over time", timed, smooth=True, over="minutes of training")
-            )
+            section.figures.insert(1, draw_curves("timed", "Loss over time", timed, over="minutes of training"))
     results = _compared([headline(run, prices) for run in runs], all_rows=True)
     recipe = _compared([run.facts["arguments"] for run in runs])
     others = _compared(

@@ -1,11 +1,11 @@
 """Figures of a report, as SVG that takes the colours of the page around it."""
 
 import io
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 
 from .phases import CLASSES_PER_DECADE
@@ -23,7 +23,7 @@ _STYLE = Path(__file__).with_name("figures.mplstyle")
 _INK = "#010203"
 # Seen well on white and on black.
 _COLOURS = "#3b82f6 #f97316 #10b981 #a855f7 #ef4444 #14b8a6 #ec4899 #eab308 #84cc16 #6366f1 #94a3b8".split()
-_MOST_POINTS = 1200
+_FEW_POINTS = 50
 
 
 def can_draw() -> bool:
@@ -51,55 +51,19 @@ def _draw(name: str, plot: Callable, height: float = 2.6) -> str:
     return re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", re.sub(r' height="[\d.]+pt"', "", svg, count=1), count=1)
 
 
-def _thin(points: Points) -> list[tuple[float, float]]:
-    """At most so many points, the least and greatest of each stretch among them."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    size = math.ceil(2 * len(points) / _MOST_POINTS)
-    kept = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        kept += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
-    return kept
-
-
-def _smooth(points: Points) -> list[tuple[float, float]]:
-    """A running mean over about a twentieth of the points."""
-    weight = min(1.0, 20 / len(points))
-    smoothed, mean = [], None
-    for step, value in points:
-        if math.isfinite(value):
-            mean = value if mean is None else mean + weight * (value - mean)
-        smoothed.append((step, math.nan if mean is None else mean))
-    return smoothed
-
-
-def draw_curves(
-    name: str,
-    title: str,
-    curves: Mapping[str, Points],
-    marked: Mapping[str, Points] | None = None,
-    smooth: bool = False,
-    over: str = "optimizer step",
-) -> str:
+def draw_curves(name: str, title: str, curves: Mapping[str, Points], over: str = "optimizer step") -> str:
     """
-    Draw values over optimizer steps, or what `over` names, as SVG. Each figure of a page has a name of its own. The
-    points of `marked` curves are few, and each is marked; where `smooth`, a running mean is drawn over curves with
-    many.
+    Draw values over optimizer steps, or what `over` names, as SVG. Each figure of a page has a name of its own. Where
+    points are few, each is marked.
     """
 
     def plot(axes) -> None:
-        lines = [*curves.items(), *(marked or {}).items()]
-        for index, (label, points) in enumerate(lines):
-            colour = _COLOURS[index % len(_COLOURS)]
-            marker = "o" if index >= len(curves) or len(points) == 1 else None
-            if smooth and marker is None and len(points) >= 200:
-                axes.plot(*zip(*_thin(points), strict=True), color=colour, alpha=0.3, linewidth=0.8)
-                points = _smooth(points)
-            axes.plot(*zip(*_thin(points), strict=True), color=colour, marker=marker, label=label)
+        for (label, points), colour in zip(curves.items(), cycle(_COLOURS), strict=False):
+            marker = "o" if len(points) <= _FEW_POINTS else None
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
         axes.set_title(title)
         axes.set_xlabel(over)
-        if len(lines) > 1:
+        if len(curves) > 1:
             axes.legend()
 
     return _draw(name, plot)

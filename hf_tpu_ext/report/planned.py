@@ -62,34 +62,32 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
             f"Planned for {plan['topology']['name']} ({chips} of {chip['title']}), and run on {backend['chips']} of "
             f"{backend['device']}: only what does not depend on the chip can be compared."
         )
-    memory, rate, utilization = run.peak_memory_gib, run.middle("padded_tokens_per_second"), run.middle("mfu")
+    memory, seconds = run.peak_memory_gib, run.middle("step_time")
+    rate, utilization = run.middle("padded_tokens_per_second"), run.middle("mfu")
     tokens, padded = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
-    bound = derived["roofline"]
+    bound, mfu, share = derived["roofline"], derived["mfu"], plan["token_share"]
+    planned_step = ""
+    if bound is not None:
+        planned_step = (
+            f"at least {format_seconds(bound['seconds'])} ({bound['wall']}-bound), expected "
+            f"{' to '.join(map(format_seconds, bound['expected_seconds']))}"
+        )
     rows = [
-        [
-            "peak HBM per chip",
-            _show(derived["peak_bytes"], format_bytes),
-            _show(memory and round(memory * 2**30), format_bytes),
-        ],
-        [
-            "optimizer step",
-            ""
-            if bound is None
-            else f"at least {format_seconds(bound['seconds'])} ({bound['wall']}-bound), expected "
-            f"{' to '.join(format_seconds(seconds) for seconds in bound['expected_seconds'])}",
-            _show(run.middle("step_time"), format_seconds),
-        ],
-        [
+        _row("peak HBM per chip", derived["peak_bytes"], memory and round(memory * 2**30), format_bytes, ""),
+        ["optimizer step", planned_step, "" if seconds is None else format_seconds(seconds)],
+        _row(
             "tokens/s/chip, with padding",
-            _at_most(derived["tokens_per_second"], format_number),
-            _show(rate and rate / backend["chips"], format_number),
-        ],
-        ["MFU, with padding", _at_most(derived["mfu"], _percent), _show(utilization, _percent)],
-        [
+            derived["tokens_per_second"],
+            rate and rate / backend["chips"],
+            format_number,
+        ),
+        _row("MFU, with padding", mfu, utilization, _percent),
+        _row(
             "MFU, without padding",
-            _at_most(derived["mfu"] and plan["token_share"] and derived["mfu"] * plan["token_share"], _percent),
-            _show(utilization and utilization * tokens / padded, _percent),
-        ],
+            mfu and share and mfu * share,
+            utilization and utilization * tokens / padded,
+            _percent,
+        ),
         ["graphs", str(len(plan["programs"])), str(len(run.programs))],
     ]
     section.tables.append(Table(["", "planned, for the longest batch", "measured, at the median"], rows))
@@ -111,9 +109,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _show(value: float | None, words: Callable) -> str:
-    return "" if value is None else words(value)
-
-
-def _at_most(value: float | None, words: Callable) -> str:
-    return "" if value is None else f"at most {words(value)}"
+def _row(
+    name: str, planned: float | None, measured: float | None, words: Callable, limit: str = "at most "
+) -> list[str]:
+    return [name, "" if planned is None else limit + words(planned), "" if measured is None else words(measured)]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,37 +29,33 @@ class RecordWriter:
         if anew:
             write_atomically(self._path, b"")
         # A run that was killed may have left half a line.
-        self._separator = b"\n" if self._ends_within_a_line() else b""
+        elif self._path.is_file() and not (b"\n" + self._path.read_bytes()).endswith(b"\n"):
+            self._append("\n")
 
     def write(self, event: str, **values: Any) -> None:
         """
         Add a line of what an event says, as JSON. What is no JSON is written as text. Raises `OSError` where it cannot
         be.
         """
-        line = json.dumps({"event": event, **values}, default=str)
-        with self._path.open("ab") as file:
-            file.write(self._separator + line.encode() + b"\n")
-        self._separator = b""
+        self._append(json.dumps({"event": event, **values}, default=str) + "\n")
 
-    def _ends_within_a_line(self) -> bool:
-        with self._path.open("a+b") as file:
-            if not file.tell():
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
 
 
 @dataclass
 class Session:
     """
-    One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds and its
-    last optimizer step as far as they are recorded, and what was known when it ended; `None` if it was killed or
-    failed.
+    One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds, its last
+    optimizer step and its totals (phases, step times, batches) as far as they are recorded, and what was known when it
+    ended; `None` if it was killed or failed.
     """
 
     facts: dict[str, Any]
     seconds: float = 0.0
     last_step: int = 0
+    totals: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] | None = None
 
 
@@ -164,13 +159,22 @@ def read_run(directory: str | Path) -> Run:
     for line in lines:
         try:
             entry = json.loads(line)
-            if run.sessions or entry["event"] == "begin":
-                _READERS[entry["event"]](run, entry)
+            if entry["event"] == "begin":
+                _begin(run, entry)
+            elif run.sessions:
+                _add(run, entry)
         except (ValueError, TypeError, KeyError, AttributeError):
             # Half a line, as a run leaves that is killed while it writes; or one that somebody has edited.
             run.unreadable += 1
     if not run.sessions:
         raise ValueError(f"{path} does not say how a run began: it is damaged. Train again to have a report.")
+    for totals in [session.totals for session in run.sessions if session.totals]:
+        run.phases.update(totals["phases"])
+        for phase, classes in totals["step_times"].items():
+            run.step_times.setdefault(phase, Counter()).update({int(number): n for number, n in classes.items()})
+        for shape, counts in totals["batches"]:
+            known = run.batches.setdefault(tuple(shape), [0, 0, 0])
+            run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
     return run
 
 
@@ -190,50 +194,28 @@ def _begin(run: Run, entry: dict[str, Any]) -> None:
     run.sessions.append(Session(entry, last_step=first))
 
 
-def _goes_on(run: Run, entry: dict[str, Any]) -> Session:
+def _add(run: Run, entry: dict[str, Any]) -> None:
     session = run.sessions[-1]
+    at = run.seconds - session.seconds + entry["at"]
     session.seconds = max(session.seconds, entry["at"])
     session.last_step = max(session.last_step, entry["step"] or 0)
-    return session
-
-
-def _log(run: Run, entry: dict[str, Any]) -> None:
-    before = run.seconds - run.sessions[-1].seconds
-    _goes_on(run, entry)
-    log = {"step": entry["step"], "at": before + entry["at"], **entry["logs"]}
-    if "loss" in log:
-        run.logs.append(log)
-    elif "train_loss" not in log:
-        run.evaluations.append(log)
-    _count(run, entry)
-
-
-def _count(run: Run, entry: dict[str, Any]) -> None:
-    run.phases.update(entry["phases"])
-    for phase, classes in entry["step_times"].items():
-        run.step_times.setdefault(phase, Counter()).update({int(number): n for number, n in classes.items()})
-    for shape, counts in entry["batches"]:
-        known = run.batches.setdefault(tuple(shape), [0, 0, 0])
-        run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
-
-
-def _program(run: Run, entry: dict[str, Any]) -> None:
-    before = run.seconds - run.sessions[-1].seconds
-    _goes_on(run, entry)
-    run.programs.append({**entry, "at": before + entry["at"]})
-
-
-def _cause(run: Run, entry: dict[str, Any]) -> None:
-    _goes_on(run, entry)
-    for program in reversed(run.programs):
-        if all(program[name] == entry[name] for name in ("step", "kind", "shape", "seconds")):
-            program["cause"] = entry["cause"]
-            return
-
-
-def _end(run: Run, entry: dict[str, Any]) -> None:
-    _goes_on(run, entry).end = entry
-    _count(run, entry)
-
-
-_READERS: Mapping[str, Any] = {"begin": _begin, "log": _log, "program": _program, "cause": _cause, "end": _end}
+    if entry["event"] in ("log", "end"):
+        session.totals = {name: entry[name] for name in ("phases", "step_times", "batches")}
+    match entry["event"]:
+        case "log":
+            log = {"step": entry["step"], "at": at, **entry["logs"]}
+            if "loss" in log:
+                run.logs.append(log)
+            elif "train_loss" not in log:
+                run.evaluations.append(log)
+        case "program":
+            run.programs.append({**entry, "at": at})
+        case "cause":
+            names = ("step", "kind", "shape", "seconds")
+            same = [program for program in run.programs if all(program[name] == entry[name] for name in names)]
+            for program in same[-1:]:
+                program["cause"] = entry["cause"]
+        case "end":
+            session.end = entry
+        case event:
+            raise ValueError(event)

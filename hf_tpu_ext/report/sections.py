@@ -48,16 +48,16 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
             numbers[name] = " → ".join(f"{value:.3g}" for value in dict.fromkeys((values[0], values[-1])))
     numbers["steps"] = f"{run.steps:,} of {run.facts['max_steps']:,}"
     numbers["time"] = format_seconds(run.seconds)
-    for name, key, scale, unit in (
-        ("tokens / s", "tokens_per_second", 1, ""),
-        ("time of a step", "step_time", 1, "s"),
-        ("MFU", "mfu", 100, " %"),
+    for name, key, words in (
+        ("tokens / s", "tokens_per_second", format_number),
+        ("time of a step", "step_time", format_seconds),
+        ("MFU", "mfu", lambda share: f"{format_number(100 * share)} %"),
     ):
         if (middle := run.middle(key)) is not None:
-            numbers[name] = format_seconds(middle) if unit == "s" else f"{format_number(scale * middle)}{unit}"
-    padded = sum(counts[2] for counts in run.batches.values())
-    if padded:
-        numbers["padding"] = f"{100 * (1 - sum(counts[1] for counts in run.batches.values()) / padded):.1f} %"
+            numbers[name] = words(middle)
+    if run.batches:
+        _, tokens, padded = map(sum, zip(*run.batches.values(), strict=True))
+        numbers["padding"] = f"{100 * (1 - tokens / padded):.1f} %"
     if run.programs:
         numbers["compilations"] = (
             f"{len(run.programs)} in {format_seconds(sum(one['seconds'] for one in run.programs))}"
@@ -87,12 +87,12 @@ def _curves(run: Run) -> Section:
     section = Section("Training")
     losses, held_out = points(run.logs, "loss"), points(run.evaluations, "eval_loss")
     if can_draw():
-        if losses or held_out:
-            curves, marked = {"training": losses} if losses else {}, {"evaluation": held_out} if held_out else {}
-            section.figures.append(draw_curves("loss", "Loss", curves, marked, smooth=True))
+        curves = {name: values for name, values in (("training", losses), ("evaluation", held_out)) if values}
+        if curves:
+            section.figures.append(draw_curves("loss", "Loss", curves))
         for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
             if values := points(run.logs, name):
-                section.figures.append(draw_curves(name, title, {title: values}, smooth=name == "grad_norm"))
+                section.figures.append(draw_curves(name, title, {title: values}))
     names = {"step": "step", "loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
     logs = [*run.logs[:: max(1, len(run.logs) // 10)], *run.logs[-1:]]
     rows = [[_cell(log.get(name)) for name in names] for log in {log["step"]: log for log in logs}.values()]

@@ -10,6 +10,7 @@ scheme needs.
 
 import argparse
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,12 @@ class Traffic:
         return f"{self.count} ({format_bytes(self.num_bytes)})" if self.count else "0"
 
 
+def describe(item: Collective) -> str:
+    """What is exchanged, e.g. `"pred[64,64]"`, `"8 x f32[512,32]"`."""
+    counts = Counter(f"{tensor.dtype}[{','.join(map(str, tensor.dims))}]" for tensor in item.tensors)
+    return ", ".join(shape if count == 1 else f"{count} x {shape}" for shape, count in counts.items())
+
+
 def needed_gathers(run: Run) -> Traffic:
     """
     What each program of a scheme must gather.
@@ -144,7 +151,7 @@ def make_table(runs: dict[str, Run]) -> str:
         for kind in sorted(run.dumps):
             program = run.program(kind)
             others = "; ".join(
-                f"{item.kind} of {item.describe()} ({format_bytes(item.num_bytes)})" for item in program.others
+                f"{item.kind} of {describe(item)} ({format_bytes(item.num_bytes)})" for item in program.others
             )
             cells = (
                 SCHEMES[name].title,

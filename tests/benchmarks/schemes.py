@@ -18,7 +18,7 @@ from peft import LoraConfig
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
-from hf_tpu_ext.plan.hlo import Collective, argument_bytes, parse_collectives
+from hf_tpu_ext.plan.hlo import Collective, argument_shapes, find_collectives, parse_module
 from hf_tpu_ext.sharding.plan import PlannedParameter
 
 
@@ -85,12 +85,17 @@ class Program:
     @property
     def argument_bytes(self) -> int:
         """Bytes that a device holds when the program starts."""
-        return argument_bytes(self.text)
+        return sum(shape.num_bytes for shape in argument_shapes(self.text))
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """All that devices exchange."""
+        return list(find_collectives(parse_module(self.text)))
 
     @property
     def numbers(self) -> list[Collective]:
         """Collectives of single numbers: sums for metrics and for the gradient norm."""
-        return [item for item in parse_collectives(self.text) if not any(tensor.dims for tensor in item.tensors)]
+        return [item for item in self.collectives if not any(tensor.dims for tensor in item.tensors)]
 
     @property
     def gathers(self) -> list[Collective]:
@@ -111,12 +116,12 @@ class Program:
     def others(self) -> list[Collective]:
         """All other collectives."""
         known = [*self.numbers, *self.gathers, *self.scatters, *self.reductions]
-        return [item for item in parse_collectives(self.text) if item not in known]
+        return [item for item in self.collectives if item not in known]
 
     def _of_weights(self, kind: str) -> list[Collective]:
         return [
             item
-            for item in parse_collectives(self.text)
+            for item in self.collectives
             if item.kind == kind and any(tuple(sorted(tensor.dims)) in self.weights for tensor in item.tensors)
         ]
 

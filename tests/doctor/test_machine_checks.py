@@ -6,8 +6,15 @@ import sys
 import pytest
 
 from hf_tpu_ext.backends.compile_cache import CompileCache
-from hf_tpu_ext.doctor.accelerator import check_backend, check_tpu
-from hf_tpu_ext.doctor.machine import check_compile_cache, check_disk, check_hugepages, check_memory, places
+from hf_tpu_ext.doctor.machine import (
+    check_backend,
+    check_compile_cache,
+    check_disk,
+    check_hugepages,
+    check_memory,
+    check_tpu,
+    places,
+)
 
 
 @pytest.fixture
@@ -170,5 +177,5 @@ def test_an_import_that_does_not_come_back(script, text, fix):
 
 
 def test_nothing_of_the_examination_imports_torch():
-    script = "import sys, hf_tpu_ext.doctor.examine, hf_tpu_ext.doctor.smoke; sys.exit('torch' in sys.modules)"
+    script = "import sys, hf_tpu_ext.doctor.machine, hf_tpu_ext.doctor.smoke; sys.exit('torch' in sys.modules)"
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", script) == 0

@@ -191,9 +191,6 @@ def test_asynchronous_exchanges_move_what_they_take_and_make():
     [
         ("all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add", 2 * 3 * 64 // 4),
         ("all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add", 2 * 3 * 64 // 4),
-        ("all-gather(%p), channel_id=1, replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}", 3 * 64 // 4),
-        ("all-gather(%p), channel_id=1, replica_groups=mesh['a'=2,'b'=4] {'a','b'}, dimensions={0}", 7 * 64 // 8),
-        ("all-gather(%p), channel_id=1, replica_groups=mesh['a'=8] {'a':(1)2}, dimensions={0}", 64 // 2),
         ("collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,2}}", 64),
     ],
 )

@@ -7,7 +7,8 @@ from hf_tpu_ext.hardware.prices import Price
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost, Exchange
 from hf_tpu_ext.plan.page import WIDTH, format_count, format_seconds, render
-from hf_tpu_ext.plan.result import Plan, PlannedProgram, Trial
+from hf_tpu_ext.plan.programs import CompiledProgram
+from hf_tpu_ext.plan.result import Plan, Trial
 
 
 GB = 10**9
@@ -21,7 +22,7 @@ COST = Cost(197 * 10**12, 819 * 10**8, [Exchange("all-gather", 56, 3 * GB, 2 * G
 def program(kind="training step", **changes):
     memory = {"argument": 9 * GB, "output": 9 * GB, "alias": 9 * GB, "temp": 3 * GB, "generated_code": GB // 10}
     arguments = {"weights": 3 * GB, "optimizer state": 6 * GB}
-    made = PlannedProgram(kind, (32, 1024), 21.5, None, memory, arguments)
+    made = CompiledProgram(kind, (32, 1024), 21.5, None, memory, arguments)
     made = replace(made, cost=COST, model_flops=8 * 150e12, expected_flops=8 * 190e12)
     return replace(made, **changes)
 
@@ -71,7 +72,7 @@ def test_parts_add_up():
 
 
 def test_what_the_compiler_refuses_does_not_fit():
-    refused = PlannedProgram("training step", (64, 1024), 3.0, OUT_OF_MEMORY)
+    refused = CompiledProgram("training step", (64, 1024), 3.0, OUT_OF_MEMORY)
     planned = plan(refused)
     assert planned.fits is False
     assert refused.excess_bytes == 2 * 2**30
@@ -86,7 +87,7 @@ def test_what_the_compiler_refuses_does_not_fit():
     "programs",
     [
         (),
-        (PlannedProgram("training step", (8, 8), 1.0, "INTERNAL: crashed"),),
+        (CompiledProgram("training step", (8, 8), 1.0, "INTERNAL: crashed"),),
     ],
 )
 def test_could_not_tell(programs):
@@ -159,7 +160,7 @@ def test_variants_are_a_table():
 
 
 def test_a_page_is_at_most_a_hundred_columns_wide():
-    refused = PlannedProgram("micro-step", (64, 1024), 3.0, OUT_OF_MEMORY)
+    refused = CompiledProgram("micro-step", (64, 1024), 3.0, OUT_OF_MEMORY)
     for planned in (
         plan(program(), MICRO_STEP),
         plan(program(), refused),

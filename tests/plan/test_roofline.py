@@ -2,7 +2,7 @@ import pytest
 
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost, Exchange
-from hf_tpu_ext.plan.roofline import measure_roofline
+from hf_tpu_ext.plan.result import measure_roofline
 
 
 EIGHT = find_topology("v5e-8")

@@ -7,7 +7,8 @@ import pytest
 
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
-from hf_tpu_ext.plan.result import Plan, PlannedProgram, Trial
+from hf_tpu_ext.plan.programs import CompiledProgram
+from hf_tpu_ext.plan.result import Plan, Trial
 from hf_tpu_ext.plan.search import find_largest_batch, search
 
 
@@ -24,7 +25,7 @@ def make(topology, settings):
     chip = find_topology(topology)
     row_bytes, flops = ROW[settings["rematerialization"]]
     temp = rows * row_bytes
-    program = PlannedProgram("training step", (rows * chip.num_chips, 1024), 1.0)
+    program = CompiledProgram("training step", (rows * chip.num_chips, 1024), 1.0)
     if (excess := STATE[mesh] + temp - chip.chip.memory_bytes) > 0:
         program = replace(program, error=f"RESOURCE_EXHAUSTED: Exceeded hbm capacity by {excess / 2**30:.2f}G.")
     else:

@@ -25,14 +25,22 @@ def begin(first_step=0, **facts):
     }
 
 
-def log(step, at, **logs):
+def log(step, at, number=1, **logs):
+    """The log with this number: phases, step times and batches are those of the session until then."""
     return {
         "at": at,
         "step": step,
         "logs": {"loss": 3.0 - step / 20, "learning_rate": 1e-3 / (1 + step), "grad_norm": 1.0, **logs},
-        "phases": {"data": 0.1, "replay": 0.3, "compile": 1.0, "eval": 0.2},
-        "step_times": {"data": {"-40": 5}, "replay": {"-25": 4, "-24": 1}, "total": {"-25": 3, "-24": 2}},
-        "batches": [[[4, 16], [6, 300, 384]], [[4, 64], [4, 700, 1024]]],
+        "phases": {"data": 0.1 * number, "replay": 0.3 * number, "compile": 1.0 * number, "eval": 0.2 * number},
+        "step_times": {
+            "data": {"-40": 5 * number},
+            "replay": {"-25": 4 * number, "-24": number},
+            "total": {"-25": 3 * number, "-24": 2 * number},
+        },
+        "batches": [
+            [[4, 16], [6 * number, 300 * number, 384 * number]],
+            [[4, 64], [4 * number, 700 * number, 1024 * number]],
+        ],
     }
 
 
@@ -61,9 +69,6 @@ END = {
         "loads": 0,
     },
     "cache": None,
-    "phases": {"save": 0.5},
-    "step_times": {},
-    "batches": [],
 }
 
 
@@ -80,11 +85,14 @@ def write_run():
             speed = dict(
                 tokens_per_second=5000.0, padded_tokens_per_second=8000.0, step_time=0.02, peak_memory_gib=2.5
             )
-            writer.write("log", **log(step, 3.0 + 10 * (index + 1), **{**speed, **(logs or {})}))
+            writer.write("log", **log(step, 3.0 + 10 * (index + 1), index + 1, **{**speed, **(logs or {})}))
         if end:
-            writer.write("log", **{**log(steps, 100.0), "logs": {"eval_loss": 2.0, "eval_runtime": 1.0}})
-            writer.write("log", **{**log(steps, 100.0), "logs": {"train_loss": 2.0}})
-            writer.write("end", at=3600.0, **END)
+            before = len(range(first_step + 5, steps + 1, 5))
+            writer.write("log", **{**log(steps, 100.0, before + 1), "logs": {"eval_loss": 2.0, "eval_runtime": 1.0}})
+            last = {**log(steps, 100.0, before + 2), "logs": {"train_loss": 2.0}}
+            writer.write("log", **last)
+            last["phases"]["save"] = 0.5
+            writer.write("end", **{**last, **END, "at": 3600.0})
         return directory
 
     return write

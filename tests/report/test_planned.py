@@ -9,7 +9,8 @@ import pytest
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost
-from hf_tpu_ext.plan.result import Plan, PlannedProgram
+from hf_tpu_ext.plan.programs import CompiledProgram
+from hf_tpu_ext.plan.result import Plan
 from hf_tpu_ext.report.make import make_report
 
 
@@ -22,7 +23,7 @@ def write_plan():
     """Writes the plan of a run: at 197 TFLOP/s and 819 GB/s its step takes at least 0.2 s."""
 
     def write(path, topology="v5e-8", programs=None):
-        program = PlannedProgram(
+        program = CompiledProgram(
             "training step",
             (32, 1024),
             21.5,
@@ -81,7 +82,7 @@ def test_another_device_is_said(write_run, write_plan, tmp_path):
 
 def test_a_plan_that_the_compiler_refused(write_run, write_plan, tmp_path):
     run = write_run(tmp_path / "run")
-    refused = PlannedProgram("training step", (32, 1024), 1.0, error="RESOURCE_EXHAUSTED")
+    refused = CompiledProgram("training step", (32, 1024), 1.0, error="RESOURCE_EXHAUSTED")
     write_plan(run / "plan.json", programs=[refused])
     assert rows(make_report([run]))["peak HBM per chip"] == ("", "2.68 GB")
 

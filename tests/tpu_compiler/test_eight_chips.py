@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 from schemes import SCHEMES
 
-from hf_tpu_ext.plan.hlo import parse_collectives
+from hf_tpu_ext.plan.hlo import find_collectives, parse_module
 from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
 
 
@@ -29,7 +29,7 @@ FULLY_SHARDED = [
 )
 def test_compiles_and_updates_in_place(compile_for_tpu, scheme, kind):
     program = compile_for_tpu(scheme, kind)
-    counts = Counter(item.kind for item in parse_collectives(program.text))
+    counts = Counter(item.kind for item in find_collectives(parse_module(program.text)))
     print(f"collectives: {', '.join(f'{count} {name}' for name, count in counts.items())}")
     memory = program.memory
     assert sum(memory.values()) - 2 * memory["alias"] < CHIP_BYTES
@@ -45,7 +45,7 @@ def test_fully_sharded_holds_a_part(compile_for_tpu, kind):
 @pytest.mark.parametrize("scheme", ["data", "data_accumulated", "data_accumulated_lora"])
 def test_data_parallel_reduces_each_gradient_once_per_optimizer_step(compile_for_tpu, runs, scheme):
     for kind in [MICRO_STEP, OPTIMIZER_STEP] if SCHEMES[scheme].gradient_accumulation_steps > 1 else [OPTIMIZER_STEP]:
-        found = parse_collectives(compile_for_tpu(scheme, kind).text)
+        found = list(find_collectives(parse_module(compile_for_tpu(scheme, kind).text)))
         reduced = Counter(tensor.num_bytes for item in found for tensor in item.tensors)
         gradients = Counter(p.num_bytes for p in runs[scheme].trainable if kind == OPTIMIZER_STEP)
         assert {size: reduced[size] for size in gradients} == gradients
