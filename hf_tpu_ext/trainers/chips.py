@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import unwrap_peft_model
@@ -195,6 +196,18 @@ class Chips:
             `torch.Tensor` of shape `()`: The sum.
         """
         return value if self.local_gradients is None else self.local_gradients.over_chips(value)
+
+    @contextmanager
+    def summed(self, accelerator: Accelerator) -> Iterator[None]:
+        """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
+        if self.local_gradients is None:
+            yield
+            return
+        accelerator.gather_for_metrics = self.over_chips
+        try:
+            yield
+        finally:
+            del accelerator.gather_for_metrics
 
     # ---- Rows of an optimizer step ----
 

@@ -37,7 +37,8 @@ class CompiledEvaluation:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if not self.backend.metrics_on_device or prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            with self.copies.not_made():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if self._made_ahead is not None:
             self._rows_predicted, result = self._made_ahead.popleft()
             return result
@@ -45,7 +46,8 @@ class CompiledEvaluation:
 
     def _predict(self, model, inputs, ignore_keys) -> tuple[Any, int, int]:
         """What upstream predicts of a batch, on the device; its rows, and the rows that were computed."""
-        result = super().prediction_step(model, inputs, False, ignore_keys)
+        with self.copies.not_made():
+            result = super().prediction_step(model, inputs, False, ignore_keys)
         if self._preprocess_on_device is not None:
             loss, logits, labels = result
             result = loss, self._preprocess_on_device(logits, labels), labels

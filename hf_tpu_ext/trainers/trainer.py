@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from .configs import TPUTrainingArguments
-from .dataset_checks import check_has_rows, named_datasets
 from .mixin import TPUTrainerMixin
 from .saving import UPSTREAM_METRICS
 
@@ -35,20 +34,6 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
     """
 
     evaluation_metrics = (UPSTREAM_METRICS, ())
-
-    def __init__(
-        self,
-        model=None,
-        args: TrainingArguments | None = None,
-        data_collator=None,
-        train_dataset=None,
-        eval_dataset=None,
-        *rest,
-        **kwargs,
-    ):
-        for name, dataset in named_datasets(train_dataset, eval_dataset).items():
-            check_has_rows(dataset, name)
-        super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
 
     _config_name = TPUTrainingArguments.__name__
 

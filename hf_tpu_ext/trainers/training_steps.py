@@ -78,7 +78,7 @@ class TrainingSteps(TrainerCallback):
             optimizer.create_state()
         self.keep_gradients()
         trainer.chips.shard_training_state(model, optimizer)
-        trainer.separate_copies(model)
+        trainer.copies.separate(model)
         self._start_replay(model)
         trainer.watching.begin()
         self.reset_upstream_loss()
@@ -147,11 +147,11 @@ class TrainingSteps(TrainerCallback):
         self._follow_optimizer()
         self._under_way = OPTIMIZER_STEP if self._updates else MICRO_STEP
         if self.replay is None:
-            with trainer._copies_as_ever():
+            with trainer.copies.not_made():
                 loss = trace(model, inputs, num_items_in_batch)
             self._leave_out_unused()
             return loss
-        with trainer._copies_as_ever():
+        with trainer.copies.not_made():
             self.replay.enter_training_mode()
             batch = trainer._send_batch(inputs)
         data = {
@@ -265,7 +265,7 @@ class TrainingSteps(TrainerCallback):
             note=partial(self._note_python_state, models),
             settings=self._settings,
             why_not=why_not,
-            copies=trainer._copies,
+            copies=trainer.copies.context,
             assume_pure=wanted is True,
         )
 

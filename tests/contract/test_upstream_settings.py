@@ -55,7 +55,6 @@ def test_defaults_that_are_replaced(stock):
         del expected["activation_checkpointing"]
     actual = {name: vars(config)[name] for name in expected}
     assert actual == expected, "TRL's defaults have changed; see trainers/arguments.py and docs/"
-    assert (SFTConfig.dataset_text_field, SFTConfig.dataset_kwargs) == ("text", None), "trainers/dataset_checks.py"
 
 
 def test_arguments_that_are_set(stock):

@@ -1,6 +1,7 @@
 """What cannot work is refused with the fix, before anything is compiled; and the caller's arguments are not touched."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -217,11 +218,9 @@ def empty_stream():
 @pytest.mark.parametrize("empty", [QUESTIONS.select([]), empty_stream()], ids=["dataset", "stream"])
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 def test_empty_dataset(runs, empty, name, tmp_path):
-    for trainer, args in (
-        (TPUSFTTrainer, runs.config()),
-        (TPUTrainer, TrainingArguments(str(tmp_path), report_to="none")),
-    ):
-        refused([f"{name} is empty", "split"], lambda: runs.trainer(trainer, args, **{name: empty}))  # noqa: B023
+    args = TrainingArguments(str(tmp_path), report_to="none")
+    for make in (partial(runs.trainer, TPUSFTTrainer, runs.config()), partial(TPUTrainer, args=args)):
+        refused([f"{name} is empty", "split"], partial(make, **{name: empty}))
 
 
 def test_images(runs):
