@@ -234,18 +234,9 @@ def distill(
     dtype: torch.dtype | None = None,
 ) -> TokenTerms:
     """
-    Compare a student with its teacher on every token of a batch.
-
-    Args:
-        student ([`Head`]): The student. Gradients reach its hidden states, weight and bias.
-        targets (`torch.Tensor` of shape `(tokens,)`): Next tokens, each within the vocabulary.
-        teacher ([`Head`] or [`TopK`]): The teacher on the same tokens.
-        settings ([`Distillation`]): How.
-        backend ([`Backend`]): The backend in use.
-        dtype (`torch.dtype`, *optional*): Dtype of the matrix products; that of the hidden states by default.
-
-    Returns:
-        [`TokenTerms`]: One entry per token, `log_probs` and `kd` with gradients.
+    Compare a student with its teacher on every token of a batch, whose next tokens `targets`, of shape `(tokens,)`,
+    are within the vocabulary. Gradients reach the student's hidden states, weight and bias, through `log_probs` and
+    `kd`. `dtype` is that of the matrix products; that of the hidden states by default.
     """
     return TokenTerms(
         *FusedDistillation.apply(

@@ -43,14 +43,8 @@ def attention_for(backend: Backend) -> str | None:
 
 def attention_to_load_with(asked: str | None) -> tuple[str, list[str]]:
     """
-    Choose what a model is loaded with whose attention is replaced when it is placed.
-
-    Args:
-        asked (`str`, *optional*):
-            The caller's `attn_implementation`.
-
-    Returns:
-        `tuple[str, list[str]]`: Its name, and a line where the caller's choice has no effect.
+    Choose what a model is loaded with whose attention is replaced when it is placed, where the caller asked for the
+    `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
     """
     replaced = (
         [] if asked in _SAME_NUMBERS else [f"attn_implementation={asked} is replaced by attention that XLA compiles"]
@@ -59,28 +53,14 @@ def attention_to_load_with(asked: str | None) -> tuple[str, list[str]]:
 
 
 def is_sliced(model: nn.Module) -> bool:
-    """
-    Whether a transformers model goes through its attention in slices.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-    """
+    """Whether a transformers model goes through its attention in slices."""
     return model.config._attn_implementation == SLICED_EAGER
 
 
 def scores_at_once(count: int, sliced: bool) -> int:
     """
-    How many scores of a layer are in memory at once. Where these are not all, the backward pass computes them anew.
-
-    Args:
-        count (`int`):
-            Scores of a layer: rows times heads times the square of the length.
-        sliced (`bool`):
-            As [`is_sliced`] says of the model.
-
-    Returns:
-        `int`: How many.
+    How many scores of a layer, of which there are rows times heads times the square of the length, are in memory at
+    once. Where these are not all, as in `sliced` attention, the backward pass computes them anew.
     """
     return min(count, SLICE_ELEMENTS) if sliced else count
 

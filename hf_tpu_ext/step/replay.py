@@ -195,13 +195,9 @@ class StepReplay:
         """
         Run the step: what was traced, or what was recorded before.
 
-        Args:
-            run_traced (`Callable[[Callable], Program | None]`):
-                Called as `run_traced(run=...)` to run what was traced, and to tell those who watch.
-            updates (`Sequence`, *optional*):
-                What the optimizer has updated in the traced step, for it to find again in `updates`.
-            sent (`torch.Tensor`, *optional*):
-                The numbers that the optimizer has sent to the device for this step.
+        `run_traced(run=...)` runs what was traced, and tells those who watch. `updates` is what the optimizer has
+        updated in the traced step, for it to find again, and `sent` the numbers that it has sent to the device for
+        this step.
         """
         if sent is not None:
             self._data.append(sent)

@@ -52,11 +52,8 @@ class BatchesMixin:
 
     def expect_batches(self, mode: str) -> None:
         """
-        Begin a pass over data, whose batches have the declared lengths and whose last one may have fewer rows.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
+        Begin a pass over data for `"train"` or `"eval"`. Batches have the declared lengths, and the last one may have
+        fewer rows.
         """
         limit = max(1, len(self.lengths))
         self._rows_of_example.pop(mode, None)
@@ -65,17 +62,8 @@ class BatchesMixin:
 
     def shape_batch(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """
-        Give a batch a shape that a program is there for, or will be.
-
-        Args:
-            inputs (`dict[str, Any]`):
-                Batch on the host.
-
-        Returns:
-            `tuple[dict[str, Any], int]`: The batch, completed if that is possible, and the rows that a batch should have.
-
-        Raises:
-            `ValueError`: The collator yields ever new shapes.
+        Give a batch on the host a shape that a program is there for, or will be. Returns the batch, completed if that
+        is possible, and the rows that a batch should have. Ever new shapes are a `ValueError`.
         """
         mode, wanted = (
             ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
@@ -191,16 +179,8 @@ class BatchesMixin:
 
     def why_not_padded(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
         """
-        Why rows cannot be added to a batch.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-            batch (`Mapping[str, Any]`, *optional*):
-                The batch. Without one, the answer is about the trainer and its model.
-
-        Returns:
-            `str` or `None`: The reason, as half a sentence.
+        Why rows cannot be added to a batch for `"train"` or `"eval"`, as half a sentence. Without a batch, the answer
+        is about the trainer and its model.
         """
         own_code = self.own_code_in_step(mode)
         if own_code is not None:
@@ -217,14 +197,8 @@ class BatchesMixin:
 
     def own_code_in_step(self, mode: str) -> str | None:
         """
-        Find code of the user's that runs within a step.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-
-        Returns:
-            `str` or `None`: What it is, as half a sentence.
+        Find code of the user's that runs within a step of `"train"` or `"eval"`, and say what it is, as half a
+        sentence.
         """
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:

@@ -25,16 +25,8 @@ logger = logging.get_logger(__name__)
 
 def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], backend: Backend) -> list[str]:
     """
-    Name the settings that have no effect on a backend without chips and without programs compiled by XLA.
-
-    Args:
-        settings ([`ExtensionArguments`]):
-            The caller's arguments, or the class for the defaults.
-        backend ([`Backend`]):
-            The backend in use, not XLA.
-
-    Returns:
-        `list[str]`: One line for each.
+    Name the settings that have no effect on a backend other than XLA, a line for each. They are the caller's
+    arguments, or the class for the defaults.
     """
     about_chips, about_xla = "it applies to TPU chips", "it applies to XLA; gradient_checkpointing=True works here"
     named = {
@@ -55,14 +47,12 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
 
 class Chips:
     """
-    Spreads the runs of a trainer over chips. On one chip, and on CUDA and CPU, it does nothing.
+    Spreads the runs of a trainer over chips. On one chip, and on CUDA and CPU, it does nothing. It is made before
+    upstream's `__init__`, which places the model.
 
-    `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this process
-    takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow from that.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer, before upstream's `__init__`, which places the model.
+    `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this
+    process takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow
+    from that.
     """
 
     def __init__(self, trainer):
@@ -84,13 +74,9 @@ class Chips:
 
     def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """
-        Put what a run trains with on its chips, so that the first step is like every later one.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                Model on the device, with gradients if they persist between steps.
-            optimizer ([`~torch.optim.Optimizer`]):
-                Its optimizer, whose state may come from a checkpoint.
+        Put what a run trains with on its chips, so that the first step is like every later one: the model on the
+        device, with gradients if they persist between steps, and its optimizer, whose state may come from a
+        checkpoint.
         """
         if self._trainer.backend.num_chips == 1:
             return
@@ -136,14 +122,8 @@ class Chips:
 
     def keep_gradients_local(self, model: nn.Module) -> bool:
         """
-        Compute gradients on each chip by itself, where that gives the same step.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                Model on the device.
-
-        Returns:
-            `bool`: Whether gradients are computed this way.
+        Compute the gradients of a model on each chip by itself, where that gives the same step; whether it does is
+        returned.
         """
         if self._trainer.backend.num_chips == 1 or self.mesh["fsdp"] > 1:
             return False
@@ -186,14 +166,7 @@ class Chips:
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """
-        Sum what one chip has over all of them, where chips run by themselves; elsewhere it is the sum already.
-
-        Args:
-            value (`torch.Tensor` of shape `()`):
-                A number.
-
-        Returns:
-            `torch.Tensor` of shape `()`: The sum.
+        Sum a number of one chip's over all of them, where chips run by themselves; elsewhere it is the sum already.
         """
         return value if self.local_gradients is None else self.local_gradients.over_chips(value)
 
@@ -230,14 +203,11 @@ class Chips:
 
     def keep_rows_per_step(self, state: dict[str, Any]) -> None:
         """
-        Continue a checkpoint with the global batch size that it was written with.
+        Continue a checkpoint, which keeps `state`, with the global batch size that it was written with.
 
-        On another number of chips the same recipe means another batch, and so another trajectory. If that is all that has
-        changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it gets them.
-
-        Args:
-            state (`dict[str, Any]`):
-                What the checkpoint keeps.
+        On another number of chips the same recipe means another batch, and so another trajectory. If that is all that
+        has changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it
+        gets them.
         """
         args, workers = self._trainer.args, self._num_workers
         rows = state.get("rows_per_step")

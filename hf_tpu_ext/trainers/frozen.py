@@ -15,14 +15,8 @@ class ShortFrozenWeights:
     """
     Keeps the frozen weights of a trainer in bfloat16, see [`FrozenWeights`].
 
-    They are only while the trainer uses the model. Whoever takes it out of the trainer, to merge adapters or to save it, has the
-    dtypes that it came with.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
-        holds (`Callable[[Sequence[torch.Tensor]], list[bool]]`):
-            Says of each weight whether bfloat16 holds it exactly.
+    They are only while the trainer uses the model. Whoever takes it out of the trainer, to merge adapters or to save
+    it, has the dtypes that it came with. `holds` says of each weight whether bfloat16 holds it exactly.
     """
 
     def __init__(self, trainer, holds: Callable[[Sequence[Tensor]], list[bool]]):
@@ -57,16 +51,7 @@ class ShortFrozenWeights:
         return set() if self.in_use is None else self.in_use[0].names
 
     def in_float32(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """
-        Give a state dict of the trained model the dtypes that it has without this.
-
-        Args:
-            state_dict (`dict[str, torch.Tensor]`):
-                On the host.
-
-        Returns:
-            `dict[str, torch.Tensor]`: The same, in the dtypes of the model.
-        """
+        """Give a state dict of the trained model, on the host, the dtypes that it has without this."""
         return state_dict if self.in_use is None else self.in_use[0].in_float32(state_dict)
 
     def lines(self) -> list[str]:

@@ -38,16 +38,10 @@ def _class_of_all_chips(cls: type[TrainingArguments], num_chips: int) -> type[Tr
 
 def count_all_chips(args: TrainingArguments, num_chips: int) -> None:
     """
-    Make the batch of arguments that of all chips, in `train_batch_size` and `eval_batch_size`.
+    Make the batch of arguments that of all chips of this process, in `train_batch_size` and `eval_batch_size`.
 
-    To upstream, which sees one device, the chips are one. It reads these two for samplers, dataloaders and speeds; it shows
-    and saves the fields.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments to change in place.
-        num_chips (`int`):
-            Chips that the process drives.
+    To upstream, which sees one device, the chips are one. It reads these two for samplers, dataloaders and speeds; it
+    shows and saves the fields.
     """
     if num_chips > 1:
         args.__class__ = _class_of_all_chips(type(args), num_chips)

@@ -35,18 +35,9 @@ def check_recipe(args: ExtensionArguments) -> None:
 
 def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[str, Any]) -> None:
     """
-    Refuse what upstream runs into later, with a traceback. What upstream takes is taken.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments of the run.
-        static_shapes (`bool`):
-            Whether batches keep to declared shapes.
-        given (`Mapping[str, Any]`):
-            What the trainer was given, by the names of [`~transformers.Trainer`].
-
-    Raises:
-        `ValueError`: A setting cannot work; the message says what to set instead.
+    Refuse (`ValueError`) what upstream runs into later, with a traceback. What upstream takes is taken.
+    `static_shapes` is whether batches keep to declared shapes; `given` has what the trainer was given, by the names of
+    [`~transformers.Trainer`].
     """
     if given.get("train_dataset") is not None:
         _check_step(args, static_shapes)

@@ -45,31 +45,19 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
 
 class AttentionMaskCollator:
     """
-    Wraps a data collator and adds the attention mask that it leaves out: all ones, since it masks nothing by then.
+    Wraps a data collator and adds the int64 attention mask `(batch, length)` that it leaves out: all ones, since it
+    masks nothing by then.
 
     Without a mask, transformers looks on the host at every step whether the positions restart within a row, and a
-    bidirectional model would attend to the padding that is added next. Batches that bring positions of their own are left
-    alone.
-
-    Args:
-        collator (`Callable`):
-            Data collator to wrap.
+    bidirectional model would attend to the padding that is added next. Batches that bring positions of their own are
+    left alone, and so are those without `input_ids`.
     """
 
     def __init__(self, collator: Callable[[list], Mapping[str, Any]]):
         self.collator = collator
 
     def __call__(self, examples: list) -> dict[str, Any]:
-        """
-        Collates `examples`.
-
-        Args:
-            examples (`list`):
-                Examples as `collator` takes them.
-
-        Returns:
-            `dict[str, Any]`: The batch, with an int64 `attention_mask` of shape `(batch, length)` if it has `input_ids`.
-        """
+        """Collates `examples`."""
         batch = dict(self.collator(examples))
         if "input_ids" in batch and "position_ids" not in batch:
             batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))

@@ -126,21 +126,9 @@ class TrainingSteps(TrainerCallback):
 
     def run(self, model, inputs, num_items_in_batch, trace: Callable) -> torch.Tensor:
         """
-        Begin a micro-step, and trace it unless it is replayed.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                As upstream's `training_step` takes it.
-            inputs (`dict[str, Any]`):
-                Batch on the host.
-            num_items_in_batch (`torch.Tensor`, *optional*):
-                As upstream's `training_step` takes it.
-            trace (`Callable`):
-                Called with these three to compute the loss and the gradients.
-
-        Returns:
-            `torch.Tensor` of shape `()`: What upstream adds to the loss that it would log. With replay that is 0: the loss
-            is kept by [`LossLog`].
+        Begin a micro-step, and unless it is replayed, trace it: `trace` is called with the other arguments, which are
+        those of upstream's `training_step`. Returned is what upstream adds to the loss that it would log. With replay
+        that is 0: the loss is kept by [`LossLog`].
         """
         trainer = self._trainer
         self.data = trainer.backend.send(trainer._step_data())
@@ -229,16 +217,7 @@ class TrainingSteps(TrainerCallback):
         return self.replay.grad_norm if self.replays else clip_gradients(model, self._trainer.args.max_grad_norm)
 
     def keep_norm(self, find_norm: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """
-        Keep the norm of the gradients where a replayed step puts it.
-
-        Args:
-            find_norm (`Callable`):
-                Computes it.
-
-        Returns:
-            `torch.Tensor` of shape `()`: The norm.
-        """
+        """The norm of the gradients, computed by `find_norm`, and kept where a replayed step puts it."""
         if self.replay is None:
             return find_norm()
         if not self.replay.replays:

@@ -21,13 +21,8 @@ from .own_code import is_known, names_of_a_step
 
 class TrainerWatch:
     """
-    Has the programs of a trainer counted, timed and, where one is compiled again, explained.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer, before its data collator is wrapped.
-        max_recompiles (`int`, *optional*):
-            As in [`ExtensionArguments`].
+    Has the programs of a trainer counted, timed and, where one is compiled again, explained. It is made before the
+    data collator is wrapped. `max_recompiles` is as in [`ExtensionArguments`].
     """
 
     def __init__(self, trainer, max_recompiles: int | None):
@@ -60,13 +55,7 @@ class TrainerWatch:
         self.monitor.close()
 
     def note_batch(self, inputs: Mapping[str, Any]) -> None:
-        """
-        Note the batch under way.
-
-        Args:
-            inputs (`Mapping[str, Any]`):
-                The batch, on the host.
-        """
+        """Note the batch under way, on the host."""
         tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
         self.batch = inputs
         if self._trainer.model.training and self.programs.step is not None:
@@ -77,18 +66,9 @@ class TrainerWatch:
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         """
-        End the program recorded so far, and note what it depends on if it is compiled.
-
-        Args:
-            kind (`str`):
-                What it does.
-            where (`str`):
-                Place in the run.
-            run (`Callable[[], Program | None]`, *optional*):
-                Compiles and starts it, by default [`Backend.end_step`].
-
-        Returns:
-            [`Program`] or `None`: What `run` returned.
+        End the program recorded so far, and note what it depends on if it is compiled. Messages name what it does and
+        its place in the run. `run`, by default [`Backend.end_step`], compiles and starts it; what it gives is
+        returned.
         """
         known = len(self.programs.events)
         program = self.programs.end(kind, self.batch_shape, where, run)
