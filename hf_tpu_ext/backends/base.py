@@ -163,13 +163,7 @@ class Backend(ABC):
 
     def send(self, data: Any) -> Any:
         """Move CPU tensors, or a nested structure of them, to the device, as data: never folded into a program."""
-        if isinstance(data, torch.Tensor):
-            return data.to(self.device)
-        if isinstance(data, Mapping):
-            return {key: self.send(value) for key, value in data.items()}
-        if isinstance(data, (list, tuple)):
-            return type(data)(self.send(value) for value in data)
-        return data
+        return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def send_rows(self, data: Any, num_rows: int) -> Any:
         """

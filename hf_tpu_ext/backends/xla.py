@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -258,9 +257,6 @@ class XLABackend(XLACompileCache):
             module_name, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
         return model
-
-    def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:
-        return nullcontext() if dtype is None else torch.autocast("xla", dtype)
 
     @property
     def checkpoint_function(self) -> Callable:

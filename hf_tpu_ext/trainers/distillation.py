@@ -24,7 +24,7 @@ from ..distillation.teachers import (
 from ..sharding.per_chip import ShardToFull
 from ..step.attention import static_masks
 from ..step.autocast import matmul_dtype
-from ..step.replaced_head import head_computed_by
+from ..step.looped_head import head_computed_by
 from .configs import TPUSFTConfig
 from .dataset_checks import named_datasets
 

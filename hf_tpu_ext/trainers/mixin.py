@@ -20,10 +20,9 @@ from ..data import StaticShapeCollator
 from ..sharding.placement import place_model
 from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
-from ..step.looped_head import score_tokens
-from ..step.loss_log import LossLog
+from ..step.looped_head import head_computed_by, score_tokens
+from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
-from ..step.replaced_head import head_computed_by
 from ..step.users_model import save_from_host
 from .arguments import (
     ADAMW_NAMES,

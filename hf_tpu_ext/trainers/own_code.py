@@ -5,7 +5,7 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -44,8 +44,8 @@ _BOOKKEEPING = {
     "state",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Hooks that PyTorch calls for every module and every optimizer.
-_GLOBAL_HOOKS = {
+#: Hooks that PyTorch calls for every module and every optimizer, by where it keeps them.
+HOOKS_OF_ALL_MODULES = {
     f"{module}.{name}": value
     for module in ("torch.nn.modules.module", "torch.optim.optimizer")
     for name, value in vars(sys.modules[module]).items()
@@ -267,7 +267,7 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
 
 
 def _in_hooks(models: Sequence[nn.Module]) -> str | None:
-    for name, hooks in _GLOBAL_HOOKS.items():
+    for name, hooks in HOOKS_OF_ALL_MODULES.items():
         if not all(map(_is_known_code, hooks.values())):
             return f"a user hook on all modules or optimizers ({name})"
     for model in models:
@@ -308,8 +308,3 @@ def draws_other_layers(model: nn.Module) -> str | None:
             if "layerdrop" in key and value:
                 return f"{key}={value}"
     return None
-
-
-def hooks_of_all_modules() -> dict[str, Callable]:
-    """The hooks that PyTorch calls for every module and every optimizer, by where it keeps them."""
-    return _GLOBAL_HOOKS

@@ -10,18 +10,12 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig
 
 from ..backends import select_backend
+from .arguments import ADAMW_NAMES, HOST_SCALAR_NAMES
 from .configs import ExtensionArguments
 
 
 # Those whose class is of `torch.optim`, which takes no negative rate. Adafactor does.
-_REFUSE_NEGATIVE_RATES = {
-    OptimizerNames.ADAMW_TORCH,
-    OptimizerNames.ADAMW_TORCH_FUSED,
-    OptimizerNames.ADAMW_TORCH_XLA,
-    OptimizerNames.SGD,
-    OptimizerNames.ADAGRAD,
-    OptimizerNames.RMSPROP,
-}
+_REFUSE_NEGATIVE_RATES = ADAMW_NAMES | HOST_SCALAR_NAMES - {OptimizerNames.ADAFACTOR}
 
 
 def check_recipe(args: ExtensionArguments) -> None:

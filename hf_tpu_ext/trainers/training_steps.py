@@ -15,10 +15,10 @@ from ..step.optimizer import LazyAdamW, clip_gradients
 from ..step.python_state import PythonState
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP, StepReplay, warn_not_replayed
 from .own_code import (
+    HOOKS_OF_ALL_MODULES,
     attributes_of_a_step,
     draws_other_layers,
     find_own_code,
-    hooks_of_all_modules,
     namespaces_of_a_step,
 )
 
@@ -275,7 +275,7 @@ class TrainingSteps(TrainerCallback):
                 # Each module has it, too.
                 roots.setdefault("model.config", unwrapped.config)
         roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
-        roots |= hooks_of_all_modules()
+        roots |= HOOKS_OF_ALL_MODULES
         attributes = {
             "trainer": (self._trainer, attributes_of_a_step(self._trainer)),
             "optimizer": (self._optimizer, ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
