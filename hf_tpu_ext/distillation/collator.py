@@ -1,13 +1,17 @@
-"""Puts a teacher's cached answers into a batch."""
+"""A teacher's cached answers, on their way through a batch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from .cache import TeacherCache
 from .losses import TopK
-from .teachers import CACHED_KEYS
+
+
+# What a batch holds of them, each of shape `(batch, length, ...)`.
+_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
 
 
 class TeacherCollator:
@@ -53,4 +57,9 @@ class TeacherCollator:
             found = self.cache.lookup(example["input_ids"], self.temperature, self.top_k)
             for whole, part in zip(padded, found, strict=True):
                 whole[row, : part.shape[0]] = part
-        return {**batch, **dict(zip(CACHED_KEYS, padded, strict=True))}
+        return {**batch, **dict(zip(_KEYS, padded, strict=True))}
+
+
+def cached_teacher(student: nn.Module, inputs: dict[str, Any]) -> TopK:
+    """The most likely tokens of a teacher that ran before, which [`TeacherCollator`] has put into a batch."""
+    return TopK(*(inputs.pop(key)[:, :-1].flatten(0, 1) for key in _KEYS))

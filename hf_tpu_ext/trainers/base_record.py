@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..atomic_write import write_atomically
+from ..formatting import dtype_name
 
 
 #: Beside the adapter's own files.
@@ -43,7 +44,7 @@ def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Ten
     """
     found = {}
     for name, weight in weights.items():
-        dtype = str(weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(weight.dtype)
         if dtype in _DTYPES and weight.numel():
             # PEFT wraps modules that it adds to, or trains a copy of.
             name = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")

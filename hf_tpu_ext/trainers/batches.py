@@ -11,6 +11,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, pad_rows
+from ..formatting import dtype_name
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
 from .training_steps import SentBatch
 from .upstream import upstream_of
@@ -105,14 +106,10 @@ class BatchesMixin:
     def _say_padded(self, batch: Mapping[str, Any]) -> None:
         """Say what the columns of a batch are padded with, where that may change a result."""
         self._said.add("columns")
-        own_code = self.own_code_in_step("train")
-        if own_code is not None:
+        # TRL's own collators pad, too.
+        reason = self._why_loss_counts_tokens() if upstream_of(type(self)) is Trainer else None
+        if (own_code := self.own_code_in_step("train")) is not None:
             reason = f"{own_code}, which may count masked tokens"
-        elif upstream_of(type(self)) is Trainer:
-            reason = self._why_loss_counts_tokens()
-        else:
-            # TRL's own collators pad, too.
-            reason = None
         if reason is None:
             return
         ids = batch["input_ids"]
@@ -207,7 +204,11 @@ class BatchesMixin:
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""
-        owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and not _is_ours(cls))
+        owner = next(
+            cls
+            for cls in type(self).__mro__
+            if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
+        )
         if owner is not Trainer:
             what = "is a mean over rows" if owner is upstream_of(type(self)) else "may count masked tokens"
             return f"the loss of {owner.__name__} {what}"
@@ -226,7 +227,7 @@ class BatchesMixin:
         if not isinstance(labels, torch.Tensor):
             return "its targets are not in `labels`" if self.model.training else None
         if labels.is_floating_point():
-            return f"no value of `labels` ({_name_of(labels.dtype)}) is ignored by the loss"
+            return f"no value of `labels` ({dtype_name(labels.dtype)}) is ignored by the loss"
         others = [key for key in batch if "label" in key and key not in ("labels", "shift_labels")]
         if others:
             return f"the loss may count masked values of `{others[0]}`"
@@ -239,11 +240,3 @@ class BatchesMixin:
         ):
             return "regression: no value of `labels` is ignored by the loss"
         return None
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from .. import __version__
 from ..callbacks.run_lines import RunFacts
 from ..data import TokenWaste
+from ..formatting import dtype_name
 from ..step.estimate import count_parameters
 from .dataset_checks import named_datasets
 
@@ -25,7 +26,7 @@ def find_facts(trainer) -> RunFacts:
     """What the start of a run prints, as the trainer and its datasets are by now."""
     args, backend, compiled = trainer.args, trainer.backend, trainer.compiled
     dtypes = {
-        str(parameter.dtype).removeprefix("torch.")
+        dtype_name(parameter.dtype)
         for name, parameter in trainer.model.named_parameters()
         if parameter.is_floating_point() and name not in trainer.frozen.names
     }

@@ -28,6 +28,7 @@ from .checkpoint_files import (
     temporary_dir,
 )
 from .checkpoints import EpochOrder, find_checkpoint, read_run_state, write_run_state
+from .own_code import is_known
 
 
 #: What an evaluation of upstream's trainer gives.
@@ -100,7 +101,7 @@ class SavingMixin:
             or self.compute_metrics is not None
             or self.args.eval_strategy == IntervalStrategy.NO
             # One of the caller's may add to the metrics.
-            or not all(_is_known(callback) for callback in self.callback_handler.callbacks)
+            or not all(is_known(type(callback).__module__) for callback in self.callback_handler.callbacks)
         ):
             return
         of_dataset, of_class = known
@@ -300,10 +301,6 @@ class SavingMixin:
         if self._evaluation_due:
             state["evaluation_due"] = True
         write_run_state(output_dir, state)
-
-
-def _is_known(callback: TrainerCallback) -> bool:
-    return type(callback).__module__.partition(".")[0] in ("hf_tpu_ext", "transformers", "trl")
 
 
 class _Resumption(TrainerCallback):

@@ -18,7 +18,7 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     [`~trl.SFTTrainer`] that trains on TPU, GPU and CPU with the same arguments.
 
     Takes everything that [`~trl.SFTTrainer`] takes, a plain [`~trl.SFTConfig`] included, and logs the same metrics with
-    the same values.
+    the same values. Arguments are not changed. On XLA the batches of a data collator are padded to the declared lengths.
 
     Example:
 
@@ -32,20 +32,6 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     ... )
     >>> trainer.train()
     ```
-
-    Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            As [`~trl.SFTTrainer`].
-        args ([`TPUSFTConfig`] or [`~trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
-            Arguments. They are not changed.
-        data_collator ([`~transformers.DataCollator`], *optional*):
-            As [`~trl.SFTTrainer`]. On XLA its batches are padded to the declared lengths.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            As [`~trl.SFTTrainer`].
-        eval_dataset ([`~datasets.Dataset`] or `dict`, *optional*):
-            As [`~trl.SFTTrainer`].
-        **kwargs:
-            [`~trl.SFTTrainer`]'s other arguments.
 
     Raises:
         `ValueError`: A setting or a dataset does not work; the message says what to do instead.

@@ -17,17 +17,8 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
     """
     [`~transformers.Trainer`] that trains on TPU, GPU and CPU with the same arguments.
 
-    Takes everything that [`~transformers.Trainer`] takes, a plain [`~transformers.TrainingArguments`] included.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`], *optional*):
-            As [`~transformers.Trainer`].
-        args ([`TPUTrainingArguments`] or [`~transformers.TrainingArguments`], *optional*):
-            Arguments. They are not changed.
-        *rest:
-            As [`~transformers.Trainer`].
-        **kwargs:
-            As [`~transformers.Trainer`].
+    Takes everything that [`~transformers.Trainer`] takes, a plain [`~transformers.TrainingArguments`] included. Arguments
+    are not changed.
 
     Raises:
         `ValueError`: A setting or a dataset does not work; the message says what to do instead.

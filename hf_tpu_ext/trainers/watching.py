@@ -14,6 +14,7 @@ from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.recompile_cause import BatchEntry, ParameterFacts, StepFacts
 from ..callbacks.recompile_monitor import RecompileMonitor
 from ..callbacks.source_lines import describe_line, package_of
+from ..formatting import dtype_name
 from ..step.module_settings import settings_of
 from ..step.optimizer import LazyAdamW
 from .own_code import is_known, names_of_a_step
@@ -109,7 +110,7 @@ class TrainerWatch:
             batch={key: _entry(value) for key, value in self.batch.items()},
             batch_source=_source_of(self._callers_collator),
             parameters={
-                name: ParameterFacts(parameter.requires_grad, _name_of(parameter.dtype), str(tuple(parameter.shape)))
+                name: ParameterFacts(parameter.requires_grad, dtype_name(parameter.dtype), str(tuple(parameter.shape)))
                 for name, parameter in self._trainer.model.named_parameters()
             },
             settings=settings,
@@ -130,13 +131,9 @@ def _describe_code(code: Callable) -> str:
     return name if package_of(line.file) else f"{name}, {describe_line(line)}"
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _entry(value: Any) -> BatchEntry:
     if isinstance(value, torch.Tensor):
-        return BatchEntry(_name_of(value.dtype), str(tuple(value.shape)))
+        return BatchEntry(dtype_name(value.dtype), str(tuple(value.shape)))
     return BatchEntry("", repr(value))
 
 
