@@ -1,5 +1,6 @@
 """Programs of torch_xla that are recorded and replayed, and the buffers that they are given."""
 
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import torch_xla
 
 from .base import Backend
 from .program import Programs
-from .xla_replay import XLARecording, programs_kept
+from .xla_replay import XLARecording
 from .xla_tensors import XLARealCopies, aliased, separate_copies
 
 
@@ -32,7 +33,9 @@ class XLAPrograms(Programs):
             recording.add_other(tensors)
 
     def keeps(self, compiles: int) -> bool:
-        return self._backend.compiles() - compiles < programs_kept()
+        # So many compiled programs torch_xla keeps before it drops the one that was not used for longest.
+        kept = int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))
+        return self._backend.compiles() - compiles < kept
 
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]

@@ -207,12 +207,12 @@ def set_gradient_checkpointing(args: TrainingArguments, value: bool) -> None:
 
 def _kernels(adapted: CompiledArguments) -> None:
     args = adapted.args
-    for name, value, why in (
-        ("torch_compile", False, "the step is compiled by XLA"),
-        ("use_liger_kernel", False, "its kernels are for GPUs"),
+    for name, why in (
+        ("torch_compile", "the step is compiled by XLA"),
+        ("use_liger_kernel", "its kernels are for GPUs"),
     ):
         if vars(args)[name]:
-            setattr(args, name, value)
+            setattr(args, name, False)
             adapted.changes.append(f"{name} has no effect: {why}")
     # Upstream compiles by these two, whatever `torch_compile` says.
     args.torch_compile_backend = args.torch_compile_mode = None

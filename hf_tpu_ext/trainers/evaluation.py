@@ -63,6 +63,10 @@ class CompiledEvaluation:
             for result, (_, rows, computed) in zip(results, predictions, strict=True)
         ]
 
+    def predict(self, *args, **kwargs):
+        self.followed.take_up()
+        return super().predict(*args, **kwargs)
+
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
         with self.frozen.in_bfloat16(), self.chips.split_activations():
             return self._evaluation_loop(*args, **kwargs)

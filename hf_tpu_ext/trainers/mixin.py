@@ -40,7 +40,7 @@ from .configs import ExtensionArguments
 from .copies import WeightCopies
 from .dataset_checks import check_has_rows, named_datasets
 from .evaluation import CompiledEvaluation
-from .followed_arguments import FollowedArgumentsMixin
+from .followed_arguments import FollowedArguments
 from .frozen import ShortFrozenWeights
 from .layers import LayerScan
 from .lengths import lengths_for, longest_kept, pad_token_of, row_lengths
@@ -56,7 +56,6 @@ from .watching import TrainerWatch
 
 
 class TPUTrainerMixin(
-    FollowedArgumentsMixin,
     BatchesMixin,
     StatusMixin,
     SavingMixin,
@@ -152,7 +151,7 @@ class TPUTrainerMixin(
         if extension.run_report:
             self.keep_record(args, lines)
         self._add_saving_callbacks()
-        self.follow_arguments(args)
+        self.followed = FollowedArguments(self, args)
 
     def _prepare_traced_steps(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
@@ -427,7 +426,7 @@ class TPUTrainerMixin(
             self.args.per_device_train_batch_size = rows
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        self.take_up_changes()
+        self.followed.take_up()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if self.backend.static_shapes:
             self.expect_batches("train")

@@ -186,18 +186,14 @@ def find_own_code(
     the trained one first. Returns the first that was found, as half a sentence.
     """
     trains = methods is METHODS_OF_A_STEP
-    for find in (
-        partial(_in_trainer, trainer, methods),
-        partial(_in_callbacks, trainer.callback_handler.callbacks if trains else ()),
-        partial(_in_models, models),
-        partial(_in_hooks, models),
-        partial(_in_optimizer, trainer.optimizer if trains else None),
-        partial(_in_namespaces, namespaces_of_a_step(trainer, models)),
-    ):
-        found = find()
-        if found is not None:
-            return found
-    return None
+    return (
+        _in_trainer(trainer, methods)
+        or _in_callbacks(trainer.callback_handler.callbacks if trains else ())
+        or _in_models(models)
+        or _in_hooks(models)
+        or _in_optimizer(trainer.optimizer if trains else None)
+        or _in_namespaces(namespaces_of_a_step(trainer, models))
+    )
 
 
 def has_own_code(callback: TrainerCallback, event: str) -> bool:

@@ -138,6 +138,7 @@ class StatusMixin:
             super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        self.followed.take_up()
         with self.phase("eval"):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
