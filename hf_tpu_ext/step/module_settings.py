@@ -21,8 +21,5 @@ def is_plain(value: Any) -> bool:
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """
-    Find the attributes of a module, not of those inside it, that are plain. Empty dicts, of hooks or of parameters, are
-    among them.
-    """
+    """The attributes of a module itself that are plain, empty dicts of hooks or parameters included."""
     return {name: value for name, value in vars(module).items() if is_plain(value)}

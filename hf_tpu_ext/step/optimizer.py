@@ -151,10 +151,7 @@ class LazyAdamW(torch.optim.AdamW):
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-    """
-    Scale gradients so that their norm is at most `max_norm`, as [`torch.nn.utils.clip_grad_norm_`] does. Returns what
-    it was before, of shape `()`.
-    """
+    """As [`torch.nn.utils.clip_grad_norm_`]: returns the norm of the gradients before they are scaled."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=False)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -165,9 +162,7 @@ def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """
-    Refuse (`ValueError`) an optimizer made before the model was placed: its parameters are no longer the model's.
-    """
+    """Refuse (`ValueError`) an optimizer made before the model was placed: it has other parameters."""
     placed = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in placed for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

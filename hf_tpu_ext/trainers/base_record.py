@@ -38,10 +38,7 @@ def find_frozen(model: nn.Module) -> list[str]:
 
 
 def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Tensor]) -> None:
-    """
-    Note the base of an adapter beside it: its name or path, and its weights by their name in the model with the
-    adapter. The file is whole or not there.
-    """
+    """Note the base of an adapter beside it, atomically: its name, and its weights by their name with the adapter."""
     found = {}
     for name, weight in weights.items():
         dtype = dtype_name(weight.dtype)

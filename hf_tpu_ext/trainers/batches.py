@@ -52,10 +52,7 @@ class BatchesMixin:
         self._said: set[str] = set()
 
     def expect_batches(self, mode: str) -> None:
-        """
-        Begin a pass over data for `"train"` or `"eval"`. Batches have the declared lengths, and the last one may have
-        fewer rows.
-        """
+        """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
         limit = max(1, len(self.lengths))
         self._rows_of_example.pop(mode, None)
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
@@ -193,10 +190,7 @@ class BatchesMixin:
         return reason
 
     def own_code_in_step(self, mode: str) -> str | None:
-        """
-        Find code of the user's that runs within a step of `"train"` or `"eval"`, and say what it is, as half a
-        sentence.
-        """
+        """Name code of the user's that runs within a step of `"train"` or `"eval"`, as half a sentence."""
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:
             return "preprocess_logits_for_metrics is user code"

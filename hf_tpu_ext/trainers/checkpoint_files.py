@@ -39,10 +39,7 @@ def remove_leftovers(run_dir: str | Path) -> None:
 
 
 def seal(directory: Path) -> None:
-    """
-    Write the manifest of a checkpoint, with the size and the SHA-256 of each of its files, and bring all of it to the
-    disk.
-    """
+    """Bring a checkpoint to the disk, with a manifest of the size and the SHA-256 of each of its files."""
     files, directories = {}, []
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
@@ -59,10 +56,7 @@ def seal(directory: Path) -> None:
 
 
 def move_into_place(written: Path, checkpoint: Path) -> None:
-    """
-    Give a sealed checkpoint inside [`temporary_dir`] its name, in one step of the file system. What is there is taken
-    away.
-    """
+    """Give a sealed checkpoint inside [`temporary_dir`] its name, atomically, in place of what is there."""
     if checkpoint.exists():
         os.rename(checkpoint, written.with_name("replaced"))
     os.rename(written, checkpoint)

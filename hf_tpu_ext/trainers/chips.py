@@ -162,10 +162,7 @@ class Chips:
     # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
 
     def keep_gradients_local(self, model: nn.Module) -> bool:
-        """
-        Compute the gradients of a model on each chip by itself, where that gives the same step; whether it does is
-        returned.
-        """
+        """Compute gradients on each chip by itself where that gives the same step. Returns whether it does."""
         if self._trainer.backend.num_chips == 1 or self.mesh["fsdp"] > 1:
             return False
         accumulates = self._trainer.args.gradient_accumulation_steps > 1
@@ -206,9 +203,7 @@ class Chips:
         )
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
-        """
-        Sum a number of one chip's over all of them, where chips run by themselves; elsewhere it is the sum already.
-        """
+        """Sum a number over chips, where they run by themselves; elsewhere it is the sum already."""
         return value if self.local_gradients is None else self.local_gradients.over_chips(value)
 
     @contextmanager

@@ -9,10 +9,7 @@ _NEVER_COPIES = ("hf_tpu_ext.", "transformers.")
 
 
 class WeightCopies:
-    """
-    Lets callbacks and subclasses copy weights as on an eager device, where steps give the buffers of the weights to compiled
-    programs.
-    """
+    """Lets user code copy weights as on an eager device, where steps give their buffers to compiled programs."""
 
     def __init__(self, trainer):
         self._trainer = trainer
@@ -36,7 +33,7 @@ class WeightCopies:
         return nullcontext() if self.context is None else self.context.suspended()
 
     def separate(self, model: nn.Module) -> None:
-        """Give copies of the weights of a model on the device, as it is trained, that were made before this run memory of their own."""
+        """Give copies of a model's weights that were made before this run memory of their own."""
         backend = self._trainer.backend
         moments = [value for state in self._trainer._plain_optimizer.state.values() for value in state.values()]
         tensors = [*model.parameters(), *model.buffers(), *moments]

@@ -36,10 +36,7 @@ def check_has_rows(dataset, name: str) -> list[str]:
 
 
 def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:
-    """
-    Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`). Other types than
-    those of `datasets` are left to upstream.
-    """
+    """Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`)."""
     columns = check_has_rows(dataset, name)
     skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     if not columns or has_formatting_func or skips_preparation or {"image", "images"} & set(columns):

@@ -43,10 +43,7 @@ class LayerScan:
         self.stack: LayerStack | None = None
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """
-        Run the layers as one loop from now on, if that is wanted and possible. Wanted and not possible is a
-        `ValueError`.
-        """
+        """Run the layers as one loop from now on, if wanted and possible. Wanted and impossible is a `ValueError`."""
         wanted = self._trainer.compiled.scan_layers
         if wanted == "off":
             return

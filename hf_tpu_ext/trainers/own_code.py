@@ -54,10 +54,7 @@ HOOKS_OF_ALL_MODULES = {
 
 
 def is_known(module: str) -> bool:
-    """
-    Whether a module, e.g. `"transformers.models.llama.modeling_llama"`, is in a package whose code does the same at
-    every step, as far as what it reads is the same.
-    """
+    """Whether a module is in a package whose code does the same at every step if what it reads is the same."""
     return module.partition(".")[0] in _KNOWN_PACKAGES
 
 
@@ -158,10 +155,7 @@ def attributes_of_a_step(trainer: Trainer) -> list[str]:
 
 
 def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:
-    """
-    Find where the code of a step looks up names, and what they stand for: in the classes of the trainer and of the
-    modules, and in their files.
-    """
+    """The names that the code of a step looks up in classes and in their files, and what they stand for."""
     found = {"torch.nn.functional": vars(nn.functional)}
     for cls in _classes_of(trainer, models):
         if is_known(cls.__module__):
@@ -207,10 +201,7 @@ def has_own_code(callback: TrainerCallback, event: str) -> bool:
 
 
 def find_own_code_between_steps(trainer: Trainer) -> str | None:
-    """
-    Look for code that is not of known packages, that runs between steps, and that may look at the layers of the model.
-    Returns the first that was found, as half a sentence.
-    """
+    """Name code of the user's that runs between steps and may look at layers, as half a sentence."""
     classes = type(trainer).__mro__
     upstream = {name for cls in classes if is_known(cls.__module__) for name in vars(cls) if not name.startswith("__")}
     for owner in classes:

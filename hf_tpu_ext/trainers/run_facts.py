@@ -53,10 +53,7 @@ def find_facts(trainer) -> RunFacts:
 
 
 def describe_run(trainer, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
-    """
-    What the record of a run says of it, as JSON. The arguments are those that were given, the facts those that were
-    found when it began, if they were.
-    """
+    """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
     model, backend, config = unwrap_peft_model(trainer.model), trainer.backend, args.to_dict()
     parameters, trained = count_parameters(trainer.model)
     return {

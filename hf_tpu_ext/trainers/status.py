@@ -34,10 +34,7 @@ class StatusMixin:
         self.add_callback(self.status)
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
-        """
-        Keep a record of the runs to come, and have a report made of each. The arguments are as they were given, and
-        `lines` finds out about the run when it begins.
-        """
+        """Keep a record of the runs to come, with the arguments as they were given, and make a report of each."""
         self.add_callback(
             RunRecord(
                 self.backend,
