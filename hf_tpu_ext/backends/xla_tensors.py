@@ -20,6 +20,13 @@ _XLAC = torch_xla._XLAC
 _COPIES_IN_PLACE = (torch.Tensor.copy_, torch._foreach_copy_)
 
 
+def live_tensors() -> list[torch.Tensor]:
+    """All device tensors of this process that Python knows of."""
+    # By the type: lazy modules are imported where they are asked for their class.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return _on_device(tensors)
+
+
 def _on_device(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla"]
 
@@ -57,14 +64,9 @@ def separate_copies(state: Sequence[torch.Tensor]) -> None:
     To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
     by a program that knows both.
     """
-    classes, new = {torch.Tensor}, [torch.Tensor]
-    while new:
-        new = [found for cls in new for found in cls.__subclasses__() if found not in classes]
-        classes.update(new)
     state = _computed(state)
     known = {_memory(tensor) for tensor in state}
-    others = _computed(_on_device([thing for thing in gc.get_objects() if type(thing) in classes]))
-    others = [tensor for tensor in others if _memory(tensor) not in known]
+    others = [tensor for tensor in _computed(live_tensors()) if _memory(tensor) not in known]
     if others:
         buffers = set(_XLAC._get_tensors_handle(state))
         _give_own_buffers(list(compress(others, [buffer in buffers for buffer in _XLAC._get_tensors_handle(others)])))

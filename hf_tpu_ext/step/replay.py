@@ -116,11 +116,6 @@ class StepReplay:
 
     # ---- One micro-step or optimizer step ----
 
-    def enter_training_mode(self) -> None:
-        """Put every module of the trained model in training mode, as upstream does at each step."""
-        if not self._models[0].training:
-            self._models[0].train()
-
     def begin(self, kind: str, data: dict[str, Any]) -> bool:
         """
         Begin a step, and say whether it is to be traced. Otherwise nothing is, and `end` runs it.

@@ -8,8 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..atomic_write import write_atomically
@@ -19,29 +17,6 @@ from .checkpoint_files import MANIFEST_NAME, checkpoints_by_step, find_damage
 logger = logging.get_logger(__name__)
 
 _RUN_STATE_FILE = "run_state.json"
-
-
-class EpochOrder(TrainerCallback):
-    """
-    Keeps the host's random state that an epoch began with.
-
-    A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of the epoch from
-    it. A run that is resumed inside the epoch draws the same order by beginning the epoch with the same state.
-    """
-
-    def __init__(self):
-        self.rng_state: str | None = None
-        self._resumed: str | None = None
-
-    def resume(self, rng_state: str | None) -> None:
-        """Begin the next epoch with `rng_state` as it was when the checkpoint was written."""
-        self._resumed = rng_state
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if self._resumed is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self._resumed), dtype=torch.uint8))
-            self._resumed = None
-        self.rng_state = torch.get_rng_state().numpy().tobytes().hex()
 
 
 def write_run_state(checkpoint: str, state: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Chips:
     """
 
     def __init__(self, trainer):
-        self._trainer = trainer
+        self._trainer, self._backend = trainer, trainer.backend
         args, chips = trainer.compiled.args, trainer.backend.num_chips
         #: Size of each axis.
         self.mesh = resolve_mesh(trainer.compiled.mesh, chips)
@@ -119,19 +119,17 @@ class Chips:
         device, with gradients if they persist between steps, and its optimizer, whose state may come from a
         checkpoint.
         """
-        if self._trainer.backend.num_chips == 1:
+        if self._backend.num_chips == 1:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
-        self.sharding_plan.apply(model, self._trainer.backend)
+        self.sharding_plan.apply(model, self._backend)
         specs = self.sharding_plan.specs
         for name, parameter in model.named_parameters():
             for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
                 # Counters stay on the host, and factored moments where the partitioner has them.
-                if isinstance(value, torch.Tensor) and (value.device, value.shape) == (
-                    parameter.device,
-                    parameter.shape,
-                ):
-                    self._trainer.backend.shard(value, specs[name])
+                place = parameter.device, parameter.shape
+                if isinstance(value, torch.Tensor) and (value.device, value.shape) == place:
+                    self._backend.shard(value, specs[name])
 
     # ---- Fully sharded: keep the partitioner to the scheme ----
 
@@ -163,12 +161,12 @@ class Chips:
 
     def keep_gradients_local(self, model: nn.Module) -> bool:
         """Compute gradients on each chip by itself where that gives the same step. Returns whether it does."""
-        if self._trainer.backend.num_chips == 1 or self.mesh["fsdp"] > 1:
+        if self._backend.num_chips == 1 or self.mesh["fsdp"] > 1:
             return False
         accumulates = self._trainer.args.gradient_accumulation_steps > 1
         reason = self._why_not_local(model)
         if reason is None:
-            self.local_gradients = LocalGradients(model, self._trainer.backend, accumulates)
+            self.local_gradients = LocalGradients(model, self._backend, accumulates)
         elif accumulates:
             logger.warning_once(
                 f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
@@ -196,11 +194,7 @@ class Chips:
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
-        return (
-            nullcontext()
-            if self._trainer.backend.manual_sharding.active
-            else score_tokens_per_chip(self._trainer.backend)
-        )
+        return nullcontext() if self._backend.manual_sharding.active else score_tokens_per_chip(self._backend)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a number over chips, where they run by themselves; elsewhere it is the sum already."""
@@ -222,10 +216,11 @@ class Chips:
 
     @property
     def _num_workers(self) -> int:
-        return self._trainer.backend.num_chips * self._trainer.args.world_size
+        return self._backend.num_chips * self._trainer.args.world_size
 
     @property
     def rows_per_step(self) -> int:
+        """Global batch size."""
         args = self._trainer.args
         return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
@@ -275,9 +270,9 @@ class Chips:
     def lines(self) -> list[str]:
         """What a person is told about chips at start."""
         found = []
-        if self._trainer.backend.num_chips > 1:
+        if self._backend.num_chips > 1:
             found.append(describe_mesh(self.mesh))
-        memory = self._trainer.backend.memory_per_chip
+        memory = self._backend.memory_per_chip
         if memory is not None and (advice := advise_sharding(self._trainer.model, self.mesh, memory)) is not None:
             found.append(advice)
         if self.sharding_plan is not None and self._trainer.compiled.show_sharding:

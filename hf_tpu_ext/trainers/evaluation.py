@@ -67,22 +67,23 @@ class CompiledEvaluation:
         self.followed.take_up()
         return super().predict(*args, **kwargs)
 
-    def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
-        with self.frozen.in_bfloat16(), self.chips.split_activations():
-            return self._evaluation_loop(*args, **kwargs)
-
-    def _evaluation_loop(
+    def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not self.backend.metrics_on_device:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        # It may be another dataset than before, or another batch size.
-        self.expect_batches("eval")
-        if not loss_only:
-            return self._predicting_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.backend.static_shapes:
+            # It may be another dataset than before, or another batch size.
+            self.expect_batches("eval")
+        with self.frozen.in_bfloat16(), self.chips.split_activations():
+            if not self.backend.metrics_on_device:
+                return super().evaluation_loop(dataloader, *arguments)
+            if loss_only:
+                return self._loss_loop(dataloader, metric_key_prefix)
+            return self._predicting_loop(dataloader, arguments)
+
+    def _loss_loop(self, dataloader, metric_key_prefix: str) -> EvalLoopOutput:
+        """Upstream's evaluation of the loss alone, which is read once."""
         model = self._wrap_model(self.model, training=False)
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
@@ -116,35 +117,27 @@ class CompiledEvaluation:
             num_samples = len(dataloader.dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
-    def _predicting_loop(
-        self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-    ) -> EvalLoopOutput:
+    def _predicting_loop(self, dataloader, arguments: tuple) -> EvalLoopOutput:
+        """Upstream's loop, whose predictions are read for many batches at once."""
         # Logits are cut down on the device, in the program that makes them, and not once more on the host.
         self._preprocess_on_device, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if is_known(owner_of(type(self), "prediction_step").__module__):
             self._made_ahead = deque()
+            _, _, ignore_keys, _ = arguments
             predict = partial(self._predict, self._wrap_model(self.model, training=False), ignore_keys=ignore_keys)
-            dataloader = _PredictedAhead(
-                dataloader, self._made_ahead, predict, self._read_predictions, self._most_ahead
-            )
+            # Metrics of each batch ask the dataloader whether it is the last one.
+            most = 1 if self.args.batch_eval_metrics else self.args.eval_accumulation_steps
+            dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
             self.gather_function = self._own_rows
         try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, *arguments)
         finally:
             self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
             self._made_ahead = None
             self.gather_function = self.accelerator.gather_for_metrics
         self.metrics.take("eval", self.backend.fetch(self.metrics.tensors("eval")))
         return output
-
-    @property
-    def _most_ahead(self) -> int | None:
-        """The number of batches whose predictions are read at once; `None` for as many as there is room for."""
-        # Metrics of each batch ask the dataloader whether it is the last one.
-        return 1 if self.args.batch_eval_metrics else self.args.eval_accumulation_steps
 
     def _own_rows(self, value: Any) -> Any:
         """What upstream repeats for every row of a full batch, for the rows that there are."""

@@ -140,7 +140,9 @@ class TrainingSteps(TrainerCallback):
             self._leave_out_unused()
             return loss
         with trainer.copies.not_made():
-            self.replay.enter_training_mode()
+            if not model.training:
+                # Upstream does so at each step.
+                model.train()
             batch = trainer._send_batch(inputs)
         data = {
             **batch,
