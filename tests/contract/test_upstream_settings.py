@@ -96,7 +96,7 @@ def test_bf16_is_checked_through_a_name_of_the_module(stock, monkeypatch):
 
 
 def test_optimizer_names():
-    names = arguments.ADAMW_NAMES | arguments._HOST_SCALAR_NAMES
+    names = arguments.ADAMW_NAMES | arguments.HOST_SCALAR_NAMES
     assert all(OptimizerNames(name.value) is name for name in names)
     config = TrainingArguments("unused", use_cpu=True, optim="adamw_torch", learning_rate=3e-4, adam_beta2=0.95)
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(config, None)
