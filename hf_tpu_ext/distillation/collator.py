@@ -16,14 +16,9 @@ _KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
 
 class TeacherCollator:
     """
-    Wraps a data collator and looks every row up in a teacher's cache.
-
-    Args:
-        collator (`Callable`):
-            Data collator to wrap. Its batches have a row for each example, in their order, padded on the right.
-        cache ([`TeacherCache`]): The teacher's answers.
-        temperature (`float`): One of the cache's temperatures.
-        top_k (`int`, *optional*): Tokens of each position; all that are cached by default.
+    Wraps a data collator and looks every row up in a teacher's cache, at one of its temperatures, with `top_k` tokens
+    of each position or all that are cached. The collator's batches have a row for each example, in their order, padded
+    on the right.
     """
 
     def __init__(
@@ -40,11 +35,9 @@ class TeacherCollator:
 
     def __call__(self, examples: list) -> dict[str, Any]:
         """
-        Collate examples with `input_ids`; a `ValueError` names a sequence that is not in the cache.
-
-        Returns:
-            `dict[str, Any]`: The batch, with `teacher_ids` (int32) and `teacher_log_probs` (float32) of shape
-            `(batch, length, top_k)`, and `teacher_log_tail` (float32) of shape `(batch, length)`.
+        Collate examples with `input_ids`; a `ValueError` names a sequence that is not in the cache. The batch has
+        `teacher_ids` (int32) and `teacher_log_probs` (float32) of shape `(batch, length, top_k)` as well, and
+        `teacher_log_tail` (float32) of shape `(batch, length)`.
         """
         batch = dict(self.collator(examples))
         rows, length = batch["input_ids"].shape

@@ -75,16 +75,13 @@ def _static_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -
 @contextmanager
 def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
-    Within this context, models with eager attention, whole or in slices, build their attention masks in a static shape and
-    without reading the device.
+    Within this context, models with eager attention, whole or in slices, build their attention masks in a static shape
+    and without reading the device.
 
-    With `segment_ids`, tokens attend only within their own document (block-diagonal), on top of whatever pattern the
-    model asks for (causal, sliding window). The mask is made once per forward pass by transformers' own mask functions;
-    only the entries that they look up for it are replaced meanwhile.
-
-    Args:
-        segment_ids (`torch.Tensor` of shape `(batch, length)`, *optional*):
-            Number of the document that each token belongs to; 0 for padding.
+    With `segment_ids` of shape `(batch, length)`, the number of each token's document and 0 for padding, tokens attend
+    only within their own document (block-diagonal), on top of whatever pattern the model asks for (causal, sliding
+    window). The mask is made once per forward pass by transformers' own mask functions; only the entries that they
+    look up for it are replaced meanwhile.
     """
     names = ("eager", SLICED_EAGER)
     ALL_MASK_ATTENTION_FUNCTIONS.update(dict.fromkeys(names, partial(_static_mask, segment_ids=segment_ids)))

@@ -118,13 +118,9 @@ class StepReplay:
 
     def begin(self, kind: str, data: dict[str, Any]) -> bool:
         """
-        Begin a step, and say whether it is to be traced. Otherwise nothing is, and `end` runs it.
-
-        Args:
-            kind (`str`):
-                `"micro-step"` or `"training step"`.
-            data (`dict[str, Any]`):
-                What differs from step to step: tensors on the device. Other values are part of the program.
+        Begin a `"micro-step"` or a `"training step"`, and say whether it is to be traced. Otherwise nothing is, and
+        `end` runs it. In `data` is what differs from step to step, tensors on the device. Other values there are part
+        of the program.
         """
         self._copies.suspend()
         self._backend.flush()

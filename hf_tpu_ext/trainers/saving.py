@@ -19,16 +19,18 @@ from ..backends.detect import TPU_BACKENDS, tpu_chips
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
 from .base_record import find_frozen, write_base
-from .checkpoint_files import (
+from .checkpoints import (
     checkpoints_by_step,
     delete_old,
+    find_checkpoint,
     find_damage,
     move_into_place,
+    read_run_state,
     remove_leftovers,
     seal,
     temporary_dir,
+    write_run_state,
 )
-from .checkpoints import find_checkpoint, read_run_state, write_run_state
 from .own_code import is_known
 
 
