@@ -157,8 +157,9 @@ class FusedDistillation(torch.autograd.Function):
             for gradient in (log_probs_grad, kd_grad)
         ]
         chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, *upstream)
-        wanted = {"weight": weight if needs_weight else None, "bias": bias if needs_bias else None}
-        wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
+        wanted = {"weight": weight} if needs_weight else {}
+        if needs_bias:
+            wanted["bias"] = bias
 
         def differentiate(carried, chunk):
             constants, carry = carried
@@ -193,24 +194,26 @@ def _shared(weight: Tensor, bias: Tensor | None, teacher: Head | TopK) -> tuple[
     return (weight, bias), () if isinstance(teacher, TopK) else (teacher.weight, teacher.bias)
 
 
+def split_tokens(tensor: Tensor, most: int) -> Tensor:
+    """Split `(tokens, ...)` into chunks of one size, at most `most`: `(chunks, tokens, ...)`, completed with zeros."""
+    tokens = tensor.shape[0]
+    count = -(-tokens // most)
+    # Even chunks rather than a short last one.
+    size = -(-tokens // count)
+    if missing := count * size - tokens:
+        tensor = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+    return tensor.reshape(count, size, *tensor.shape[1:])
+
+
 class _Chunks:
-    """Tokens of a batch in chunks of equal size: `(chunks, tokens, ...)`, the last one completed with zeros."""
+    """What a batch has of each token, in chunks by [`split_tokens`]."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, *more: Tensor):
         self._tokens = hidden.shape[0]
-        size = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
-        self._count = -(-self._tokens // size)
-        # Even chunks rather than a short last one.
-        self._size = -(-self._tokens // self._count)
+        most = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
         self._teacher = teacher
         by_token = (teacher.hidden,) if isinstance(teacher, Head) else tuple(teacher)
-        self.tensors = tuple(self._split(tensor) for tensor in (hidden, targets, *by_token, *more))
-
-    def _split(self, tensor: Tensor) -> Tensor:
-        missing = self._count * self._size - self._tokens
-        if missing:
-            tensor = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
-        return tensor.reshape(self._count, self._size, *tensor.shape[1:])
+        self.tensors = tuple(split_tokens(tensor, most) for tensor in (hidden, targets, *by_token, *more))
 
     def take(
         self, chunk: tuple[Tensor, ...], student: Head, own: tuple[Tensor, ...], of_teacher: tuple[Tensor, ...]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from ..backends.base import Backend
-from ..sharding.placement import place_model
+from ..sharding.plan import place_model
 from ..step.looped_head import head_computed_by
 from .fused_head import Head
 from .losses import TopK

@@ -7,7 +7,10 @@ from torch import nn
 
 from ..backends.base import Backend
 from ..formatting import format_bytes, format_size, name_of_any_layer
+from ..step.attention import attention_for
+from ..step.kernels import use_static_kernels
 from ..step.layer_scan import LayerStack
+from ..step.users_model import accept_cpu_tensors
 
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
@@ -129,6 +132,18 @@ class ShardingPlan:
             f"AdamW's moments: {format_bytes(self.state_bytes_per_chip)} on each chip, without activations."
         )
         return "\n".join(table)
+
+
+def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> ShardingPlan:
+    """Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on."""
+    if backend.static_shapes:
+        use_static_kernels(model, attention_for(backend))
+    backend.place(model)
+    if backend.traces_steps:
+        accept_cpu_tensors(model)
+    plan = ShardingPlan(model, mesh)
+    plan.apply(model, backend)
+    return plan
 
 
 def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int) -> str | None:

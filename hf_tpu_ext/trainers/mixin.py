@@ -17,7 +17,7 @@ from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunLines
 from ..data import StaticShapeCollator
-from ..sharding.placement import place_model
+from ..sharding.plan import place_model
 from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens

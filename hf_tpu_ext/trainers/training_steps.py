@@ -10,8 +10,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..step.activation_checkpointing import rematerialize
-from ..step.gradients import StepGradients
-from ..step.optimizer import LazyAdamW, clip_gradients
+from ..step.optimizer import LazyAdamW, StepGradients, clip_gradients
 from ..step.python_state import PythonState
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP, StepReplay, warn_not_replayed
 from .own_code import (
