@@ -94,7 +94,7 @@ class BatchesMixin:
 
     def _has_padded_columns(self, batch: Mapping[str, Any]) -> bool:
         """Whether the last column of a batch, on the host, holds no token."""
-        if not self.lengths or self._packs_rows:
+        if not self.lengths or vars(self.args).get("packing"):
             return False
         mask = batch.get("attention_mask")
         is_token = batch["input_ids"] != self._pad_token_id if mask is None else mask

@@ -1,6 +1,7 @@
 """Fine-tuning that also learns from a teacher."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..distillation.cache import TeacherCache
-from ..distillation.collator import TeacherCollator, cached_teacher
+from ..distillation.collator import cached_teacher, collate_with_teacher
 from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ..distillation.losses import TopK
 from ..distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
@@ -103,11 +104,12 @@ class DistillationMixin:
         for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
             if isinstance(dataset, Dataset):
                 cache.check_dataset(dataset, name)
-        self.data_collator = TeacherCollator(self.data_collator, cache, args.kd_temperature, args.kd_top_k)
         manifest = cache.manifest
+        top_k = manifest.top_k if args.kd_top_k is None else args.kd_top_k
+        self.data_collator = partial(collate_with_teacher, self.data_collator, cache, args.kd_temperature, top_k)
         coverage = manifest.coverage[manifest.temperatures.index(args.kd_temperature)]
         self.compiled.changes.append(
-            f"teacher {manifest.teacher} from {args.kd_cache}: its top {self.data_collator.top_k} tokens, "
+            f"teacher {manifest.teacher} from {args.kd_cache}: its top {top_k} tokens, "
             f"{coverage:.1%} of its mass at temperature {args.kd_temperature:g}"
         )
         self.compiled.changes.extend(warnings)

@@ -171,7 +171,8 @@ class _PredictedAhead:
         for batch in self._dataloader:
             batches.append(batch)
             predictions.append(self._predict(inputs=batch))
-            held += _num_bytes((batch, predictions[-1]))
+            leaves = tree_leaves((batch, predictions[-1]))
+            held += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             if len(batches) == self._most or (self._most is None and held >= MOST_BYTES_HELD):
                 self._made.extend(self._read(predictions))
                 yield from batches
@@ -179,10 +180,6 @@ class _PredictedAhead:
         if batches:
             self._made.extend(self._read(predictions))
             yield from batches
-
-
-def _num_bytes(values: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def _first_rows(value: Any, rows: int, computed: int) -> Any:

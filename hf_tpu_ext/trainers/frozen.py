@@ -1,6 +1,6 @@
 """Training beside frozen weights that take half the memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,12 +16,11 @@ class ShortFrozenWeights:
     Keeps the frozen weights of a trainer in bfloat16, see [`FrozenWeights`].
 
     They are only while the trainer uses the model. Whoever takes it out of the trainer, to merge adapters or to save
-    it, has the dtypes that it came with. `holds` says of each weight whether bfloat16 holds it exactly.
+    it, has the dtypes that it came with.
     """
 
-    def __init__(self, trainer, holds: Callable[[Sequence[Tensor]], list[bool]]):
+    def __init__(self, trainer):
         self._trainer = trainer
-        self._holds = holds
         #: Those of the trained model and of further ones, while they are in use.
         self.in_use: list[FrozenWeights] | None = None
 
@@ -38,7 +37,7 @@ class ShortFrozenWeights:
         ]
         try:
             for frozen in self.in_use:
-                frozen.shorten(self._holds)
+                frozen.shorten(trainer._bfloat16_holds)
             yield
         finally:
             for frozen in self.in_use:

@@ -129,7 +129,7 @@ class TPUTrainerMixin(
         self._arrange_saving()
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self)
-        self.frozen = ShortFrozenWeights(self, self._bfloat16_holds)
+        self.frozen = ShortFrozenWeights(self)
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
         #: Metrics of upstream's loss, on the device until a log.
@@ -214,7 +214,7 @@ class TPUTrainerMixin(
 
     def _declare_lengths(self) -> list[int]:
         """The lengths that batches are padded to, ascending; none if they are not known."""
-        if self._packs_rows:
+        if vars(self.args).get("packing"):
             return [self.args.max_length]
         return lengths_for(
             self.args, self._train_lengths, self.train_dataset, self.eval_dataset, self._train_batch_size
@@ -239,11 +239,6 @@ class TPUTrainerMixin(
     def _config_name(self) -> str | None:
         """Class of the arguments that have `max_length`, for messages."""
         return type(self.args).__name__ if "max_length" in vars(self.args) else None
-
-    @property
-    def _packs_rows(self) -> bool:
-        """Whether rows of the training data hold several documents."""
-        return bool(vars(self.args).get("packing"))
 
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
         """Say of each frozen weight whether bfloat16 holds it exactly."""
