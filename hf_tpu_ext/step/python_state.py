@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from enum import Enum
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter, eq, is_, itemgetter
@@ -13,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .module_settings import PLAIN, is_plain
 
-
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, torch.dtype, torch.device)
 # What they do is asked elsewhere; here it matters which one it is.
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
@@ -36,6 +36,15 @@ def host_random_state() -> tuple:
     """State of the random number generators of Python, NumPy and PyTorch on the host, to be compared."""
     _, keys, *rest = np.random.get_state()
     return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string or the like, or a collection of them."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 class PythonState:
@@ -110,7 +119,7 @@ class PythonState:
         self._values = list(self._values_now())
 
     def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, (*PLAIN, *_CODE)):
+        if isinstance(value, _PLAIN) or isinstance(value, _CODE):
             return
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter):
