@@ -96,7 +96,6 @@ class ShardingPlan:
         """Bytes of weights on each chip."""
         return sum(parameter.num_bytes // parameter.shards for parameter in self.parameters)
 
-    @property
     def state_bytes_per_chip(self) -> int:
         """
         Bytes that stay on each chip between steps or are there at the end of one: weights, gradients and the two
@@ -129,7 +128,7 @@ class ShardingPlan:
         total = sum(parameter.num_bytes for parameter in self.parameters)
         table.append(
             f"Weights: {format_bytes(total)}, {format_bytes(self.weight_bytes_per_chip)} on each chip. With gradients and "
-            f"AdamW's moments: {format_bytes(self.state_bytes_per_chip)} on each chip, without activations."
+            f"AdamW's moments: {format_bytes(self.state_bytes_per_chip())} on each chip, without activations."
         )
         return "\n".join(table)
 
@@ -161,14 +160,14 @@ def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int
     Returns:
         `str` or `None`: What to set; `None` where it fits.
     """
-    needed = ShardingPlan(model, mesh).state_bytes_per_chip
+    needed = ShardingPlan(model, mesh).state_bytes_per_chip()
     if needed <= memory_per_chip:
         return None
     line = (
         f"weights, gradients and optimizer state need {format_bytes(needed)} of HBM per chip, which has "
         f"{format_bytes(memory_per_chip)}: "
     )
-    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip
+    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip()
     if split < needed and split <= memory_per_chip:
         return f"{line}mesh=fsdp shards them over all chips, {format_bytes(split)} on each"
     return f"{line}train fewer weights (LoRA: use_peft: true) or a smaller model, or take more chips"

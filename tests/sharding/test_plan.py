@@ -75,7 +75,7 @@ def test_bytes_on_a_chip():
     for mesh, parts in ((WHOLE, 1), (SPLIT, 8), (BOTH, 4)):
         plan = ShardingPlan(model, mesh)
         assert plan.weight_bytes_per_chip == frozen // parts + split // parts + whole
-        assert plan.state_bytes_per_chip == frozen // parts + 4 * (split // parts + whole)
+        assert plan.state_bytes_per_chip() == frozen // parts + 4 * (split // parts + whole)
 
 
 def test_dtype_counts():
@@ -130,7 +130,7 @@ def test_a_model_with_lora(tied):
         shape = by_name[name].shape
         assert by_name[name].spec == ((None, "fsdp") if shape[0] == 4 else ("fsdp", None))
     trained_bytes = sum(by_name[name].num_bytes // 8 for name in trained)
-    assert plan.state_bytes_per_chip == plan.weight_bytes_per_chip + 3 * trained_bytes
+    assert plan.state_bytes_per_chip() == plan.weight_bytes_per_chip + 3 * trained_bytes
     assert [line.split()[-1] for line in str(plan).splitlines()].count("yes") == 2
 
 
@@ -138,7 +138,7 @@ def test_a_model_with_lora(tied):
 
 
 def test_no_advice_where_it_fits():
-    needed = ShardingPlan(Small(), WHOLE).state_bytes_per_chip
+    needed = ShardingPlan(Small(), WHOLE).state_bytes_per_chip()
     assert advise_sharding(Small(), WHOLE, needed) is None
     assert advise_sharding(Small(), WHOLE, needed - 1) is not None
 
@@ -146,8 +146,8 @@ def test_no_advice_where_it_fits():
 def test_advice_to_split():
     model = Small()
     for mesh in (WHOLE, BOTH):
-        needed = ShardingPlan(model, mesh).state_bytes_per_chip
-        split = ShardingPlan(model, SPLIT).state_bytes_per_chip
+        needed = ShardingPlan(model, mesh).state_bytes_per_chip()
+        split = ShardingPlan(model, SPLIT).state_bytes_per_chip()
         advice = advise_sharding(model, mesh, needed - 1)
         assert "mesh=fsdp" in advice
         for size in (needed, needed - 1, split):
@@ -155,7 +155,7 @@ def test_advice_to_split():
 
 
 def test_advice_where_splitting_is_not_enough():
-    split = ShardingPlan(Small(), SPLIT).state_bytes_per_chip
+    split = ShardingPlan(Small(), SPLIT).state_bytes_per_chip()
     for mesh in (WHOLE, SPLIT, {"data": 1, "fsdp": 1}):
         advice = advise_sharding(Small(), mesh, split - 1)
         assert "mesh=fsdp" not in advice and "use_peft: true" in advice and "more chips" in advice
