@@ -46,3 +46,8 @@ def count(number: int, what: str) -> str:
 def name_of_any_layer(name: str) -> str:
     """The name of a parameter without the number of its layer, e.g. `"model.layers.*.mlp.up_proj.weight"`."""
     return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a `torch.dtype`, e.g. `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")

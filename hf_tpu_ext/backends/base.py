@@ -102,9 +102,7 @@ class Backend(ABC):
         return None if self.chip is None else self.chip.memory_bytes
 
     def peak_memory(self) -> int | None:
-        """
-        The most bytes in use at once so far, on the device or else of the process; `None` where that is not known.
-        """
+        """The most bytes in use at once so far, on the device or else of the process; `None` if that is not known."""
         return None
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:  # noqa: B027
@@ -163,13 +161,7 @@ class Backend(ABC):
 
     def send(self, data: Any) -> Any:
         """Move CPU tensors, or a nested structure of them, to the device, as data: never folded into a program."""
-        if isinstance(data, torch.Tensor):
-            return data.to(self.device)
-        if isinstance(data, Mapping):
-            return {key: self.send(value) for key, value in data.items()}
-        if isinstance(data, (list, tuple)):
-            return type(data)(self.send(value) for value in data)
-        return data
+        return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def send_rows(self, data: Any, num_rows: int) -> Any:
         """
@@ -191,9 +183,7 @@ class Backend(ABC):
         return model.to(self.device)
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:
-        """
-        Context in which the forward pass computes in `dtype` (`None`: that of its inputs); weights stay as they are.
-        """
+        """Context in which the forward pass computes in `dtype`, or that of its inputs; weights stay as they are."""
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     @property
@@ -202,9 +192,7 @@ class Backend(ABC):
         return None
 
     def separate(self, tensors: list[torch.Tensor]) -> None:  # noqa: B027
-        """
-        Keep the compiler from looking past tensors: what uses them from now on waits until all of them are there.
-        """
+        """Keep the compiler from looking past tensors: what uses them from now on waits until all are there."""
 
     def compiles(self) -> int:
         """Programs compiled so far. Cheap enough to be asked at every step."""

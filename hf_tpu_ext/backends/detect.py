@@ -117,10 +117,7 @@ def pjrt_device_asked_for() -> str | None:
 
 
 def find_pjrt_mistake(pjrt_device: str | None, chips: int) -> tuple[str, str] | None:
-    """
-    What is wrong with the device that `PJRT_DEVICE` asks for, and what to do; `None` where nothing is. The runtime
-    itself would wait for a TPU for minutes.
-    """
+    """What is wrong with a `PJRT_DEVICE`, and the fix. The runtime itself would wait for a TPU for minutes."""
     fix = "Set PJRT_DEVICE=CPU to compile with XLA for the host, or unset PJRT_DEVICE to auto-detect"
     if pjrt_device and pjrt_device not in PJRT_DEVICES:
         return (

@@ -6,10 +6,7 @@ import torch
 
 
 class Loops:
-    """
-    Loops in plain PyTorch, one turn after the other. Autograd follows none of these methods; inside a loop's body gradients
-    can be computed.
-    """
+    """Loops in plain PyTorch. Autograd does not follow them; inside a body gradients can be computed."""
 
     def scan(
         self,

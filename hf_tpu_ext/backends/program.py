@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -48,17 +48,11 @@ class Recording(ABC):
         """
 
 
-class RealCopies(ABC):
+class RealCopies(AbstractContextManager):
     """Context in which copies of device tensors have memory of their own, as on an eager device."""
 
     #: Whether device tensors came out of a call since this was last set to `False`: one may be an alias of a weight.
     seen: bool
-
-    @abstractmethod
-    def __enter__(self): ...
-
-    @abstractmethod
-    def __exit__(self, *error) -> None: ...
 
     @abstractmethod
     def suspend(self) -> None:

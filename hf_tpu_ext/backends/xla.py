@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from .xla_compile_cache import XLACompileCache, metric
 from .xla_insight import XLAInsight
 from .xla_loops import XLALoops
 from .xla_programs import XLAPrograms
-from .xla_replay import REPLAYS, has_pending
+from .xla_replay import REPLAYS
 from .xla_sharding import ByRank, ConstrainRows, XLAManualSharding, is_split
 from .xla_tensors import pickle_from_host
 
@@ -175,7 +174,8 @@ class XLABackend(XLACompileCache):
         self._sync()
 
     def flush(self) -> None:
-        if has_pending(self.device):
+        # What was traced and not run yet.
+        if any(torch_xla._XLAC._check_device_tensor_need_materialization(str(self.device))):
             self._sync()
 
     def wait(self) -> None:
@@ -258,9 +258,6 @@ class XLABackend(XLACompileCache):
             module_name, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
         return model
-
-    def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:
-        return nullcontext() if dtype is None else torch.autocast("xla", dtype)
 
     @property
     def checkpoint_function(self) -> Callable:

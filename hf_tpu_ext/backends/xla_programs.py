@@ -1,15 +1,17 @@
 """Programs of torch_xla that are recorded and replayed, and the buffers that they are given."""
 
+import os
 import weakref
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 import torch_xla
 
 from .base import Backend
 from .program import Programs
-from .xla_replay import XLARecording, programs_kept
-from .xla_tensors import XLARealCopies, aliased, separate_copies
+from .xla_replay import XLARecording
+from .xla_tensors import XLARealCopies, computed, give_own_buffers, live_tensors, memory_shared
 
 
 class XLAPrograms(Programs):
@@ -32,7 +34,9 @@ class XLAPrograms(Programs):
             recording.add_other(tensors)
 
     def keeps(self, compiles: int) -> bool:
-        return self._backend.compiles() - compiles < programs_kept()
+        # So many compiled programs torch_xla keeps before it drops the one that was not used for longest.
+        kept = int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))
+        return self._backend.compiles() - compiles < kept
 
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
@@ -42,11 +46,21 @@ class XLAPrograms(Programs):
         ]
 
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
-        return aliased(state)
+        # Detached ones of a `state_dict()`, or `parameter.data`.
+        counts = [torch._C._storage_Use_Count(memory_shared(tensor)) for tensor in state]
+        return {place for place, count in enumerate(counts) if count > 1}
 
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        # To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
+        # by a program that knows both.
         self._backend.flush()
-        separate_copies(state)
+        state = computed(state)
+        known = {memory_shared(tensor) for tensor in state}
+        others = [tensor for tensor in computed(live_tensors()) if memory_shared(tensor) not in known]
+        if others:
+            buffers = set(torch_xla._XLAC._get_tensors_handle(state))
+            of_others = torch_xla._XLAC._get_tensors_handle(others)
+            give_own_buffers(list(compress(others, [buffer in buffers for buffer in of_others])))
         self._backend.flush()
 
     def real_copies(self) -> XLARealCopies:

@@ -1,6 +1,5 @@
 """Running a compiled program again by its handle: torch_xla's calls for it, all in this file."""
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -272,13 +271,3 @@ class XLAProgram(Program):
 def _is_same_number(number: torch.Tensor, before: "int | torch.Tensor | _Seed") -> bool:
     """Whether a constant was taken for a seed before, whose value it had by chance: `seed=48`, and 48 positions."""
     return isinstance(before, _Seed) and not before.marked and number.item() == before.value
-
-
-def has_pending(device: torch.device) -> bool:
-    """Whether anything was traced on a device that was not run yet."""
-    return any(_XLAC._check_device_tensor_need_materialization(str(device)))
-
-
-def programs_kept() -> int:
-    """How many compiled programs torch_xla keeps before it drops the one that was not used for longest."""
-    return int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))

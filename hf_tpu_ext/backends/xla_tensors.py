@@ -20,54 +20,36 @@ _XLAC = torch_xla._XLAC
 _COPIES_IN_PLACE = (torch.Tensor.copy_, torch._foreach_copy_)
 
 
+def live_tensors() -> list[torch.Tensor]:
+    """All device tensors of this process that Python knows of."""
+    # By the type: lazy modules are imported where they are asked for their class.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return _on_device(tensors)
+
+
 def _on_device(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla"]
 
 
-def _computed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def computed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those whose values are in a buffer, and not still to be computed."""
     tensors = list(tensors)
     return list(compress(tensors, [not pending for pending in _XLAC._check_tensor_need_materialization(tensors)]))
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_shared(tensor: torch.Tensor) -> int:
     """Identity of what a tensor shares with those that are detached from it or views of it."""
     return tensor.untyped_storage()._cdata
 
 
-def aliased(state: Sequence[torch.Tensor]) -> set[int]:
-    """Places of tensors that share memory with others: detached ones of a `state_dict()`, or `parameter.data`."""
-    return {place for place, tensor in enumerate(state) if torch._C._storage_Use_Count(_memory(tensor)) > 1}
-
-
-def _give_own_buffers(tensors: Sequence[torch.Tensor]) -> None:
+def give_own_buffers(tensors: Sequence[torch.Tensor]) -> None:
+    """Give tensors that share a buffer with others one of their own."""
     # What is computed is a result of the next program, and a result has a buffer of its own. Not an optimization barrier: in
     # one program with a part that each chip runs by itself, it makes the compiler abort.
     for tensor in tensors:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor = tensor.detach()
             tensor.bitwise_or_(False) if tensor.dtype == torch.bool else tensor.mul_(1)
-
-
-def separate_copies(state: Sequence[torch.Tensor]) -> None:
-    """
-    Give every tensor of this process that is a copy of one in the state a buffer of its own, before a program is given
-    the state's.
-
-    To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
-    by a program that knows both.
-    """
-    classes, new = {torch.Tensor}, [torch.Tensor]
-    while new:
-        new = [found for cls in new for found in cls.__subclasses__() if found not in classes]
-        classes.update(new)
-    state = _computed(state)
-    known = {_memory(tensor) for tensor in state}
-    others = _computed(_on_device([thing for thing in gc.get_objects() if type(thing) in classes]))
-    others = [tensor for tensor in others if _memory(tensor) not in known]
-    if others:
-        buffers = set(_XLAC._get_tensors_handle(state))
-        _give_own_buffers(list(compress(others, [buffer in buffers for buffer in _XLAC._get_tensors_handle(others)])))
 
 
 class XLARealCopies(TorchFunctionMode, RealCopies):
@@ -98,8 +80,8 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
             # What is made of no device tensor, or read from an attribute, is no copy.
             sources = [] if func.__name__ == "__get__" else _on_device(tree_leaves((args, kwargs)))
             if sources:
-                known = set(map(_memory, sources))
-                _give_own_buffers([tensor for tensor in _computed(results) if _memory(tensor) not in known])
+                known = set(map(memory_shared, sources))
+                give_own_buffers([tensor for tensor in computed(results) if memory_shared(tensor) not in known])
         return result
 
     def suspend(self) -> None:
@@ -121,9 +103,9 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
 
 
 def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "xla" and _computed([tensor]):
+    if tensor.device.type == "xla" and computed([tensor]):
         tensor = tensor.detach().clone()
-        _give_own_buffers([tensor])
+        give_own_buffers([tensor])
     return tensor
 
 

@@ -1,9 +1,9 @@
 """XLA whose programs are traced and not run: tensors of any size, of which there is the shape alone."""
 
-import gc
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .xla import XLABackend
 from .xla_programs import XLAPrograms
 from .xla_replay import XLAProgram, XLARecording
 from .xla_sharding import rows_spec
+from .xla_tensors import live_tensors
 
 
 _XLAC = torch_xla._XLAC
@@ -146,11 +147,8 @@ class TracingBackend(XLABackend):
 
     def _pending(self) -> list[torch.Tensor]:
         """Tensors that were computed and not run. torch_xla counts them, and does not list them."""
-        tensors = [
-            value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device.type == "xla"
-        ]
-        pending = _XLAC._check_tensor_need_materialization(tensors)
-        return [tensor for tensor, is_pending in zip(tensors, pending, strict=True) if is_pending]
+        tensors = live_tensors()
+        return list(compress(tensors, _XLAC._check_tensor_need_materialization(tensors)))
 
     def _sync(self, wait: bool = False) -> None:
         # What was computed so far is taken as run when the next program begins.

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 
-def round_up_length(length: int, max_length: int, multiple_of: int | None = None) -> int:
+def round_up_length(length: int, max_length: int) -> int:
     """
     Rounds a length up to a multiple that the hardware handles well, at most to `max_length`.
 
-    By default a length below 512 goes up to a multiple of 8 (the rows of a TPU tile) and a longer one to a multiple of
+    A length below 512 goes up to a multiple of 8 (the rows of a TPU tile) and a longer one to a multiple of
     128 (its columns, and what blockwise attention kernels ask for). Multiples of 128 everywhere would double the cost
     of short rows, whose attention scores, the only tensor with the length in its columns, are small anyway.
     """
-    multiple_of = multiple_of or (8 if length < 512 else 128)
+    multiple_of = 8 if length < 512 else 128
     return min(-(-length // multiple_of) * multiple_of, max_length)
 
 
@@ -45,9 +45,7 @@ def batch_lengths(lengths: Iterable[int], batch_size: int, train_sampling_strate
     return group_batches(lengths, batch_size, train_sampling_strategy).amax(1).tolist()
 
 
-def percentile_buckets(
-    lengths: Iterable[int], num_buckets: int, max_length: int, multiple_of: int | None = None
-) -> list[int]:
+def percentile_buckets(lengths: Iterable[int], num_buckets: int, max_length: int) -> list[int]:
     """
     Chooses bucket lengths from the percentiles of the data.
 
@@ -62,8 +60,6 @@ def percentile_buckets(
         lengths (`Iterable[int]`): Lengths that have to fit.
         num_buckets (`int`): Greatest number of buckets. Each one compiles one program.
         max_length (`int`): Greatest length of a bucket; longer lengths count as truncated to it.
-        multiple_of (`int`, *optional*):
-            Multiple that buckets are rounded up to. By default 8 below 512 and 128 from there on.
 
     Returns:
         `list[int]`: Distinct bucket lengths, ascending. The last one fits the greatest length.
@@ -78,7 +74,7 @@ def percentile_buckets(
         )
     ordered = torch.tensor(list(lengths)).clamp(max=max_length).sort().values
     last_of_percentile = (torch.arange(1, 101) * len(ordered) + 99) // 100 - 1
-    candidates = sorted({round_up_length(n, max_length, multiple_of) for n in ordered[last_of_percentile].tolist()})
+    candidates = sorted({round_up_length(n, max_length) for n in ordered[last_of_percentile].tolist()})
     fitting = torch.searchsorted(ordered, torch.tensor(candidates), right=True).tolist()
 
     # best[j]: least padded size, and its buckets, of all lengths that fit into candidates[j], its last bucket.

@@ -80,9 +80,7 @@ class StaticShapeCollator:
         self.count_tokens = count_tokens
 
     def __call__(self, examples: list) -> dict[str, Any]:
-        """
-        Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if none of the lengths fits.
-        """
+        """Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if no length fits."""
         batch = dict(self.collator(examples))
         if self.count_tokens:
             batch[NUM_TOKENS] = batch["input_ids"].numel()

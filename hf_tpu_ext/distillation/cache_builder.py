@@ -44,7 +44,7 @@ class TeacherRun:
 
     def batch(self, sequences: list[list[int]]) -> dict[str, torch.Tensor]:
         """
-        Make a batch of at most `rows` sequences, on the host: `input_ids` and `attention_mask`, `(batch, length)`.
+        Make a batch of at most `rows` sequences on the host: `input_ids` and `attention_mask`, `(batch, length)`.
         """
         batch = self.collator([{"input_ids": ids, "labels": ids} for ids in sequences])
         if self.backend.static_shapes:

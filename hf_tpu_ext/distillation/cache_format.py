@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,9 +220,3 @@ def read_manifest(directory: Path) -> CacheManifest:
         raise ValueError(f"kd_cache={str(directory)!r} holds no teacher's cache. Build it: {MAKE} {directory}.")
     content = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
     return CacheManifest(**{**content, "shards": read_shards(content)})
-
-
-def mean_coverage(shards: list[Shard]) -> tuple[float, ...]:
-    """Mean of the teacher's mass in the top K over all files, for each temperature."""
-    tokens = sum(shard.tokens for shard in shards)
-    return tuple(math.fsum(sums) / tokens for sums in zip(*(shard.coverage_sums for shard in shards), strict=True))

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from .cache_format import (
     CacheSettings,
     Shard,
     find_damage,
-    mean_coverage,
     normalised,
     read_json,
     read_manifest,
@@ -146,11 +146,12 @@ class CacheWriter:
         if not self.complete:
             assert not self.pending
             shards = [self._shards[number] for number in sorted(self._shards)]
-            size = sum(shard.bytes for shard in shards)
+            size, tokens = sum(shard.bytes for shard in shards), self.settings.tokens
+            coverage_sums = zip(*(shard.coverage_sums for shard in shards), strict=True)
             manifest = CacheManifest(
                 **dataclasses.asdict(self.settings),
-                coverage=mean_coverage(shards),
-                bytes_per_token=size / self.settings.tokens,
+                coverage=tuple(math.fsum(sums) / tokens for sums in coverage_sums),
+                bytes_per_token=size / tokens,
                 largest_id=max(shard.largest_id for shard in shards),
                 sequences_per_shard=self._per_shard,
                 shards=tuple(shards),

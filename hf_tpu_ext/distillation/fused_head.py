@@ -157,8 +157,9 @@ class FusedDistillation(torch.autograd.Function):
             for gradient in (log_probs_grad, kd_grad)
         ]
         chunks = _Chunks(hidden, weight, ctx.targets, ctx.teacher, *upstream)
-        wanted = {"weight": weight if needs_weight else None, "bias": bias if needs_bias else None}
-        wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
+        wanted = {"weight": weight} if needs_weight else {}
+        if needs_bias:
+            wanted["bias"] = bias
 
         def differentiate(carried, chunk):
             constants, carry = carried
@@ -193,24 +194,26 @@ def _shared(weight: Tensor, bias: Tensor | None, teacher: Head | TopK) -> tuple[
     return (weight, bias), () if isinstance(teacher, TopK) else (teacher.weight, teacher.bias)
 
 
+def split_tokens(tensor: Tensor, most: int) -> Tensor:
+    """Split `(tokens, ...)` into chunks of one size, at most `most`: `(chunks, tokens, ...)`, completed with zeros."""
+    tokens = tensor.shape[0]
+    count = -(-tokens // most)
+    # Even chunks rather than a short last one.
+    size = -(-tokens // count)
+    if missing := count * size - tokens:
+        tensor = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+    return tensor.reshape(count, size, *tensor.shape[1:])
+
+
 class _Chunks:
-    """Tokens of a batch in chunks of equal size: `(chunks, tokens, ...)`, the last one completed with zeros."""
+    """What a batch has of each token, in chunks by [`split_tokens`]."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, *more: Tensor):
         self._tokens = hidden.shape[0]
-        size = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
-        self._count = -(-self._tokens // size)
-        # Even chunks rather than a short last one.
-        self._size = -(-self._tokens // self._count)
+        most = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
         self._teacher = teacher
         by_token = (teacher.hidden,) if isinstance(teacher, Head) else tuple(teacher)
-        self.tensors = tuple(self._split(tensor) for tensor in (hidden, targets, *by_token, *more))
-
-    def _split(self, tensor: Tensor) -> Tensor:
-        missing = self._count * self._size - self._tokens
-        if missing:
-            tensor = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
-        return tensor.reshape(self._count, self._size, *tensor.shape[1:])
+        self.tensors = tuple(split_tokens(tensor, most) for tensor in (hidden, targets, *by_token, *more))
 
     def take(
         self, chunk: tuple[Tensor, ...], student: Head, own: tuple[Tensor, ...], of_teacher: tuple[Tensor, ...]
@@ -234,18 +237,9 @@ def distill(
     dtype: torch.dtype | None = None,
 ) -> TokenTerms:
     """
-    Compare a student with its teacher on every token of a batch.
-
-    Args:
-        student ([`Head`]): The student. Gradients reach its hidden states, weight and bias.
-        targets (`torch.Tensor` of shape `(tokens,)`): Next tokens, each within the vocabulary.
-        teacher ([`Head`] or [`TopK`]): The teacher on the same tokens.
-        settings ([`Distillation`]): How.
-        backend ([`Backend`]): The backend in use.
-        dtype (`torch.dtype`, *optional*): Dtype of the matrix products; that of the hidden states by default.
-
-    Returns:
-        [`TokenTerms`]: One entry per token, `log_probs` and `kd` with gradients.
+    Compare a student with its teacher on every token of a batch, whose next tokens `targets`, of shape `(tokens,)`,
+    are within the vocabulary. Gradients reach the student's hidden states, weight and bias, through `log_probs` and
+    `kd`. `dtype` is that of the matrix products; that of the hidden states by default.
     """
     return TokenTerms(
         *FusedDistillation.apply(

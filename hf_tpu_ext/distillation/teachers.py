@@ -1,7 +1,7 @@
 """Teachers behind one interface: what the student learns from, for each token of a batch."""
 
 import math
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from ..backends.base import Backend
-from ..sharding.placement import place_model
-from ..step.replaced_head import head_computed_by
+from ..sharding.plan import place_model
+from ..step.looped_head import head_computed_by
 from .fused_head import Head
 from .losses import TopK
 
 
-#: What a batch holds of a cached teacher, each of shape `(batch, length, ...)`.
-CACHED_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_log_tail")
+#: What a student learns from. Called with the student and a batch, whose own inputs it takes out, it answers for the
+#: `batch * (length - 1)` positions that predict a label.
+Teacher = Callable[[nn.Module, dict[str, Any]], Head | TopK]
 
 
 @torch.no_grad()
@@ -55,15 +56,7 @@ def check_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokeni
         )
 
 
-class Teacher(ABC):
-    """What a student learns from."""
-
-    @abstractmethod
-    def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head | TopK:
-        """Answer for the `batch * (length - 1)` positions that predict a label, without the teacher's own inputs."""
-
-
-class OnlineTeacher(Teacher):
+class OnlineTeacher:
     """A frozen model that runs beside the student, in the same program, split over the same mesh."""
 
     def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int]):
@@ -75,23 +68,11 @@ class OnlineTeacher(Teacher):
         return run_to_head(self.model, inputs)
 
 
-class AnchorTeacher(Teacher):
+def anchor_teacher(student: PeftModel, inputs: dict[str, Any]) -> Head:
     """The student's own base, with the adapters switched off: no second model in memory."""
-
-    def __init__(self, student: PeftModel):
-        self._student = student
-
-    def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
-        training = student.training
-        student.eval()
-        with self._student.disable_adapter():
-            head = run_to_head(student, inputs)
-        student.train(training)
-        return head
-
-
-class CachedTeacher(Teacher):
-    """The most likely tokens of a teacher that ran before, which the data collator put into the batch."""
-
-    def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> TopK:
-        return TopK(*(inputs.pop(key)[:, :-1].flatten(0, 1) for key in CACHED_KEYS))
+    training = student.training
+    student.eval()
+    with student.disable_adapter():
+        head = run_to_head(student, inputs)
+    student.train(training)
+    return head

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Backend
-from .fused_head import Head
+from .fused_head import Head, split_tokens
 
 
 # Logits of one chunk of tokens: 64 MB in float32.
@@ -63,10 +63,7 @@ def top_k_rows(
     if backend.num_chips > 1:
         head = head.full_to_shard(backend)
     tokens = head.hidden.shape[0]
-    count = -(-tokens // max(8, _CHUNK_ELEMENTS // head.weight.shape[0]))
-    size = -(-tokens // count)
-    missing = head.hidden.new_zeros((count * size - tokens, head.hidden.shape[1]))
-    chunks = torch.cat([head.hidden, missing]).reshape(count, size, -1)
+    chunks = split_tokens(head.hidden, max(8, _CHUNK_ELEMENTS // head.weight.shape[0]))
     compute_dtype = head.hidden.dtype if dtype is None else dtype
 
     def turn(carry: tuple, chunk: tuple[Tensor]) -> tuple[tuple, tuple]:

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_toke
 from transformers.utils import CONFIG_NAME
 
 from ..trainers.base_record import BASE_FILE, find_differences
-from ..trainers.checkpoint_files import MANIFEST_NAME, find_damage
+from ..trainers.checkpoints import MANIFEST_NAME, find_damage
 
 
 @dataclass(frozen=True)

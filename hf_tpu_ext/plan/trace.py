@@ -19,6 +19,7 @@ from ..step.estimate import count_parameters
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
+from ..trainers.run_facts import find_facts
 from .programs import Argument, TracedProgram
 
 
@@ -131,7 +132,7 @@ class TracingMixin(EveryLengthMixin):
             self.train_every_length()
 
     def _describe_run(self) -> Run:
-        facts = self._run_facts()
+        facts = find_facts(self)
         rows = self._num_rows
         steps = self._max_steps
         if steps is None and rows is not None:

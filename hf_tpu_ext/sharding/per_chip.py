@@ -9,7 +9,7 @@ import torch
 import trl.trainer.utils
 
 from ..backends.base import Backend
-from ..step.replaced_head import head_computed_by
+from ..step.looped_head import head_computed_by
 
 
 class FullToShard(torch.autograd.Function):

@@ -7,7 +7,10 @@ from torch import nn
 
 from ..backends.base import Backend
 from ..formatting import format_bytes, format_size, name_of_any_layer
+from ..step.attention import attention_for
+from ..step.kernels import use_static_kernels
 from ..step.layer_scan import LayerStack
+from ..step.users_model import accept_cpu_tensors
 
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
@@ -93,13 +96,13 @@ class ShardingPlan:
         """Bytes of weights on each chip."""
         return sum(parameter.num_bytes // parameter.shards for parameter in self.parameters)
 
-    def state_bytes_per_chip(self, moments: int = 2) -> int:
+    def state_bytes_per_chip(self) -> int:
         """
-        Bytes that stay on each chip between steps or are there at the end of one: weights, gradients and the
-        optimizer's `moments`, tensors of a parameter's size, of which AdamW keeps 2. Activations are not counted.
+        Bytes that stay on each chip between steps or are there at the end of one: weights, gradients and the two
+        moments of AdamW. Activations are not counted.
         """
         return sum(
-            parameter.num_bytes // parameter.shards * (2 + moments if parameter.trainable else 1)
+            parameter.num_bytes // parameter.shards * (4 if parameter.trainable else 1)
             for parameter in self.parameters
         )
 
@@ -130,7 +133,19 @@ class ShardingPlan:
         return "\n".join(table)
 
 
-def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int, moments: int = 2) -> str | None:
+def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> ShardingPlan:
+    """Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on."""
+    if backend.static_shapes:
+        use_static_kernels(model, attention_for(backend))
+    backend.place(model)
+    if backend.traces_steps:
+        accept_cpu_tensors(model)
+    plan = ShardingPlan(model, mesh)
+    plan.apply(model, backend)
+    return plan
+
+
+def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int) -> str | None:
     """
     A line for a run whose weights and state alone are more than a chip holds.
 
@@ -141,20 +156,18 @@ def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int
             Size of each axis.
         memory_per_chip (`int`):
             Bytes that a chip holds.
-        moments (`int`, *optional*, defaults to `2`):
-            As in [`ShardingPlan.state_bytes_per_chip`].
 
     Returns:
         `str` or `None`: What to set; `None` where it fits.
     """
-    needed = ShardingPlan(model, mesh).state_bytes_per_chip(moments)
+    needed = ShardingPlan(model, mesh).state_bytes_per_chip()
     if needed <= memory_per_chip:
         return None
     line = (
         f"weights, gradients and optimizer state need {format_bytes(needed)} of HBM per chip, which has "
         f"{format_bytes(memory_per_chip)}: "
     )
-    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip(moments)
+    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip()
     if split < needed and split <= memory_per_chip:
         return f"{line}mesh=fsdp shards them over all chips, {format_bytes(split)} on each"
     return f"{line}train fewer weights (LoRA: use_peft: true) or a smaller model, or take more chips"

@@ -43,14 +43,8 @@ def attention_for(backend: Backend) -> str | None:
 
 def attention_to_load_with(asked: str | None) -> tuple[str, list[str]]:
     """
-    Choose what a model is loaded with whose attention is replaced when it is placed.
-
-    Args:
-        asked (`str`, *optional*):
-            The caller's `attn_implementation`.
-
-    Returns:
-        `tuple[str, list[str]]`: Its name, and a line where the caller's choice has no effect.
+    Choose what a model is loaded with whose attention is replaced when it is placed, where the caller asked for the
+    `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
     """
     replaced = (
         [] if asked in _SAME_NUMBERS else [f"attn_implementation={asked} is replaced by attention that XLA compiles"]
@@ -59,28 +53,14 @@ def attention_to_load_with(asked: str | None) -> tuple[str, list[str]]:
 
 
 def is_sliced(model: nn.Module) -> bool:
-    """
-    Whether a transformers model goes through its attention in slices.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            The model.
-    """
+    """Whether a transformers model goes through its attention in slices."""
     return model.config._attn_implementation == SLICED_EAGER
 
 
 def scores_at_once(count: int, sliced: bool) -> int:
     """
-    How many scores of a layer are in memory at once. Where these are not all, the backward pass computes them anew.
-
-    Args:
-        count (`int`):
-            Scores of a layer: rows times heads times the square of the length.
-        sliced (`bool`):
-            As [`is_sliced`] says of the model.
-
-    Returns:
-        `int`: How many.
+    How many scores of a layer, of which there are rows times heads times the square of the length, are in memory at
+    once. Where these are not all, as in `sliced` attention, the backward pass computes them anew.
     """
     return min(count, SLICE_ELEMENTS) if sliced else count
 
@@ -95,16 +75,13 @@ def _static_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -
 @contextmanager
 def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
-    Within this context, models with eager attention, whole or in slices, build their attention masks in a static shape and
-    without reading the device.
+    Within this context, models with eager attention, whole or in slices, build their attention masks in a static shape
+    and without reading the device.
 
-    With `segment_ids`, tokens attend only within their own document (block-diagonal), on top of whatever pattern the
-    model asks for (causal, sliding window). The mask is made once per forward pass by transformers' own mask functions;
-    only the entries that they look up for it are replaced meanwhile.
-
-    Args:
-        segment_ids (`torch.Tensor` of shape `(batch, length)`, *optional*):
-            Number of the document that each token belongs to; 0 for padding.
+    With `segment_ids` of shape `(batch, length)`, the number of each token's document and 0 for padding, tokens attend
+    only within their own document (block-diagonal), on top of whatever pattern the model asks for (causal, sliding
+    window). The mask is made once per forward pass by transformers' own mask functions; only the entries that they
+    look up for it are replaced meanwhile.
     """
     names = ("eager", SLICED_EAGER)
     ALL_MASK_ATTENTION_FUNCTIONS.update(dict.fromkeys(names, partial(_static_mask, segment_ids=segment_ids)))

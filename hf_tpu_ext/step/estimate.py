@@ -70,32 +70,20 @@ def step_flops(
     sliced_attention: bool = False,
 ) -> float | None:
     """
-    Count the arithmetic of forward and backward pass in matrix products.
+    Count the arithmetic of forward and backward pass over a `(batch, length)` in matrix products; an addition and a
+    multiplication are two operations.
 
-    A token takes `2 N` operations forward and `4 N` backward, with `N` the parameters that are factors of products: all but
-    the embedding and the norms (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Attention adds `4 L Q T` forward and
-    `8 L Q T` backward: scores and their product with the values, over all `T` positions whether masked or not (Chowdhery et
-    al. 2022, PaLM, arXiv:2204.02311, appendix B). Together `6 N + 12 L Q T`. With LoRA, weights need no gradient, only what
-    goes into them: `4 N + 6 A + 12 L Q T`, with `A` the adapters' parameters.
+    A token takes `2 N` operations forward and `4 N` backward, with `N` the parameters that are factors of products:
+    all but the embedding and the norms (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Attention adds `4 L Q T`
+    forward and `8 L Q T` backward: scores and their product with the values, over all `T` positions whether masked or
+    not (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). Together `6 N + 12 L Q T`. With LoRA, weights need
+    no gradient, only what goes into them: `4 N + 6 A + 12 L Q T`, with `A` the adapters' parameters, `adapters`.
 
-    Rematerialization computes again what was not kept: with `"full"` the layers, but not their last product, which nothing
-    in a layer's backward pass needs; with `"dots"` attention. Either way, the head is then taken to be TRL's fused one, which
-    as a [loop][hf_tpu_ext.step.looped_head] computes its logits again, while otherwise the compiler sees that it has them; and
-    attention in slices computes its scores once more.
-
-    Args:
-        dimensions ([`Dimensions`]):
-            Sizes of the model.
-        batch_shape (`tuple[int, int]`):
-            `(batch, length)`.
-        adapters (`int`, *optional*):
-            Parameters of LoRA adapters. By default, all weights are trained.
-        rematerialization (`str`, *optional*, defaults to `"none"`):
-            What is computed twice: `"none"` of the above, which is what utilization (MFU) is about, `"head"`, `"dots"` or
-            `"full"`. Other policies give `None`.
-
-    Returns:
-        `float` or `None`: Operations; an addition and a multiplication are two.
+    Rematerialization computes again what was not kept: with `"full"` the layers, but not their last product, which
+    nothing in a layer's backward pass needs; with `"dots"` attention. Either way, and with `"head"`, the head is then
+    taken to be TRL's fused one, which as a [loop][hf_tpu_ext.step.looped_head] computes its logits again, while
+    otherwise the compiler sees that it has them; and attention in slices computes its scores once more. With `"none"`
+    of these it is what utilization (MFU) is about. Other policies give `None`.
     """
     rows, length = batch_shape
     layers = dimensions.layers * dimensions.matrices

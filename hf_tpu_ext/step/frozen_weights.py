@@ -67,9 +67,7 @@ _SHORT = {nn.Linear: _ShortLinear, nn.Embedding: _ShortEmbedding}
 
 
 def bfloat16_holds(weights: Sequence[Tensor], backend: Backend) -> list[bool]:
-    """
-    Say of each float32 weight whether bfloat16 holds it exactly, as is the case where it was published in bfloat16.
-    """
+    """Whether bfloat16 holds each of some float32 weights exactly, as where they were published in bfloat16."""
     if not weights:
         return []
     is_longer = []

@@ -6,17 +6,12 @@ from transformers import PreTrainedModel
 
 def use_static_kernels(model: nn.Module, attention: str | None = "eager") -> None:
     """
-    Make a transformers model use the attention and the mixture-of-experts code that compile to static shapes.
+    Make a transformers model use the attention, as [`attention_for`] gives it, and the mixture-of-experts code that
+    compile to static shapes. Models inside wrappers such as [`~peft.PeftModel`] are found.
 
-    Eager attention is plain matrix products, which XLA fuses: the scaled dot product operator reads the mask on the host to
-    leave it out where it can, and does not take part in autocast. Experts become `"batched_mm"`: the default sorts tokens by
-    expert, with sizes that change with the data.
-
-    Args:
-        model ([`~torch.nn.Module`]):
-            Model to change in place; models inside wrappers such as [`~peft.PeftModel`] are found.
-        attention (`str`, *optional*, defaults to `"eager"`):
-            What [`attention_for`] gives; `None` leaves the model's own.
+    Eager attention is plain matrix products, which XLA fuses: the scaled dot product operator reads the mask on the
+    host to leave it out where it can, and does not take part in autocast. Experts become `"batched_mm"`: the default
+    sorts tokens by expert, with sizes that change with the data.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -248,10 +248,7 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 
 def why_not_alike(layers: nn.ModuleList, hook: Callable | None = None) -> str | None:
-    """
-    Say what differs between layers, so that they cannot be the turns of one loop. The forward `hook` may be on all of
-    them.
-    """
+    """Why layers cannot be the turns of one loop: what differs. The forward `hook` may be on all of them."""
     first = _traits(layers[0])
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():

@@ -1,8 +1,11 @@
-"""TRL's fused language model head as a loop: neither its memory nor the program grow with the vocabulary."""
+"""TRL's fused language model head: another in its place, and one that is a loop, so that memory and graph stay small."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
+import trl.trainer.utils
 from torch import Tensor
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, _backward_tile, _forward_tile
 
@@ -13,6 +16,23 @@ from .autocast import matmul_dtype
 # Elements of a tile of logits, which all tokens and a slice of the vocabulary span; and the narrowest slice.
 _TILE_ELEMENTS = 2**24
 _LEAST_SLICE = 1024
+
+
+@contextmanager
+def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
+    """
+    Within this context, TRL's fused language model head is computed by `apply`, which is called as
+    `trl.kernels.ChunkedLogProbFunction.apply`. The outermost context decides.
+    """
+    function = trl.trainer.utils._ChunkedLogProbFunction
+    if isinstance(function, SimpleNamespace):
+        yield
+        return
+    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=apply)
+    try:
+        yield
+    finally:
+        trl.trainer.utils._ChunkedLogProbFunction = function
 
 
 class LoopedLogProbs(torch.autograd.Function):

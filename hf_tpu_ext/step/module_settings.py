@@ -10,8 +10,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
     """
-    Find the attributes of a module, not of those inside it, that are plain: numbers, strings, and collections of them.
-    Empty dicts, of hooks or of parameters, are among them.
+    The attributes of a module itself that are numbers, strings, and collections of them, empty dicts of hooks
+    included.
     """
     return {name: value for name, value in vars(module).items() if _is_plain(value)}
 

@@ -1,4 +1,4 @@
-"""AdamW whose step is one program for the whole run, and state that exists before the first step."""
+"""AdamW whose step is one program for the whole run, with state that exists before the first step, and its gradients."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -150,11 +150,56 @@ class LazyAdamW(torch.optim.AdamW):
             state["exp_avg_sq"].copy_(exp_avg_sq)
 
 
+class StepGradients:
+    """
+    Zeroes the gradients of a model, in place of its `zero_grad`.
+
+    With gradient accumulation (`keep`) gradients are there from the start of a run and are zeroed in place, so that
+    the first micro-step adds to them like every other and is the same program. Without it they live inside the one
+    program of a step and need no memory between steps.
+    """
+
+    def __init__(self, model: torch.nn.Module, keep: bool):
+        self._parameters = list(model.parameters())
+        self._kept: list[torch.nn.Parameter] = []
+        self._received: set[torch.nn.Parameter] = set()
+        self._hooks = []
+        #: Whether the program of the step under way zeroes them.
+        self.in_program = False
+        if keep:
+            self._kept = [parameter for parameter in self._parameters if parameter.requires_grad]
+        for parameter in self._kept:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._received.add))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or zero those that are kept, whatever `set_to_none` says."""
+        if self.in_program:
+            return
+        kept = set(self._kept)
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                continue
+            if set_to_none and parameter not in kept:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+        self._received.clear()
+
+    @property
+    def unused(self) -> Collection[torch.nn.Parameter]:
+        """Parameters that no micro-step has used since gradients were zeroed. Without this they would have no gradient."""
+        return [parameter for parameter in self._kept if parameter not in self._received]
+
+    def close(self) -> None:
+        """Follow the gradients no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-    """
-    Scale gradients so that their norm is at most `max_norm`, as [`torch.nn.utils.clip_grad_norm_`] does. Returns what
-    it was before, of shape `()`.
-    """
+    """As [`torch.nn.utils.clip_grad_norm_`]: returns the norm of the gradients before they are scaled."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=False)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -165,9 +210,7 @@ def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """
-    Refuse (`ValueError`) an optimizer made before the model was placed: its parameters are no longer the model's.
-    """
+    """Refuse (`ValueError`) an optimizer made before the model was placed: it has other parameters."""
     placed = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in placed for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

@@ -116,20 +116,11 @@ class StepReplay:
 
     # ---- One micro-step or optimizer step ----
 
-    def enter_training_mode(self) -> None:
-        """Put every module of the trained model in training mode, as upstream does at each step."""
-        if not self._models[0].training:
-            self._models[0].train()
-
     def begin(self, kind: str, data: dict[str, Any]) -> bool:
         """
-        Begin a step, and say whether it is to be traced. Otherwise nothing is, and `end` runs it.
-
-        Args:
-            kind (`str`):
-                `"micro-step"` or `"training step"`.
-            data (`dict[str, Any]`):
-                What differs from step to step: tensors on the device. Other values are part of the program.
+        Begin a `"micro-step"` or a `"training step"`, and say whether it is to be traced. Otherwise nothing is, and
+        `end` runs it. In `data` is what differs from step to step, tensors on the device. Other values there are part
+        of the program.
         """
         self._copies.suspend()
         self._backend.flush()
@@ -195,13 +186,9 @@ class StepReplay:
         """
         Run the step: what was traced, or what was recorded before.
 
-        Args:
-            run_traced (`Callable[[Callable], Program | None]`):
-                Called as `run_traced(run=...)` to run what was traced, and to tell those who watch.
-            updates (`Sequence`, *optional*):
-                What the optimizer has updated in the traced step, for it to find again in `updates`.
-            sent (`torch.Tensor`, *optional*):
-                The numbers that the optimizer has sent to the device for this step.
+        `run_traced(run=...)` runs what was traced, and tells those who watch. `updates` is what the optimizer has
+        updated in the traced step, for it to find again, and `sent` the numbers that it has sent to the device for
+        this step.
         """
         if sent is not None:
             self._data.append(sent)

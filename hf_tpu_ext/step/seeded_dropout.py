@@ -55,17 +55,8 @@ def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 
 
 def draw_seeds(backend: Backend, count: int) -> Tensor:
     """
-    Draw seeds with the device's random number generator.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-        count (`int`):
-            How many.
-
-    Returns:
-        `torch.Tensor` of shape `(count, 2)`, int32: The seeds, the same on all chips, each with the number of the chip in a
-        region of manual sharding, and with 0 elsewhere.
+    Draw seeds with the device's random number generator: `(count, 2)`, int32, the same on all chips, each with the
+    number of the chip in a region of manual sharding, and with 0 elsewhere.
     """
     sharding = backend.manual_sharding
     seeds = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=backend.device)

@@ -26,9 +26,7 @@ _CUTS = (((0, 0, 0, 0), 0), ((1, 1, 1, 1), 2), ((2, None, None, 2), 1))
 
 
 class _Slices(torch.autograd.Function):
-    """
-    Attention of slices, one after the other. The backward pass goes through them again, and computes the scores of each anew.
-    """
+    """Attention of slices, one after the other. The backward pass computes the scores of each anew."""
 
     @staticmethod
     def forward(ctx, attend: Callable, dims: tuple, output_dim: int, parts: int, backend: Backend, *tensors: Tensor):

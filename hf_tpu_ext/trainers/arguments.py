@@ -43,7 +43,8 @@ _FSDP_INSTEAD = {
     "reshard_after_forward": "Set fsdp='full_shard', or mesh='data=2,fsdp=4' for sharding within groups of chips",
     "state_dict_type": "Leave it out: checkpoints hold full tensors, in the plain Hugging Face form",
 }
-_HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
+#: Optimizers that take their learning rate as a Python number.
+HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
 
 
 def copy_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -168,13 +169,13 @@ def _optimizer(adapted: CompiledArguments) -> None:
                 "step's graph"
             )
             args.optim = OptimizerNames.ADAMW_TORCH
-    elif args.optim in _HOST_SCALAR_NAMES:
+    elif args.optim in HOST_SCALAR_NAMES:
         adapted.changes.append(
             f"optim={OptimizerNames(args.optim).value} passes its learning rate as a Python number: a rate of exactly 0 "
             "or 1 recompiles; optim=adamw_torch never does"
         )
     else:
-        allowed = sorted(name.value for name in ADAMW_NAMES | _HOST_SCALAR_NAMES)
+        allowed = sorted(name.value for name in ADAMW_NAMES | HOST_SCALAR_NAMES)
         raise ValueError(
             f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs custom kernels or "
             f"device-to-host syncs). Allowed: {', '.join(allowed)}."
@@ -206,12 +207,12 @@ def set_gradient_checkpointing(args: TrainingArguments, value: bool) -> None:
 
 def _kernels(adapted: CompiledArguments) -> None:
     args = adapted.args
-    for name, value, why in (
-        ("torch_compile", False, "the step is compiled by XLA"),
-        ("use_liger_kernel", False, "its kernels are for GPUs"),
+    for name, why in (
+        ("torch_compile", "the step is compiled by XLA"),
+        ("use_liger_kernel", "its kernels are for GPUs"),
     ):
         if vars(args)[name]:
-            setattr(args, name, value)
+            setattr(args, name, False)
             adapted.changes.append(f"{name} has no effect: {why}")
     # Upstream compiles by these two, whatever `torch_compile` says.
     args.torch_compile_backend = args.torch_compile_mode = None

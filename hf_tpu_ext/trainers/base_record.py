@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..atomic_write import write_atomically
+from ..formatting import dtype_name
 
 
 #: Beside the adapter's own files.
@@ -37,13 +38,10 @@ def find_frozen(model: nn.Module) -> list[str]:
 
 
 def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Tensor]) -> None:
-    """
-    Note the base of an adapter beside it: its name or path, and its weights by their name in the model with the
-    adapter. The file is whole or not there.
-    """
+    """Note the base of an adapter beside it, atomically: its name, and its weights by their name with the adapter."""
     found = {}
     for name, weight in weights.items():
-        dtype = str(weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(weight.dtype)
         if dtype in _DTYPES and weight.numel():
             # PEFT wraps modules that it adds to, or trains a copy of.
             name = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")

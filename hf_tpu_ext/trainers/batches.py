@@ -11,6 +11,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, pad_rows
+from ..formatting import dtype_name
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
 from .training_steps import SentBatch
 from .upstream import upstream_of
@@ -51,13 +52,7 @@ class BatchesMixin:
         self._said: set[str] = set()
 
     def expect_batches(self, mode: str) -> None:
-        """
-        Begin a pass over data, whose batches have the declared lengths and whose last one may have fewer rows.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-        """
+        """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
         limit = max(1, len(self.lengths))
         self._rows_of_example.pop(mode, None)
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
@@ -65,17 +60,8 @@ class BatchesMixin:
 
     def shape_batch(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """
-        Give a batch a shape that a program is there for, or will be.
-
-        Args:
-            inputs (`dict[str, Any]`):
-                Batch on the host.
-
-        Returns:
-            `tuple[dict[str, Any], int]`: The batch, completed if that is possible, and the rows that a batch should have.
-
-        Raises:
-            `ValueError`: The collator yields ever new shapes.
+        Give a batch on the host a shape that a program is there for, or will be. Returns the batch, completed if that
+        is possible, and the rows that a batch should have. Ever new shapes are a `ValueError`.
         """
         mode, wanted = (
             ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
@@ -108,7 +94,7 @@ class BatchesMixin:
 
     def _has_padded_columns(self, batch: Mapping[str, Any]) -> bool:
         """Whether the last column of a batch, on the host, holds no token."""
-        if not self.lengths or self._packs_rows:
+        if not self.lengths or vars(self.args).get("packing"):
             return False
         mask = batch.get("attention_mask")
         is_token = batch["input_ids"] != self._pad_token_id if mask is None else mask
@@ -117,14 +103,10 @@ class BatchesMixin:
     def _say_padded(self, batch: Mapping[str, Any]) -> None:
         """Say what the columns of a batch are padded with, where that may change a result."""
         self._said.add("columns")
-        own_code = self.own_code_in_step("train")
-        if own_code is not None:
+        # TRL's own collators pad, too.
+        reason = self._why_loss_counts_tokens() if upstream_of(type(self)) is Trainer else None
+        if (own_code := self.own_code_in_step("train")) is not None:
             reason = f"{own_code}, which may count masked tokens"
-        elif upstream_of(type(self)) is Trainer:
-            reason = self._why_loss_counts_tokens()
-        else:
-            # TRL's own collators pad, too.
-            reason = None
         if reason is None:
             return
         ids = batch["input_ids"]
@@ -192,16 +174,8 @@ class BatchesMixin:
 
     def why_not_padded(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
         """
-        Why rows cannot be added to a batch.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-            batch (`Mapping[str, Any]`, *optional*):
-                The batch. Without one, the answer is about the trainer and its model.
-
-        Returns:
-            `str` or `None`: The reason, as half a sentence.
+        Why rows cannot be added to a batch for `"train"` or `"eval"`, as half a sentence. Without a batch, the answer
+        is about the trainer and its model.
         """
         own_code = self.own_code_in_step(mode)
         if own_code is not None:
@@ -217,16 +191,7 @@ class BatchesMixin:
         return reason
 
     def own_code_in_step(self, mode: str) -> str | None:
-        """
-        Find code of the user's that runs within a step.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-
-        Returns:
-            `str` or `None`: What it is, as half a sentence.
-        """
+        """Name code of the user's that runs within a step of `"train"` or `"eval"`, as half a sentence."""
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:
             return "preprocess_logits_for_metrics is user code"
@@ -234,7 +199,11 @@ class BatchesMixin:
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""
-        owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and not _is_ours(cls))
+        owner = next(
+            cls
+            for cls in type(self).__mro__
+            if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
+        )
         if owner is not Trainer:
             what = "is a mean over rows" if owner is upstream_of(type(self)) else "may count masked tokens"
             return f"the loss of {owner.__name__} {what}"
@@ -253,7 +222,7 @@ class BatchesMixin:
         if not isinstance(labels, torch.Tensor):
             return "its targets are not in `labels`" if self.model.training else None
         if labels.is_floating_point():
-            return f"no value of `labels` ({_name_of(labels.dtype)}) is ignored by the loss"
+            return f"no value of `labels` ({dtype_name(labels.dtype)}) is ignored by the loss"
         others = [key for key in batch if "label" in key and key not in ("labels", "shift_labels")]
         if others:
             return f"the loss may count masked values of `{others[0]}`"
@@ -266,11 +235,3 @@ class BatchesMixin:
         ):
             return "regression: no value of `labels` is ignored by the loss"
         return None
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

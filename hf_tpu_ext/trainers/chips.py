@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
@@ -16,7 +18,6 @@ from ..sharding import ShardingPlan, advise_sharding, describe_mesh, resolve_mes
 from ..sharding.local_gradients import LocalGradients, draws_random_numbers
 from ..sharding.per_chip import score_tokens_per_chip
 from .configs import ExtensionArguments
-from .process_batch import count_all_chips
 
 
 logger = logging.get_logger(__name__)
@@ -24,16 +25,8 @@ logger = logging.get_logger(__name__)
 
 def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], backend: Backend) -> list[str]:
     """
-    Name the settings that have no effect on a backend without chips and without programs compiled by XLA.
-
-    Args:
-        settings ([`ExtensionArguments`]):
-            The caller's arguments, or the class for the defaults.
-        backend ([`Backend`]):
-            The backend in use, not XLA.
-
-    Returns:
-        `list[str]`: One line for each.
+    Name the settings that have no effect on a backend other than XLA, a line for each. They are the caller's
+    arguments, or the class for the defaults.
     """
     about_chips, about_xla = "it applies to TPU chips", "it applies to XLA; gradient_checkpointing=True works here"
     named = {
@@ -52,20 +45,59 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
     ]
 
 
+class _OfAllChips:
+    """
+    Arguments by which a process takes `per_device_train_batch_size` rows for each of its chips, as upstream's take them for
+    each GPU of a process. The fields stay as the caller gave them.
+    """
+
+    _given_class: type[TrainingArguments]
+    _num_chips: int
+
+    @property
+    def train_batch_size(self) -> int:
+        return super().train_batch_size * self._num_chips
+
+    @property
+    def eval_batch_size(self) -> int:
+        return super().eval_batch_size * self._num_chips
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        # Copies, and what is saved, are of the caller's class. In later protocols pickle looks at the class of the object, too.
+        function, (_, *bases), *rest = super().__reduce_ex__(0)
+        return function, (self._given_class, *bases), *rest
+
+
+@cache
+def _class_of_all_chips(cls: type[TrainingArguments], num_chips: int) -> type[TrainingArguments]:
+    attributes: dict[str, Any] = {"_given_class": cls, "_num_chips": num_chips}
+    attributes |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_OfAllChips, cls), attributes)
+
+
+def count_all_chips(args: TrainingArguments, num_chips: int) -> None:
+    """
+    Make the batch of arguments that of all chips of this process, in `train_batch_size` and `eval_batch_size`.
+
+    To upstream, which sees one device, the chips are one. It reads these two for samplers, dataloaders and speeds; it
+    shows and saves the fields.
+    """
+    if num_chips > 1:
+        args.__class__ = _class_of_all_chips(type(args), num_chips)
+
+
 class Chips:
     """
-    Spreads the runs of a trainer over chips. On one chip, and on CUDA and CPU, it does nothing.
+    Spreads the runs of a trainer over chips. On one chip, and on CUDA and CPU, it does nothing. It is made before
+    upstream's `__init__`, which places the model.
 
-    `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this process
-    takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow from that.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer, before upstream's `__init__`, which places the model.
+    `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this
+    process takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow
+    from that.
     """
 
     def __init__(self, trainer):
-        self._trainer = trainer
+        self._trainer, self._backend = trainer, trainer.backend
         args, chips = trainer.compiled.args, trainer.backend.num_chips
         #: Size of each axis.
         self.mesh = resolve_mesh(trainer.compiled.mesh, chips)
@@ -83,27 +115,21 @@ class Chips:
 
     def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """
-        Put what a run trains with on its chips, so that the first step is like every later one.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                Model on the device, with gradients if they persist between steps.
-            optimizer ([`~torch.optim.Optimizer`]):
-                Its optimizer, whose state may come from a checkpoint.
+        Put what a run trains with on its chips, so that the first step is like every later one: the model on the
+        device, with gradients if they persist between steps, and its optimizer, whose state may come from a
+        checkpoint.
         """
-        if self._trainer.backend.num_chips == 1:
+        if self._backend.num_chips == 1:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
-        self.sharding_plan.apply(model, self._trainer.backend)
+        self.sharding_plan.apply(model, self._backend)
         specs = self.sharding_plan.specs
         for name, parameter in model.named_parameters():
             for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
                 # Counters stay on the host, and factored moments where the partitioner has them.
-                if isinstance(value, torch.Tensor) and (value.device, value.shape) == (
-                    parameter.device,
-                    parameter.shape,
-                ):
-                    self._trainer.backend.shard(value, specs[name])
+                place = parameter.device, parameter.shape
+                if isinstance(value, torch.Tensor) and (value.device, value.shape) == place:
+                    self._backend.shard(value, specs[name])
 
     # ---- Fully sharded: keep the partitioner to the scheme ----
 
@@ -134,22 +160,13 @@ class Chips:
     # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
 
     def keep_gradients_local(self, model: nn.Module) -> bool:
-        """
-        Compute gradients on each chip by itself, where that gives the same step.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                Model on the device.
-
-        Returns:
-            `bool`: Whether gradients are computed this way.
-        """
-        if self._trainer.backend.num_chips == 1 or self.mesh["fsdp"] > 1:
+        """Compute gradients on each chip by itself where that gives the same step. Returns whether it does."""
+        if self._backend.num_chips == 1 or self.mesh["fsdp"] > 1:
             return False
         accumulates = self._trainer.args.gradient_accumulation_steps > 1
         reason = self._why_not_local(model)
         if reason is None:
-            self.local_gradients = LocalGradients(model, self._trainer.backend, accumulates)
+            self.local_gradients = LocalGradients(model, self._backend, accumulates)
         elif accumulates:
             logger.warning_once(
                 f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
@@ -177,33 +194,33 @@ class Chips:
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
-        return (
-            nullcontext()
-            if self._trainer.backend.manual_sharding.active
-            else score_tokens_per_chip(self._trainer.backend)
-        )
+        return nullcontext() if self._backend.manual_sharding.active else score_tokens_per_chip(self._backend)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
-        """
-        Sum what one chip has over all of them, where chips run by themselves; elsewhere it is the sum already.
-
-        Args:
-            value (`torch.Tensor` of shape `()`):
-                A number.
-
-        Returns:
-            `torch.Tensor` of shape `()`: The sum.
-        """
+        """Sum a number over chips, where they run by themselves; elsewhere it is the sum already."""
         return value if self.local_gradients is None else self.local_gradients.over_chips(value)
+
+    @contextmanager
+    def summed(self, accelerator: Accelerator) -> Iterator[None]:
+        """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
+        if self.local_gradients is None:
+            yield
+            return
+        accelerator.gather_for_metrics = self.over_chips
+        try:
+            yield
+        finally:
+            del accelerator.gather_for_metrics
 
     # ---- Rows of an optimizer step ----
 
     @property
     def _num_workers(self) -> int:
-        return self._trainer.backend.num_chips * self._trainer.args.world_size
+        return self._backend.num_chips * self._trainer.args.world_size
 
     @property
     def rows_per_step(self) -> int:
+        """Global batch size."""
         args = self._trainer.args
         return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
@@ -217,14 +234,11 @@ class Chips:
 
     def keep_rows_per_step(self, state: dict[str, Any]) -> None:
         """
-        Continue a checkpoint with the global batch size that it was written with.
+        Continue a checkpoint, which keeps `state`, with the global batch size that it was written with.
 
-        On another number of chips the same recipe means another batch, and so another trajectory. If that is all that has
-        changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it gets them.
-
-        Args:
-            state (`dict[str, Any]`):
-                What the checkpoint keeps.
+        On another number of chips the same recipe means another batch, and so another trajectory. If that is all that
+        has changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it
+        gets them.
         """
         args, workers = self._trainer.args, self._num_workers
         rows = state.get("rows_per_step")
@@ -256,9 +270,9 @@ class Chips:
     def lines(self) -> list[str]:
         """What a person is told about chips at start."""
         found = []
-        if self._trainer.backend.num_chips > 1:
+        if self._backend.num_chips > 1:
             found.append(describe_mesh(self.mesh))
-        memory = self._trainer.backend.memory_per_chip
+        memory = self._backend.memory_per_chip
         if memory is not None and (advice := advise_sharding(self._trainer.model, self.mesh, memory)) is not None:
             found.append(advice)
         if self.sharding_plan is not None and self._trainer.compiled.show_sharding:

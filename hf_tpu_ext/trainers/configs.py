@@ -1,7 +1,9 @@
 """Settings that only this package knows. All optional: a plain `SFTConfig` or `TrainingArguments` works as well."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from inspect import formatannotation
+from textwrap import wrap
 
 from transformers import TrainingArguments
 from trl import SFTConfig
@@ -16,50 +18,23 @@ _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta
 NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' shards the weights."
 
 
+def describe_fields(cls: type) -> type:
+    """Add the fields that a config defines itself to its docstring, in the words that `--help` has for them."""
+    lines = [cls.__doc__.strip(), "", "Args:"]
+    for field_ in fields(cls):
+        if field_.name in vars(cls).get("__annotations__", {}):
+            kind = formatannotation(field_.type).removesuffix(" | None")
+            default = "" if field_.default is None else f", defaults to `{field_.default!r}`"
+            lines.append(f"    {field_.name} (`{kind}`, *optional*{default}):")
+            lines += wrap(field_.metadata["help"], 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    cls.__doc__ = "\n".join(lines)
+    return cls
+
+
+@describe_fields
 @dataclass
 class ExtensionArguments:
-    """
-    What the trainers of this package take on top of upstream's arguments.
-
-    Args:
-        backend (`str`, *optional*, defaults to `"auto"`):
-            Accelerator to train on: `"auto"` (TPU, then XLA on the host if `PJRT_DEVICE=CPU`, then CUDA, then CPU),
-            `"xla"`, `"cuda"` or `"cpu"`. One that is absent is an error.
-        length_buckets (`list[int]`, *optional*):
-            Lengths that batches are padded to where graphs are compiled per shape (XLA). One number of at most 32 is
-            a count: that many buckets are chosen from the lengths of the training data. Several numbers are the lengths
-            themselves. By default there is one length: `max_length`. Each length compiles one more graph.
-        num_chips (`int`, *optional*):
-            How many of the machine's TPU chips to use. By default what the environment variable `TPU_NUM_DEVICES` says, or
-            all.
-        mesh (`str`, *optional*, defaults to `"data"`):
-            Mesh of the chips: `"data"` (data parallel, weights replicated), `"fsdp"` (weights, gradients and optimizer
-            state sharded as well), or both, e.g. `"data=2,fsdp=4"`. An axis without a size takes the chips that are left.
-        show_sharding (`bool`, *optional*, defaults to `False`):
-            Whether to print the sharding of each parameter at start.
-        scan_layers (`str`, *optional*, defaults to `"auto"`):
-            Scan over identical layers (XLA), so that compilation takes as long for 28 layers as for 4: `"on"`, `"off"`, or
-            `"auto"`, which is on for model families that were found to train the same, from 8 layers on, unless user code
-            may look at layers at every step. Needs activation checkpointing.
-        rematerialization (`str`, *optional*):
-            Activation checkpointing policy (XLA), what the backward pass recomputes: `"none"`; `"full"`, whole layers;
-            `"dots"`, all of a layer but its matrix products with weights; or names of modules, e.g. `"self_attn"` or
-            `"mlp,self_attn"`, which are recomputed as a whole. By default what `gradient_checkpointing` says: `"full"` or `"none"`.
-        step_replay (`bool`, *optional*):
-            Whether to replay the compiled graph of a step after two traced steps, without running Python (XLA). By default
-            unless user code runs inside a step (a subclass, a module, a callback, a hook); `True` says that such code does
-            the same at every step.
-        compile_cache_dir (`str`, *optional*, defaults to `"auto"`):
-            Persistent compilation cache: `"auto"`, `"off"` or a directory. `"auto"` is what the
-            environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or on a TPU `~/.cache/hf_tpu_ext/compile`.
-        max_recompiles (`int`, *optional*):
-            Maximum number of recompilations in the life of a trainer (XLA). One more is an error that names the cause. By
-            default there is no limit, and each is named in a line.
-        step_status (`bool`, *optional*, defaults to `True`):
-            Whether logs show the time of a step by phase, tokens per second, utilization and memory.
-        run_report (`bool`, *optional*, defaults to `True`):
-            Whether the run keeps a record in its output directory, and a report of it is made there at the end.
-    """
+    """What the trainers of this package take on top of upstream's arguments."""
 
     backend: str = field(
         default="auto",
@@ -73,7 +48,7 @@ class ExtensionArguments:
         default=None,
         metadata={
             "help": "Lengths that batches are padded to on XLA, each compiled once. Several numbers are the lengths "
-            "(128 256 512); a single number up to 32 is how many to choose from the data. Default: only max_length."
+            "(128 256 512); a single number up to 32 is how many to choose from the training data. Default: only max_length."
         },
     )
 
@@ -97,8 +72,8 @@ class ExtensionArguments:
         default="auto",
         metadata={
             "help": "Scan over identical layers on XLA: compilation takes as long for 28 layers as for 4. Needs "
-            "gradient_checkpointing. 'auto' is on for model families that were found to train the same, unless user code "
-            "may look at layers at every step.",
+            "gradient_checkpointing. 'auto' is on for model families that were found to train the same, from 8 layers on, unless "
+            "user code may look at layers at every step.",
             "choices": ["auto", "on", "off"],
         },
     )
@@ -128,8 +103,8 @@ class ExtensionArguments:
     max_recompiles: int | None = field(
         default=None,
         metadata={
-            "help": "Maximum number of recompilations on XLA. One more is an error that names the cause. Default: no limit, "
-            "each is named in a line."
+            "help": "Maximum number of recompilations in the life of a trainer (XLA). One more is an error that names the "
+            "cause. Default: no limit, each is named in a line."
         },
     )
     step_status: bool = field(
@@ -173,40 +148,16 @@ class ExtensionArguments:
         super().__post_init__()
 
 
+@describe_fields
 @dataclass
 class TPUSFTConfig(ExtensionArguments, SFTConfig):
-    """
-    [`~trl.SFTConfig`] with the settings of [`ExtensionArguments`].
-
-    Args:
-        show_samples (`int`, *optional*, defaults to `0`):
-            How many prompts of the evaluation set to generate from before and after training, printed side by side.
-        kd_teacher (`str`, *optional*):
-            Teacher for distillation: name or path of a model that runs beside the student, or `"base"` for the student's own
-            base with the adapters switched off.
-        kd_cache (`str`, *optional*):
-            Directory of a teacher's precomputed top-k log-probs, made by `hf-tpu cache-teacher`. No teacher is run then;
-            `kd_teacher`, if it is given as well, is the one that the cache has to be of.
-        kd_alpha (`float`, *optional*, defaults to `0.5`):
-            Weight of the teacher in the loss `(1 - kd_alpha) * CE + kd_alpha * kd_temperature**2 * KD`.
-        kd_temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of teacher and student in the distillation term.
-        kd_top_k (`int`, *optional*):
-            How many of the teacher's most likely tokens to learn from, with one bucket for the mass of all others. By
-            default the whole vocabulary of a model, or all that a cache holds.
-        kd_loss (`str`, *optional*, defaults to `"forward_kl"`):
-            Divergence: `"forward_kl"`, `"reverse_kl"` or `"jsd"` (generalized Jensen-Shannon).
-        kd_beta (`float`, *optional*, defaults to `0.5`):
-            Weight of the teacher in the mixture of `"jsd"`.
-        kd_preload (`bool`, *optional*, defaults to `False`):
-            Whether to read the whole cache into memory at start.
-        **kwargs:
-            All fields of [`ExtensionArguments`] and [`~trl.SFTConfig`].
-    """
+    """[`~trl.SFTConfig`] with the settings of [`ExtensionArguments`] and with those below."""
 
     show_samples: int = field(
         default=0,
-        metadata={"help": "How many prompts of the evaluation set to generate from before and after training."},
+        metadata={
+            "help": "How many prompts of the evaluation set to generate from before and after training, printed side by side."
+        },
     )
 
     kd_teacher: str | None = field(
@@ -239,7 +190,10 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
     )
     kd_loss: str = field(
         default="forward_kl",
-        metadata={"help": "Divergence between teacher and student.", "choices": list(KD_LOSSES)},
+        metadata={
+            "help": "Divergence between teacher and student; 'jsd' is the generalized Jensen-Shannon divergence.",
+            "choices": list(KD_LOSSES),
+        },
     )
     kd_beta: float = field(default=0.5, metadata={"help": "Weight of the teacher in the mixture of kd_loss='jsd'."})
     kd_preload: bool = field(default=False, metadata={"help": "Read the whole teacher cache into memory at start."})
@@ -282,18 +236,10 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
             )
 
 
+@describe_fields
 @dataclass
 class TPUTrainingArguments(ExtensionArguments, TrainingArguments):
-    """
-    [`~transformers.TrainingArguments`] with the settings of [`ExtensionArguments`].
-
-    Args:
-        max_length (`int`, *optional*):
-            Length that batches are padded to on XLA. By default that of the longest row of the training data, rounded
-            up.
-        **kwargs:
-            All fields of [`ExtensionArguments`] and [`~transformers.TrainingArguments`].
-    """
+    """[`~transformers.TrainingArguments`] with the settings of [`ExtensionArguments`] and with the one below."""
 
     max_length: int | None = field(
         default=None,

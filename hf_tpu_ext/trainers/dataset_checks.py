@@ -3,7 +3,6 @@
 from typing import Any
 
 import datasets
-from transformers import TrainingArguments
 from trl import SFTConfig
 
 
@@ -36,22 +35,17 @@ def check_has_rows(dataset, name: str) -> list[str]:
     return columns
 
 
-def check_dataset(dataset, name: str, args: TrainingArguments | None, has_formatting_func: bool) -> None:
-    """
-    Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`). Other types than
-    those of `datasets` are left to upstream.
-    """
+def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:
+    """Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`)."""
     columns = check_has_rows(dataset, name)
-    # Upstream makes an `SFTConfig` of other arguments, with the defaults that the class holds.
-    settings = args if isinstance(args, SFTConfig) else SFTConfig
-    skips_preparation = (settings.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+    skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     if not columns or has_formatting_func or skips_preparation or {"image", "images"} & set(columns):
         return
-    known = {settings.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
+    known = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
     if not known and not {"prompt", "completion"} <= set(columns):
         raise ValueError(
             f"{name} has no column to train on. It has {columns}; needed is the text column "
-            f"({settings.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
+            f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
             "column, or pass a formatting_func."
         )
 

@@ -1,6 +1,7 @@
 """Fine-tuning that also learns from a teacher."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..distillation.cache import TeacherCache
-from ..distillation.collator import TeacherCollator
+from ..distillation.collator import cached_teacher, collate_with_teacher
 from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ..distillation.losses import TopK
-from ..distillation.teachers import (
-    AnchorTeacher,
-    CachedTeacher,
-    OnlineTeacher,
-    Teacher,
-    check_vocabulary,
-)
+from ..distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
 from ..sharding.per_chip import ShardToFull
 from ..step.attention import static_masks
 from ..step.autocast import matmul_dtype
-from ..step.replaced_head import head_computed_by
+from ..step.looped_head import head_computed_by
 from .configs import TPUSFTConfig
 from .dataset_checks import named_datasets
 
@@ -34,13 +29,7 @@ KD_METRICS = ("ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement")
 
 
 def distills(args: Any) -> bool:
-    """
-    Whether arguments ask for a teacher.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The arguments.
-    """
+    """Whether arguments ask for a teacher."""
     return isinstance(args, TPUSFTConfig) and (args.kd_teacher is not None or args.kd_cache is not None)
 
 
@@ -63,7 +52,8 @@ class DistillationMixin:
             )
         self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
         if args.kd_cache is not None:
-            self.teacher = self._open_cache()
+            self._open_cache()
+            self.teacher = cached_teacher
         elif args.kd_teacher == "base":
             if not isinstance(self.model, PeftModel):
                 raise ValueError(
@@ -72,7 +62,7 @@ class DistillationMixin:
                     "cache-teacher --kd_teacher MODEL, then kd_cache=DIRECTORY."
                 )
             self._check_top_k(unwrap_peft_model(self.model))
-            self.teacher = AnchorTeacher(self.model)
+            self.teacher = anchor_teacher
         else:
             self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh)
 
@@ -100,7 +90,7 @@ class DistillationMixin:
                 f"1...{vocab_size}, or leave it out for all tokens."
             )
 
-    def _open_cache(self) -> CachedTeacher:
+    def _open_cache(self) -> None:
         args = self.args
         if args.packing or args.eval_packing:
             raise ValueError(
@@ -114,15 +104,15 @@ class DistillationMixin:
         for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
             if isinstance(dataset, Dataset):
                 cache.check_dataset(dataset, name)
-        self.data_collator = TeacherCollator(self.data_collator, cache, args.kd_temperature, args.kd_top_k)
         manifest = cache.manifest
+        top_k = manifest.top_k if args.kd_top_k is None else args.kd_top_k
+        self.data_collator = partial(collate_with_teacher, self.data_collator, cache, args.kd_temperature, top_k)
         coverage = manifest.coverage[manifest.temperatures.index(args.kd_temperature)]
         self.compiled.changes.append(
-            f"teacher {manifest.teacher} from {args.kd_cache}: its top {self.data_collator.top_k} tokens, "
+            f"teacher {manifest.teacher} from {args.kd_cache}: its top {top_k} tokens, "
             f"{coverage:.1%} of its mass at temperature {args.kd_temperature:g}"
         )
         self.compiled.changes.extend(warnings)
-        return CachedTeacher()
 
     def _check_teacher_of(self, cache: TeacherCache) -> None:
         student = unwrap_peft_model(self.model).name_or_path
@@ -139,9 +129,9 @@ class DistillationMixin:
                 "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
             )
 
-    def _flops_of_batch(self):
-        # A teacher that is run takes part of the time.
-        return None if distills(self.args) and self.args.kd_cache is None else super()._flops_of_batch()
+    @property
+    def _runs_other_passes(self) -> bool:
+        return distills(self.args) and self.args.kd_cache is None
 
     def _other_models(self) -> list[torch.nn.Module]:
         models = super()._other_models()
@@ -199,15 +189,7 @@ class DistillationMixin:
         mixed = loss + alpha * (temperature**2 * kd - ce) / num_tokens
         tokens = self.chips.over_chips(scored.sum()).clamp(min=1)
         sums = (ce, kd, total(terms.coverage), total(terms.agreement))
-        self._add_kd_metrics(
-            mode,
-            {
-                name: self.chips.over_chips(value.detach()) / tokens
-                for name, value in zip(KD_METRICS, sums, strict=True)
-            },
-        )
+        for name, value in zip(KD_METRICS, sums, strict=True):
+            mean = self.chips.over_chips(value.detach()) / tokens
+            self._metrics[mode][name].append(mean if self.backend.metrics_on_device else mean.item())
         return mixed
-
-    def _add_kd_metrics(self, mode: str, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            self._metrics[mode][name].append(value if self.backend.metrics_on_device else value.item())

@@ -37,7 +37,8 @@ class CompiledEvaluation:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if not self.backend.metrics_on_device or prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            with self.copies.not_made():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if self._made_ahead is not None:
             self._rows_predicted, result = self._made_ahead.popleft()
             return result
@@ -45,7 +46,8 @@ class CompiledEvaluation:
 
     def _predict(self, model, inputs, ignore_keys) -> tuple[Any, int, int]:
         """What upstream predicts of a batch, on the device; its rows, and the rows that were computed."""
-        result = super().prediction_step(model, inputs, False, ignore_keys)
+        with self.copies.not_made():
+            result = super().prediction_step(model, inputs, False, ignore_keys)
         if self._preprocess_on_device is not None:
             loss, logits, labels = result
             result = loss, self._preprocess_on_device(logits, labels), labels
@@ -61,22 +63,27 @@ class CompiledEvaluation:
             for result, (_, rows, computed) in zip(results, predictions, strict=True)
         ]
 
-    def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
-        with self.frozen.in_bfloat16(), self.chips.split_activations():
-            return self._evaluation_loop(*args, **kwargs)
+    def predict(self, *args, **kwargs):
+        self.followed.take_up()
+        return super().predict(*args, **kwargs)
 
-    def _evaluation_loop(
+    def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not self.backend.metrics_on_device:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        # It may be another dataset than before, or another batch size.
-        self.expect_batches("eval")
-        if not loss_only:
-            return self._predicting_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.backend.static_shapes:
+            # It may be another dataset than before, or another batch size.
+            self.expect_batches("eval")
+        with self.frozen.in_bfloat16(), self.chips.split_activations():
+            if not self.backend.metrics_on_device:
+                return super().evaluation_loop(dataloader, *arguments)
+            if loss_only:
+                return self._loss_loop(dataloader, metric_key_prefix)
+            return self._predicting_loop(dataloader, arguments)
+
+    def _loss_loop(self, dataloader, metric_key_prefix: str) -> EvalLoopOutput:
+        """Upstream's evaluation of the loss alone, which is read once."""
         model = self._wrap_model(self.model, training=False)
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
@@ -110,35 +117,27 @@ class CompiledEvaluation:
             num_samples = len(dataloader.dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
-    def _predicting_loop(
-        self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-    ) -> EvalLoopOutput:
+    def _predicting_loop(self, dataloader, arguments: tuple) -> EvalLoopOutput:
+        """Upstream's loop, whose predictions are read for many batches at once."""
         # Logits are cut down on the device, in the program that makes them, and not once more on the host.
         self._preprocess_on_device, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
         if is_known(owner_of(type(self), "prediction_step").__module__):
             self._made_ahead = deque()
+            _, _, ignore_keys, _ = arguments
             predict = partial(self._predict, self._wrap_model(self.model, training=False), ignore_keys=ignore_keys)
-            dataloader = _PredictedAhead(
-                dataloader, self._made_ahead, predict, self._read_predictions, self._most_ahead
-            )
+            # Metrics of each batch ask the dataloader whether it is the last one.
+            most = 1 if self.args.batch_eval_metrics else self.args.eval_accumulation_steps
+            dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
             self.gather_function = self._own_rows
         try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, *arguments)
         finally:
             self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
             self._made_ahead = None
             self.gather_function = self.accelerator.gather_for_metrics
         self.metrics.take("eval", self.backend.fetch(self.metrics.tensors("eval")))
         return output
-
-    @property
-    def _most_ahead(self) -> int | None:
-        """The number of batches whose predictions are read at once; `None` for as many as there is room for."""
-        # Metrics of each batch ask the dataloader whether it is the last one.
-        return 1 if self.args.batch_eval_metrics else self.args.eval_accumulation_steps
 
     def _own_rows(self, value: Any) -> Any:
         """What upstream repeats for every row of a full batch, for the rows that there are."""
@@ -172,7 +171,8 @@ class _PredictedAhead:
         for batch in self._dataloader:
             batches.append(batch)
             predictions.append(self._predict(inputs=batch))
-            held += _num_bytes((batch, predictions[-1]))
+            leaves = tree_leaves((batch, predictions[-1]))
+            held += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             if len(batches) == self._most or (self._most is None and held >= MOST_BYTES_HELD):
                 self._made.extend(self._read(predictions))
                 yield from batches
@@ -180,10 +180,6 @@ class _PredictedAhead:
         if batches:
             self._made.extend(self._read(predictions))
             yield from batches
-
-
-def _num_bytes(values: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def _first_rows(value: Any, rows: int, computed: int) -> Any:

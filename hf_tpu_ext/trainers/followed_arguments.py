@@ -41,62 +41,54 @@ _FIXED = {
 }
 
 
-class FollowedArguments:
+class _Noted:
     """Notes what arguments are, to find what was changed since."""
 
     def __init__(self, args: TrainingArguments):
-        self.args = args
-        self._noted: dict[str, Any] = {}
+        self._args = args
+        self._values: dict[str, Any] = {}
         self.changes()
 
     def changes(self) -> dict[str, Any]:
         """What has changed since the last time, with its present value."""
-        values, before = vars(self.args), self._noted
-        self._noted = {field.name: copy(values[field.name]) for field in fields(self.args) if field.name in values}
-        return {name: value for name, value in self._noted.items() if name in before and before[name] != value}
+        values, before = vars(self._args), self._values
+        self._values = {field.name: copy(values[field.name]) for field in fields(self._args) if field.name in values}
+        return {name: value for name, value in self._values.items() if name in before and before[name] != value}
 
 
-class FollowedArgumentsMixin:
+class FollowedArguments:
     """
-    The part of [`TPUTrainerMixin`] that takes up what is changed in arguments after the trainer was made.
+    Takes up what is changed in the caller's arguments after the trainer was made.
 
     Upstream's trainers keep the caller's object. Here a copy is adapted to the device, so a change in the caller's object is
     brought over when training, an evaluation or a prediction begins.
     """
 
-    def follow_arguments(self, args: TrainingArguments) -> None:
-        """Take up changes of the caller's arguments from now on."""
-        self._callers_args, self._own_args = FollowedArguments(args), FollowedArguments(self.args)
+    def __init__(self, trainer, args: TrainingArguments):
+        self._trainer = trainer
+        self._callers, self._own = _Noted(args), _Noted(trainer.args)
 
-    def take_up_changes(self) -> None:
+    def take_up(self) -> None:
         """Bring over what was changed in the caller's arguments, and name what comes too late."""
-        own = self._own_args.changes()
+        args, unknown_upstream = self._trainer.args, self._trainer.backend.unknown_upstream
+        own = self._own.changes()
         # A resumed run keeps the rows of its checkpoint.
         own.pop("per_device_train_batch_size", None)
-        fixed = set(_FIXED) if self.backend.unknown_upstream else set()
-        fixed |= {field.name for field in fields(ExtensionArguments)}
-        if self.backend.unknown_upstream:
-            fixed |= {field.name for field in fields(self.args)} - {field.name for field in fields(TrainingArguments)}
-        changed = self._callers_args.changes()
+        fixed = {field.name for field in fields(ExtensionArguments)}
+        if unknown_upstream:
+            fixed |= _FIXED | {field.name for field in fields(args)} - {
+                field.name for field in fields(TrainingArguments)
+            }
+        changed = self._callers.changes()
         for name, value in changed.items():
             if name not in fixed:
-                setattr(self.args, name, value)
+                setattr(args, name, value)
             if name == "gradient_accumulation_steps":
-                self.chips.recipe_rows[1] = value
-        self._own_args.changes()
+                self._trainer.chips.recipe_rows[1] = value
+        self._own.changes()
         late = {name: value for name, value in {**own, **changed}.items() if name in fixed}
         if late:
             settings = ", ".join(f"{name}={value!r}" for name, value in late.items())
             logger.warning(
                 f"{settings}: changed after the trainer was made, which has no effect. Make another trainer with it."
             )
-
-    # ---- Upstream's hooks ----
-
-    def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        self.take_up_changes()
-        return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args, **kwargs):
-        self.take_up_changes()
-        return super().predict(*args, **kwargs)

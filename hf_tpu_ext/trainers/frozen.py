@@ -1,6 +1,6 @@
 """Training beside frozen weights that take half the memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,19 +15,12 @@ class ShortFrozenWeights:
     """
     Keeps the frozen weights of a trainer in bfloat16, see [`FrozenWeights`].
 
-    They are only while the trainer uses the model. Whoever takes it out of the trainer, to merge adapters or to save it, has the
-    dtypes that it came with.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
-        holds (`Callable[[Sequence[torch.Tensor]], list[bool]]`):
-            Says of each weight whether bfloat16 holds it exactly.
+    They are only while the trainer uses the model. Whoever takes it out of the trainer, to merge adapters or to save
+    it, has the dtypes that it came with.
     """
 
-    def __init__(self, trainer, holds: Callable[[Sequence[Tensor]], list[bool]]):
+    def __init__(self, trainer):
         self._trainer = trainer
-        self._holds = holds
         #: Those of the trained model and of further ones, while they are in use.
         self.in_use: list[FrozenWeights] | None = None
 
@@ -44,7 +37,7 @@ class ShortFrozenWeights:
         ]
         try:
             for frozen in self.in_use:
-                frozen.shorten(self._holds)
+                frozen.shorten(trainer._bfloat16_holds)
             yield
         finally:
             for frozen in self.in_use:
@@ -57,16 +50,7 @@ class ShortFrozenWeights:
         return set() if self.in_use is None else self.in_use[0].names
 
     def in_float32(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """
-        Give a state dict of the trained model the dtypes that it has without this.
-
-        Args:
-            state_dict (`dict[str, torch.Tensor]`):
-                On the host.
-
-        Returns:
-            `dict[str, torch.Tensor]`: The same, in the dtypes of the model.
-        """
+        """Give a state dict of the trained model, on the host, the dtypes that it has without this."""
         return state_dict if self.in_use is None else self.in_use[0].in_float32(state_dict)
 
     def lines(self) -> list[str]:

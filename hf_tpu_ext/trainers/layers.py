@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -43,10 +43,7 @@ class LayerScan:
         self.stack: LayerStack | None = None
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """
-        Run the layers as one loop from now on, if that is wanted and possible. Wanted and not possible is a
-        `ValueError`.
-        """
+        """Run the layers as one loop from now on, if wanted and possible. Wanted and impossible is a `ValueError`."""
         wanted = self._trainer.compiled.scan_layers
         if wanted == "off":
             return
@@ -229,9 +226,7 @@ class _StackedGroups:
         self._singles = [list(group["params"]) for group in optimizer.param_groups]
         #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
         self._parts: list[tuple[int, int | None]] = []
-        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._stacked_sizes = []
-        count = 0
+        first = 0
         for group in optimizer.param_groups:
             trained: list[nn.Parameter] = []
             positions: dict[str, int] = {}
@@ -239,15 +234,14 @@ class _StackedGroups:
                 name, index = places.get(id(parameter), (None, None))
                 if name is None:
                     trained.append(parameter)
-                    self._parts.append((count + len(trained) - 1, None))
+                    self._parts.append((first + len(trained) - 1, None))
                     continue
                 if name not in positions:
-                    positions[name] = count + len(trained)
+                    positions[name] = first + len(trained)
                     trained.append(stacked[name])
                 self._parts.append((positions[name], index))
             group["params"] = trained
-            count += len(trained)
-            self._stacked_sizes.append(len(trained))
+            first += len(trained)
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._split),
             optimizer.register_load_state_dict_pre_hook(self._stack),
@@ -273,7 +267,7 @@ class _StackedGroups:
             for number, (position, index) in enumerate(self._parts)
             if position in state
         }
-        return {"state": split, "param_groups": _numbered(state_dict["param_groups"], self._sizes)}
+        return {"state": split, "param_groups": _numbered(state_dict["param_groups"], self._singles)}
 
     def _stack(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
         parts: dict[int, list[dict[str, Any]]] = {}
@@ -288,7 +282,8 @@ class _StackedGroups:
             }
             for position, found in parts.items()
         }
-        return {"state": state, "param_groups": _numbered(state_dict["param_groups"], self._stacked_sizes)}
+        stacked = [group["params"] for group in self.optimizer.param_groups]
+        return {"state": state, "param_groups": _numbered(state_dict["param_groups"], stacked)}
 
 
 def _part(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.Tensor]:
@@ -309,8 +304,10 @@ def _name_in_two_groups(layers: nn.ModuleList, optimizer: torch.optim.Optimizer)
     return None
 
 
-def _numbered(groups: list[dict[str, Any]], sizes: list[int]) -> list[dict[str, Any]]:
-    numbers = iter(range(sum(sizes)))
+def _numbered(groups: list[dict[str, Any]], parameters: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
+    """Groups of a state dict, which has numbers for parameters: those of an optimizer that trains others."""
+    numbers = count()
     return [
-        {**group, "params": [next(numbers) for _ in range(size)]} for group, size in zip(groups, sizes, strict=True)
+        {**group, "params": [next(numbers) for _ in trained]}
+        for group, trained in zip(groups, parameters, strict=True)
     ]

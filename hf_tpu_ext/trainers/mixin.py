@@ -1,30 +1,28 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
-from transformers.utils import logging
 
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
 from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
-from ..callbacks.run_lines import RunFacts, RunLines
-from ..data import StaticShapeCollator, TokenWaste
-from ..sharding.placement import place_model
+from ..callbacks.run_lines import RunLines
+from ..data import StaticShapeCollator
+from ..sharding.plan import place_model
 from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
-from ..step.looped_head import score_tokens
-from ..step.loss_log import LossLog
+from ..step.looped_head import head_computed_by, score_tokens
+from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
-from ..step.replaced_head import head_computed_by
 from ..step.users_model import save_from_host
 from .arguments import (
     ADAMW_NAMES,
@@ -39,14 +37,16 @@ from .batches import BatchesMixin
 from .checkpoints import leaving_no_empty_dir
 from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
-from .copies import RealCopiesMixin
+from .copies import WeightCopies
+from .dataset_checks import check_has_rows, named_datasets
 from .evaluation import CompiledEvaluation
-from .followed_arguments import FollowedArgumentsMixin
+from .followed_arguments import FollowedArguments
 from .frozen import ShortFrozenWeights
 from .layers import LayerScan
 from .lengths import lengths_for, longest_kept, pad_token_of, row_lengths
 from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
+from .run_facts import find_facts
 from .saving import SavingMixin
 from .setting_checks import check_settings
 from .status import StatusMixin
@@ -55,12 +55,7 @@ from .upstream import check_trainer, checkpointing_left_on, default_arguments
 from .watching import TrainerWatch
 
 
-logger = logging.get_logger(__name__)
-
-
 class TPUTrainerMixin(
-    FollowedArgumentsMixin,
-    RealCopiesMixin,
     BatchesMixin,
     StatusMixin,
     SavingMixin,
@@ -102,10 +97,12 @@ class TPUTrainerMixin(
 
     def __init__(self, *args, **kwargs):
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
-        if given.arguments.get("args") is None:
-            given.arguments["args"] = default_arguments(type(self), given.arguments.get("model"))
-        with leaving_no_empty_dir(given.arguments["args"].output_dir):
+        args = self._complete_arguments(given.arguments.get("args"), given.arguments.get("model"))
+        given.arguments["args"] = args
+        self._check_data(given.arguments)
+        with leaving_no_empty_dir(args.output_dir):
             self._set_up(given)
+            self._finish_set_up()
 
     def _set_up(self, given: inspect.BoundArguments) -> None:
         args, model = given.arguments["args"], given.arguments.get("model")
@@ -131,7 +128,8 @@ class TPUTrainerMixin(
         self.chips = Chips(self)
         self._arrange_saving()
         self.layers = LayerScan(self)
-        self.frozen = ShortFrozenWeights(self, self._bfloat16_holds)
+        self.copies = WeightCopies(self)
+        self.frozen = ShortFrozenWeights(self)
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
         #: Metrics of upstream's loss, on the device until a log.
@@ -141,16 +139,21 @@ class TPUTrainerMixin(
             self.compiled.changes += let_forks_tokenize(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
-            self._prepare_compiled_path(extension.max_recompiles)
-        lines = RunLines(self.backend, self._run_facts)
+            self._prepare_traced_steps()
+        if self.backend.static_shapes:
+            self._prepare_static_shapes(extension.max_recompiles)
+        if self.backend.metrics_on_device:
+            self.loss_log = LossLog(self.backend)
+        lines = RunLines(self.backend, partial(find_facts, self))
         self.add_callback(lines)
-        self.start_status(extension.step_status)
+        if extension.step_status:
+            self.start_status()
         if extension.run_report:
             self.keep_record(args, lines)
         self._add_saving_callbacks()
-        self.follow_arguments(args)
+        self.followed = FollowedArguments(self, args)
 
-    def _prepare_compiled_path(self, max_recompiles: int | None) -> None:
+    def _prepare_traced_steps(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
@@ -165,14 +168,6 @@ class TPUTrainerMixin(
                 # Upstream has moved it to the device.
                 model.tie_weights()
             place_model(model, self.backend, self.chips.mesh)
-        self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
-        self.lengths = self._declare_lengths()
-        self.watching = TrainerWatch(self, max_recompiles)
-        self._make_batches_static()
-        for mode in ("train", "eval"):
-            self.expect_batches(mode)
-        self._flos_per_token: float | None = None
-        self.loss_log = LossLog(self.backend)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         if self._override_returns_loss:
             # What is logged is what it returns to upstream's loop.
@@ -180,7 +175,15 @@ class TPUTrainerMixin(
         #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
         self.steps = TrainingSteps(self)
         self.callback_handler.callbacks.insert(0, self.steps)
-        self._copies = self.backend.programs.real_copies()
+
+    def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
+        self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
+        self.lengths = self._declare_lengths()
+        self.watching = TrainerWatch(self, max_recompiles)
+        self._make_batches_static()
+        for mode in ("train", "eval"):
+            self.expect_batches(mode)
+        self._flos_per_token: float | None = None
 
     def _checkpoint_activations(self) -> None:
         model = unwrap_peft_model(self.model)
@@ -195,40 +198,23 @@ class TPUTrainerMixin(
                 "router_aux_loss_coef=0 allows it"
             )
 
-    def _run_facts(self) -> RunFacts:
-        dtypes = {
-            str(parameter.dtype).removeprefix("torch.")
-            for name, parameter in self.model.named_parameters()
-            if parameter.is_floating_point() and name not in self.frozen.names
-        }
-        compute = (
-            "bfloat16" if self.compiled.compute_dtype or self.args.bf16 else "float16" if self.args.fp16 else None
-        )
-        precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-        lines = [*self.chips.lines(), *self.frozen.lines(), *self.compiled.changes]
-        facts = RunFacts(precision, self._train_batch_size, [], None, lines)
-        if self.backend.static_shapes and self.lengths:
-            facts.lengths = self.lengths
-            # Other columns hold several sequences of an example, as a pair does.
-            if self._train_lengths is not None and "input_ids" in self.train_dataset.column_names:
-                waste = TokenWaste(
-                    self._train_lengths,
-                    self.lengths,
-                    self._train_batch_size,
-                    self.args.train_sampling_strategy,
-                    packing=vars(self.args).get("packing"),
-                )
-                facts.lengths = list(waste.pad_share_per_length)
-                facts.token_waste = waste.describe()
-                facts.token_share = 1 - waste.pad_share
-            facts.programs = len(facts.lengths) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
-        return facts
-
     # ---- What a subclass may say otherwise ----
+
+    def _complete_arguments(self, args: TrainingArguments | None, model) -> TrainingArguments:
+        """The arguments of a run, where they are left out or of another class than upstream's."""
+        return default_arguments(type(self), model) if args is None else args
+
+    def _check_data(self, given: Mapping[str, Any]) -> None:
+        """Refuse datasets that cannot work (`ValueError`), before anything is loaded. `given` has all arguments by name."""
+        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+            check_has_rows(dataset, name)
+
+    def _finish_set_up(self) -> None:
+        """Prepare what needs the trainer as it is when all else is set up."""
 
     def _declare_lengths(self) -> list[int]:
         """The lengths that batches are padded to, ascending; none if they are not known."""
-        if self._packs_rows:
+        if vars(self.args).get("packing"):
             return [self.args.max_length]
         return lengths_for(
             self.args, self._train_lengths, self.train_dataset, self.eval_dataset, self._train_batch_size
@@ -253,11 +239,6 @@ class TPUTrainerMixin(
     def _config_name(self) -> str | None:
         """Class of the arguments that have `max_length`, for messages."""
         return type(self.args).__name__ if "max_length" in vars(self.args) else None
-
-    @property
-    def _packs_rows(self) -> bool:
-        """Whether rows of the training data hold several documents."""
-        return bool(vars(self.args).get("packing"))
 
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
         """Say of each frozen weight whether bfloat16 holds it exactly."""
@@ -309,24 +290,12 @@ class TPUTrainerMixin(
             static_masks(inputs.pop("segment_ids", None)),
             head_computed_by(partial(score_tokens, self.backend)),
             self.chips.tokens_stay_on_chips(),
-            self._sums_over_chips(),
+            self.chips.summed(self.accelerator),
             self._micro_steps_as_data(),
             checkpointing_left_on(type(self)),
             self.metrics.deferred(),
         ):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    @contextmanager
-    def _sums_over_chips(self) -> Iterator[None]:
-        """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
-        if self.chips.local_gradients is None:
-            yield
-            return
-        self.accelerator.gather_for_metrics = self.chips.over_chips
-        try:
-            yield
-        finally:
-            del self.accelerator.gather_for_metrics
 
     @contextmanager
     def _micro_steps_as_data(self) -> Iterator[None]:
@@ -440,57 +409,6 @@ class TPUTrainerMixin(
             and model.loss_type == "ForCausalLM"
         )
 
-    # ---- Logs ----
-
-    def _maybe_log_save_evaluate(
-        self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
-    ) -> None:
-        if (
-            self.backend.metrics_on_device
-            and self.control.should_log
-            and self.state.global_step > self._globalstep_last_logged
-        ):
-            # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
-            # afterwards, since this one is noted as the last.
-            logs = self._read_train_metrics(grad_norm)
-            logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
-            self._globalstep_last_logged = self.state.global_step
-            self.store_flos()
-            self.log(logs, start_time)
-        super()._maybe_log_save_evaluate(
-            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
-        )
-
-    def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
-        """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
-        with self.phase("device"):
-            fetched = self.backend.fetch(
-                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.metrics.tensors("train")},
-                self.begin_read,
-            )
-        window = self.loss_log.read(fetched["loss"])
-        self.metrics.take("train", fetched["metrics"])
-        # One NaN would stay in upstream's own sum for good.
-        self.steps.reset_upstream_loss()
-        self._total_loss_scalar += window.total
-        if window.finite_steps < window.steps:
-            step = self.state.global_step - window.steps + window.first_nonfinite
-            logger.warning(
-                f"The loss was NaN or infinite at step {step} ({window.steps - window.finite_steps} of the "
-                f"{window.steps} steps since the last log); the logged loss is the mean of the others."
-            )
-        read = {"loss": window.mean}
-        if grad_norm is not None:
-            value = fetched["grad_norm"]
-            read["grad_norm"] = value.item() if isinstance(value, torch.Tensor) else value
-        return read
-
-    def _finalize_training(self, trial, num_train_samples, start_time):
-        if self.backend.metrics_on_device:
-            self._read_train_metrics()
-            self._tr_loss = torch.zeros(())
-        return super()._finalize_training(trial, num_train_samples, start_time)
-
     # ---- Checkpoints ----
 
     def _init_training_state(
@@ -508,7 +426,7 @@ class TPUTrainerMixin(
             self.args.per_device_train_batch_size = rows
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        self.take_up_changes()
+        self.followed.take_up()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if self.backend.static_shapes:
             self.expect_batches("train")
@@ -516,7 +434,7 @@ class TPUTrainerMixin(
             self.stopping_when_told(),
             self.frozen.in_bfloat16(),
             self.chips.split_activations(),
-            self.copies_are_real(),
+            self.copies.real(),
         ):
             try:
                 return super().train(checkpoint, *args, **kwargs)

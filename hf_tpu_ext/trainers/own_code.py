@@ -5,7 +5,7 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -44,8 +44,8 @@ _BOOKKEEPING = {
     "state",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Hooks that PyTorch calls for every module and every optimizer.
-_GLOBAL_HOOKS = {
+#: Hooks that PyTorch calls for every module and every optimizer, by where it keeps them.
+HOOKS_OF_ALL_MODULES = {
     f"{module}.{name}": value
     for module in ("torch.nn.modules.module", "torch.optim.optimizer")
     for name, value in vars(sys.modules[module]).items()
@@ -54,10 +54,7 @@ _GLOBAL_HOOKS = {
 
 
 def is_known(module: str) -> bool:
-    """
-    Whether a module, e.g. `"transformers.models.llama.modeling_llama"`, is in a package whose code does the same at
-    every step, as far as what it reads is the same.
-    """
+    """Whether a module is in a package whose code does the same at every step if what it reads is the same."""
     return module.partition(".")[0] in _KNOWN_PACKAGES
 
 
@@ -158,10 +155,7 @@ def attributes_of_a_step(trainer: Trainer) -> list[str]:
 
 
 def namespaces_of_a_step(trainer: Trainer, models: Sequence[nn.Module]) -> dict[str, Any]:
-    """
-    Find where the code of a step looks up names, and what they stand for: in the classes of the trainer and of the
-    modules, and in their files.
-    """
+    """The names that the code of a step looks up in classes and in their files, and what they stand for."""
     found = {"torch.nn.functional": vars(nn.functional)}
     for cls in _classes_of(trainer, models):
         if is_known(cls.__module__):
@@ -186,18 +180,14 @@ def find_own_code(
     the trained one first. Returns the first that was found, as half a sentence.
     """
     trains = methods is METHODS_OF_A_STEP
-    for find in (
-        partial(_in_trainer, trainer, methods),
-        partial(_in_callbacks, trainer.callback_handler.callbacks if trains else ()),
-        partial(_in_models, models),
-        partial(_in_hooks, models),
-        partial(_in_optimizer, trainer.optimizer if trains else None),
-        partial(_in_namespaces, namespaces_of_a_step(trainer, models)),
-    ):
-        found = find()
-        if found is not None:
-            return found
-    return None
+    return (
+        _in_trainer(trainer, methods)
+        or _in_callbacks(trainer.callback_handler.callbacks if trains else ())
+        or _in_models(models)
+        or _in_hooks(models)
+        or _in_optimizer(trainer.optimizer if trains else None)
+        or _in_namespaces(namespaces_of_a_step(trainer, models))
+    )
 
 
 def has_own_code(callback: TrainerCallback, event: str) -> bool:
@@ -211,10 +201,7 @@ def has_own_code(callback: TrainerCallback, event: str) -> bool:
 
 
 def find_own_code_between_steps(trainer: Trainer) -> str | None:
-    """
-    Look for code that is not of known packages, that runs between steps, and that may look at the layers of the model.
-    Returns the first that was found, as half a sentence.
-    """
+    """Name code of the user's that runs between steps and may look at layers, as half a sentence."""
     classes = type(trainer).__mro__
     upstream = {name for cls in classes if is_known(cls.__module__) for name in vars(cls) if not name.startswith("__")}
     for owner in classes:
@@ -267,7 +254,7 @@ def _in_models(models: Sequence[nn.Module]) -> str | None:
 
 
 def _in_hooks(models: Sequence[nn.Module]) -> str | None:
-    for name, hooks in _GLOBAL_HOOKS.items():
+    for name, hooks in HOOKS_OF_ALL_MODULES.items():
         if not all(map(_is_known_code, hooks.values())):
             return f"a user hook on all modules or optimizers ({name})"
     for model in models:
@@ -308,8 +295,3 @@ def draws_other_layers(model: nn.Module) -> str | None:
             if "layerdrop" in key and value:
                 return f"{key}={value}"
     return None
-
-
-def hooks_of_all_modules() -> dict[str, Callable]:
-    """The hooks that PyTorch calls for every module and every optimizer, by where it keeps them."""
-    return _GLOBAL_HOOKS

@@ -46,6 +46,9 @@ class ReferenceLogProbsMixin:
         # drawn anew in each run.
         with upstream_names(type(self), hash_module=self._hash_unless_static):
             super()._set_up(given)
+
+    def _finish_set_up(self) -> None:
+        super()._finish_set_up()
         if not (self.precompute_ref_logps and self.backend.static_shapes):
             return
         self._can_run_reference = True

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from tqdm.auto import tqdm
@@ -18,16 +19,19 @@ from ..backends.detect import TPU_BACKENDS, tpu_chips
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
 from .base_record import find_frozen, write_base
-from .checkpoint_files import (
+from .checkpoints import (
     checkpoints_by_step,
     delete_old,
+    find_checkpoint,
     find_damage,
     move_into_place,
+    read_run_state,
     remove_leftovers,
     seal,
     temporary_dir,
+    write_run_state,
 )
-from .checkpoints import EpochOrder, find_checkpoint, read_run_state, write_run_state
+from .own_code import is_known
 
 
 #: What an evaluation of upstream's trainer gives.
@@ -58,7 +62,7 @@ class SavingMixin:
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
         self.preemption = Preemption(METADATA_URL if on_tpu else None)
-        self._epoch_order = EpochOrder()
+        self._resumption = _Resumption(self)
         # Where a checkpoint is written before it has its place.
         self._unfinished: Path | None = None
         self._evaluation_due = False
@@ -70,7 +74,7 @@ class SavingMixin:
         self._random_state: tempfile.TemporaryDirectory | None = None
 
     def _add_saving_callbacks(self) -> None:
-        for callback in (self._epoch_order, self.preemption, _Resumption(self)):
+        for callback in (self.preemption, self._resumption):
             self.add_callback(callback)
 
     # ---- Resuming ----
@@ -100,7 +104,7 @@ class SavingMixin:
             or self.compute_metrics is not None
             or self.args.eval_strategy == IntervalStrategy.NO
             # One of the caller's may add to the metrics.
-            or not all(_is_known(callback) for callback in self.callback_handler.callbacks)
+            or not all(is_known(type(callback).__module__) for callback in self.callback_handler.callbacks)
         ):
             return
         of_dataset, of_class = known
@@ -131,12 +135,6 @@ class SavingMixin:
         states = {} if checkpoint is None else read_run_state(checkpoint).get("rng_state", {})
         if self.backend.name in states:
             self.backend.set_rng_state(states[self.backend.name])
-
-    def _resume_random_state(self) -> None:
-        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
-        self._load_rng_state(self._resumed_from)
-        if self.state.epoch % 1:
-            self._epoch_order.resume(read_run_state(self._resumed_from).get("epoch_rng_state"))
 
     def _make_up_for_evaluation(self) -> None:
         """Evaluate now what was due when the run was stopped."""
@@ -294,7 +292,11 @@ class SavingMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        state = {"epoch_rng_state": self._epoch_order.rng_state, **self.chips.batch_state(), **self.metrics.state()}
+        state = {
+            "epoch_rng_state": self._resumption.epoch_rng_state,
+            **self.chips.batch_state(),
+            **self.metrics.state(),
+        }
         if (rng_state := self.backend.rng_state()) is not None:
             state["rng_state"] = {self.backend.name: rng_state}
         if self._evaluation_due:
@@ -302,21 +304,35 @@ class SavingMixin:
         write_run_state(output_dir, state)
 
 
-def _is_known(callback: TrainerCallback) -> bool:
-    return type(callback).__module__.partition(".")[0] in ("hf_tpu_ext", "transformers", "trl")
-
-
 class _Resumption(TrainerCallback):
-    """Begins a run where the one that it resumes was left."""
+    """
+    Begins a run where the one that it resumes was left, and its first epoch with the host's random state of then.
+
+    A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of an epoch from it.
+    A run that is resumed inside the epoch draws the same order.
+    """
 
     def __init__(self, trainer: SavingMixin):
         self._trainer = trainer
+        #: The host's random state that the epoch began with.
+        self.epoch_rng_state: str | None = None
+        #: What the next epoch begins with.
+        self.resumed: str | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self._trainer
         if trainer._resumed_from is None:
             return
         control.should_training_stop = state.global_step >= state.max_steps
-        trainer._resume_random_state()
+        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
+        trainer._load_rng_state(trainer._resumed_from)
+        if state.epoch % 1:
+            self.resumed = read_run_state(trainer._resumed_from).get("epoch_rng_state")
         if trainer._evaluation_due:
             trainer._make_up_for_evaluation()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if self.resumed is not None:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self.resumed), dtype=torch.uint8))
+            self.resumed = None
+        self.epoch_rng_state = torch.get_rng_state().numpy().tobytes().hex()

@@ -10,18 +10,12 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig
 
 from ..backends import select_backend
+from .arguments import ADAMW_NAMES, HOST_SCALAR_NAMES
 from .configs import ExtensionArguments
 
 
 # Those whose class is of `torch.optim`, which takes no negative rate. Adafactor does.
-_REFUSE_NEGATIVE_RATES = {
-    OptimizerNames.ADAMW_TORCH,
-    OptimizerNames.ADAMW_TORCH_FUSED,
-    OptimizerNames.ADAMW_TORCH_XLA,
-    OptimizerNames.SGD,
-    OptimizerNames.ADAGRAD,
-    OptimizerNames.RMSPROP,
-}
+_REFUSE_NEGATIVE_RATES = ADAMW_NAMES | HOST_SCALAR_NAMES - {OptimizerNames.ADAFACTOR}
 
 
 def check_recipe(args: ExtensionArguments) -> None:
@@ -35,18 +29,9 @@ def check_recipe(args: ExtensionArguments) -> None:
 
 def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[str, Any]) -> None:
     """
-    Refuse what upstream runs into later, with a traceback. What upstream takes is taken.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments of the run.
-        static_shapes (`bool`):
-            Whether batches keep to declared shapes.
-        given (`Mapping[str, Any]`):
-            What the trainer was given, by the names of [`~transformers.Trainer`].
-
-    Raises:
-        `ValueError`: A setting cannot work; the message says what to set instead.
+    Refuse (`ValueError`) what upstream runs into later, with a traceback. What upstream takes is taken.
+    `static_shapes` is whether batches keep to declared shapes; `given` has what the trainer was given, by the names of
+    [`~transformers.Trainer`].
     """
     if given.get("train_dataset") is not None:
         _check_step(args, static_shapes)

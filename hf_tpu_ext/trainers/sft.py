@@ -6,13 +6,11 @@ from trl import SFTConfig, SFTTrainer
 
 from ..callbacks.samples import ShowSamples
 from ..data import PackedCollator
-from .checkpoints import leaving_no_empty_dir
 from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
 from .distillation import KD_METRICS, DistillationMixin, distills
 from .mixin import TPUTrainerMixin
 from .saving import UPSTREAM_METRICS
-from .upstream import default_arguments
 
 
 class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
@@ -20,7 +18,7 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     [`~trl.SFTTrainer`] that trains on TPU, GPU and CPU with the same arguments.
 
     Takes everything that [`~trl.SFTTrainer`] takes, a plain [`~trl.SFTConfig`] included, and logs the same metrics with
-    the same values.
+    the same values. Arguments are not changed. On XLA the batches of a data collator are padded to the declared lengths.
 
     Example:
 
@@ -35,20 +33,6 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
     >>> trainer.train()
     ```
 
-    Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            As [`~trl.SFTTrainer`].
-        args ([`TPUSFTConfig`] or [`~trl.SFTConfig`] or [`~transformers.TrainingArguments`], *optional*):
-            Arguments. They are not changed.
-        data_collator ([`~transformers.DataCollator`], *optional*):
-            As [`~trl.SFTTrainer`]. On XLA its batches are padded to the declared lengths.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            As [`~trl.SFTTrainer`].
-        eval_dataset ([`~datasets.Dataset`] or `dict`, *optional*):
-            As [`~trl.SFTTrainer`].
-        **kwargs:
-            [`~trl.SFTTrainer`]'s other arguments.
-
     Raises:
         `ValueError`: A setting or a dataset does not work; the message says what to do instead.
     """
@@ -58,29 +42,22 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
         ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss", *KD_METRICS),
     )
 
-    def __init__(
-        self,
-        model=None,
-        args: TrainingArguments | None = None,
-        data_collator=None,
-        train_dataset=None,
-        eval_dataset=None,
-        *rest,
-        **kwargs,
-    ):
-        for name, dataset in named_datasets(train_dataset, eval_dataset).items():
-            check_dataset(dataset, name, args, has_formatting_func=kwargs.get("formatting_func") is not None)
+    def _complete_arguments(self, args, model) -> TrainingArguments:
         if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):
             # Upstream would do so after the arguments were pointed to the device, and find another one.
             config_cls = TPUSFTConfig if isinstance(args, ExtensionArguments) else SFTConfig
-            args = config_cls(**{**args.to_dict(), "hub_token": args.hub_token})
-        args = default_arguments(type(self), model) if args is None else args
-        with leaving_no_empty_dir(args.output_dir):
-            super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
-            if distills(self.args):
-                self._prepare_teacher()
-            if isinstance(args, TPUSFTConfig) and args.show_samples:
-                self._show_samples(args.show_samples)
+            return config_cls(**{**args.to_dict(), "hub_token": args.hub_token})
+        return super()._complete_arguments(args, model)
+
+    def _check_data(self, given) -> None:
+        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+            check_dataset(dataset, name, given["args"], has_formatting_func=given.get("formatting_func") is not None)
+
+    def _finish_set_up(self) -> None:
+        if distills(self.args):
+            self._prepare_teacher()
+        if isinstance(self.args, TPUSFTConfig) and self.args.show_samples:
+            self._show_samples(self.args.show_samples)
 
     def _show_samples(self, count: int) -> None:
         if not isinstance(self.eval_dataset, Dataset):

@@ -1,100 +1,51 @@
-"""Where a trainer tells its phases, and what its logs show of them."""
+"""Logs of a trainer: what it trained with, and where the time went."""
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, asdict, fields
 from functools import cache, partial
-from importlib.metadata import version
-from importlib.util import find_spec
-from platform import python_version
-from typing import Any
 
+import torch
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
 
-from .. import __version__
-from ..callbacks.program_watch import ProgramEvent
 from ..callbacks.run_lines import RunLines
 from ..callbacks.run_record import RunRecord
 from ..callbacks.step_status import StepStatus
 from ..step.estimate import count_parameters, read_dimensions, step_flops
-from .dataset_checks import named_datasets
+from .run_facts import describe_run
 
 
-_PACKAGES = ("torch", "torch_xla", "transformers", "trl", "accelerate", "peft", "datasets")
+logger = logging.get_logger(__name__)
 
 
 class StatusMixin:
-    """The part of [`TPUTrainerMixin`] that times the phases of steps and puts them into logs, see [`StepStatus`]."""
+    """
+    The part of [`TPUTrainerMixin`] that logs: the loss and the metrics, which on XLA are read in one transfer, and the
+    phases of steps, see [`StepStatus`].
+    """
 
     #: What times the steps, or `None` with `step_status=False`.
     status: StepStatus | None = None
 
-    def start_status(self, wanted: bool) -> None:
-        """
-        Time the steps of the runs to come, if that is wanted.
-
-        Args:
-            wanted (`bool`):
-                As `step_status` in [`ExtensionArguments`].
-        """
-        if wanted:
-            self.status = StepStatus(self.backend, self._kind_of_step, self._flops_of_batch())
-            self.add_callback(self.status)
+    def start_status(self) -> None:
+        """Time the steps of the runs to come."""
+        self.status = StepStatus(self.backend, self._kind_of_step, self._flops_of_batch())
+        self.add_callback(self.status)
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
-        """
-        Keep a record of the runs to come, and have a report made of each.
-
-        Args:
-            args ([`~transformers.TrainingArguments`]):
-                Arguments as they were given.
-            lines ([`RunLines`]):
-                What finds out about the run when it begins.
-        """
-        describe = partial(self._describe_run, args, lines)
-        self.add_callback(RunRecord(self.backend, describe, self.status, self._compiled_programs))
-
-    def _compiled_programs(self) -> Sequence[ProgramEvent]:
-        return self.watch.events if self.backend.traces_steps else ()
-
-    def _describe_run(self, args: TrainingArguments, lines: RunLines) -> dict[str, Any]:
-        """What the record of a run says of it, as JSON."""
-        model, config = unwrap_peft_model(self.model), args.to_dict()
-        parameters, trained = count_parameters(self.model)
-        return {
-            "versions": find_versions(),
-            "arguments": config,
-            "changed": sorted(name for name in changed_arguments(args) if name in config),
-            "model": {
-                "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
-                "parameters": parameters,
-                "trained": trained,
-            },
-            "rows": {
-                name: len(dataset)
-                for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
-                if isinstance(dataset, Sized)
-            },
-            "backend": {
-                "name": self.backend.name,
-                "device": self.backend.device_name,
-                "reason": self.backend.reason,
-                "chips": self.backend.num_chips,
-                "memory_per_chip": self.backend.memory_per_chip,
-            },
-            "facts": asdict(self._run_facts() if lines.facts is None else lines.facts),
-        }
+        """Keep a record of the runs to come, with the arguments as they were given, and make a report of each."""
+        self.add_callback(
+            RunRecord(
+                self.backend,
+                lambda: describe_run(self, args, lines.facts),
+                self.status,
+                lambda: self.watch.events if self.backend.traces_steps else (),
+            )
+        )
 
     def phase(self, name: str) -> AbstractContextManager:
-        """
-        Context that is a phase of a step.
-
-        Args:
-            name (`str`):
-                Its name in logs, after `phase/`.
-        """
+        """Context that is a phase of a step, by its name in logs after `phase/`."""
         return nullcontext() if self.status is None else self.status.clock.phase(name)
 
     def begin_read(self) -> None:
@@ -111,30 +62,72 @@ class StatusMixin:
         """What counts the arithmetic of a batch of a shape, where this model can be counted."""
         model = unwrap_peft_model(self.model)
         dimensions = read_dimensions(model.config) if isinstance(model, PreTrainedModel) else None
-        if dimensions is None:
+        # A teacher or a reference takes part of the time.
+        if dimensions is None or self._runs_other_passes:
             return None
         parameters, trained = count_parameters(self.model)
         return cache(partial(step_flops, dimensions, adapters=trained if trained < parameters else None))
+
+    def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
+        """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
+        with self.phase("device"):
+            fetched = self.backend.fetch(
+                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.metrics.tensors("train")},
+                self.begin_read,
+            )
+        window = self.loss_log.read(fetched["loss"])
+        self.metrics.take("train", fetched["metrics"])
+        # One NaN would stay in upstream's own sum for good.
+        self.steps.reset_upstream_loss()
+        self._total_loss_scalar += window.total
+        if window.finite_steps < window.steps:
+            step = self.state.global_step - window.steps + window.first_nonfinite
+            logger.warning(
+                f"The loss was NaN or infinite at step {step} ({window.steps - window.finite_steps} of the "
+                f"{window.steps} steps since the last log); the logged loss is the mean of the others."
+            )
+        read = {"loss": window.mean}
+        if grad_norm is not None:
+            value = fetched["grad_norm"]
+            read["grad_norm"] = value.item() if isinstance(value, torch.Tensor) else value
+        return read
 
     # ---- Upstream's hooks ----
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.status is not None:
             self.status.end_step()
-        with self.phase("data"):
+        with self.phase("data"), self.copies.not_made():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+    def _maybe_log_save_evaluate(
+        self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
+    ) -> None:
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        if self.backend.metrics_on_device or not logs:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-            return
-        # Upstream reads what it logs in here.
-        if self.status is not None:
+        reads = nullcontext()
+        if logs and self.backend.metrics_on_device:
+            # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
+            # afterwards, since this one is noted as the last.
+            read = self._read_train_metrics(grad_norm)
+            read["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
+            self._globalstep_last_logged = self.state.global_step
+            self.store_flos()
+            self.log(read, start_time)
+        elif logs and self.status is not None:
             with self.phase("device"):
                 self.backend.wait()
-        with self.phase("read"):
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+            # Upstream reads what it logs in here.
+            reads = self.phase("read")
+        with reads:
+            super()._maybe_log_save_evaluate(
+                tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
+            )
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        if self.backend.metrics_on_device:
+            self._read_train_metrics()
+            self._tr_loss = torch.zeros(())
+        return super()._finalize_training(trial, num_train_samples, start_time)
 
     def log(self, logs, start_time=None) -> None:
         if self.status is not None and "loss" in logs:
@@ -143,36 +136,10 @@ class StatusMixin:
             super().log(logs, start_time)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        self.followed.take_up()
         with self.phase("eval"):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _save_checkpoint(self, model, trial) -> None:
         with self.phase("save"):
             super()._save_checkpoint(model, trial)
-
-
-def find_versions() -> dict[str, str]:
-    """The versions that a run depends on, by name."""
-    found = {name: version(name) for name in _PACKAGES if find_spec(name) is not None}
-    return {"python": python_version(), "hf_tpu_ext": __version__, **found}
-
-
-def changed_arguments(args: TrainingArguments) -> list[str]:
-    """
-    List what a person has set.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Arguments.
-
-    Returns:
-        `list[str]`: Names of the fields whose value is not the default.
-    """
-    changed = []
-    for field in fields(args):
-        value = vars(args)[field.name]
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        # Upstream makes these two of what was left out.
-        if value != default and value != [] and not isinstance(value, AcceleratorConfig):
-            changed.append(field.name)
-    return changed

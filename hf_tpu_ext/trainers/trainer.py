@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from .configs import TPUTrainingArguments
-from .dataset_checks import check_has_rows, named_datasets
 from .mixin import TPUTrainerMixin
 from .saving import UPSTREAM_METRICS
 
@@ -18,17 +18,8 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
     """
     [`~transformers.Trainer`] that trains on TPU, GPU and CPU with the same arguments.
 
-    Takes everything that [`~transformers.Trainer`] takes, a plain [`~transformers.TrainingArguments`] included.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`], *optional*):
-            As [`~transformers.Trainer`].
-        args ([`TPUTrainingArguments`] or [`~transformers.TrainingArguments`], *optional*):
-            Arguments. They are not changed.
-        *rest:
-            As [`~transformers.Trainer`].
-        **kwargs:
-            As [`~transformers.Trainer`].
+    Takes everything that [`~transformers.Trainer`] takes, a plain [`~transformers.TrainingArguments`] included. Arguments
+    are not changed.
 
     Raises:
         `ValueError`: A setting or a dataset does not work; the message says what to do instead.
@@ -36,56 +27,24 @@ class TPUTrainer(TPUTrainerMixin, Trainer):
 
     evaluation_metrics = (UPSTREAM_METRICS, ())
 
-    def __init__(
-        self,
-        model=None,
-        args: TrainingArguments | None = None,
-        data_collator=None,
-        train_dataset=None,
-        eval_dataset=None,
-        *rest,
-        **kwargs,
-    ):
-        for name, dataset in named_datasets(train_dataset, eval_dataset).items():
-            check_has_rows(dataset, name)
-        super().__init__(model, args, data_collator, train_dataset, eval_dataset, *rest, **kwargs)
-
     _config_name = TPUTrainingArguments.__name__
 
     def _make_batches_static(self) -> None:
         if "attention_mask" in inspect.signature(unwrap_peft_model(self.model).forward).parameters:
-            self.data_collator = AttentionMaskCollator(self.data_collator)
+            self.data_collator = partial(collate_with_mask, self.data_collator)
         super()._make_batches_static()
 
 
-class AttentionMaskCollator:
+def collate_with_mask(collator: Callable[[list], Mapping[str, Any]], examples: list) -> dict[str, Any]:
     """
-    Wraps a data collator and adds the attention mask that it leaves out: all ones, since it masks nothing by then.
+    Collates examples and adds the int64 attention mask `(batch, length)` that a collator leaves out: all ones, since it
+    masks nothing by then.
 
     Without a mask, transformers looks on the host at every step whether the positions restart within a row, and a
     bidirectional model would attend to the padding that is added next. Batches that bring positions of their own are left
-    alone.
-
-    Args:
-        collator (`Callable`):
-            Data collator to wrap.
+    alone, and so are those without `input_ids`.
     """
-
-    def __init__(self, collator: Callable[[list], Mapping[str, Any]]):
-        self.collator = collator
-
-    def __call__(self, examples: list) -> dict[str, Any]:
-        """
-        Collates `examples`.
-
-        Args:
-            examples (`list`):
-                Examples as `collator` takes them.
-
-        Returns:
-            `dict[str, Any]`: The batch, with an int64 `attention_mask` of shape `(batch, length)` if it has `input_ids`.
-        """
-        batch = dict(self.collator(examples))
-        if "input_ids" in batch and "position_ids" not in batch:
-            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
-        return batch
+    batch = dict(collator(examples))
+    if "input_ids" in batch and "position_ids" not in batch:
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    return batch

@@ -10,15 +10,14 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..step.activation_checkpointing import rematerialize
-from ..step.gradients import StepGradients
-from ..step.optimizer import LazyAdamW, clip_gradients
+from ..step.optimizer import LazyAdamW, StepGradients, clip_gradients
 from ..step.python_state import PythonState
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP, StepReplay, warn_not_replayed
 from .own_code import (
+    HOOKS_OF_ALL_MODULES,
     attributes_of_a_step,
     draws_other_layers,
     find_own_code,
-    hooks_of_all_modules,
     namespaces_of_a_step,
 )
 
@@ -78,7 +77,7 @@ class TrainingSteps(TrainerCallback):
             optimizer.create_state()
         self.keep_gradients()
         trainer.chips.shard_training_state(model, optimizer)
-        trainer.separate_copies(model)
+        trainer.copies.separate(model)
         self._start_replay(model)
         trainer.watching.begin()
         self.reset_upstream_loss()
@@ -126,33 +125,23 @@ class TrainingSteps(TrainerCallback):
 
     def run(self, model, inputs, num_items_in_batch, trace: Callable) -> torch.Tensor:
         """
-        Begin a micro-step, and trace it unless it is replayed.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                As upstream's `training_step` takes it.
-            inputs (`dict[str, Any]`):
-                Batch on the host.
-            num_items_in_batch (`torch.Tensor`, *optional*):
-                As upstream's `training_step` takes it.
-            trace (`Callable`):
-                Called with these three to compute the loss and the gradients.
-
-        Returns:
-            `torch.Tensor` of shape `()`: What upstream adds to the loss that it would log. With replay that is 0: the loss
-            is kept by [`LossLog`].
+        Begin a micro-step, and unless it is replayed, trace it: `trace` is called with the other arguments, which are
+        those of upstream's `training_step`. Returned is what upstream adds to the loss that it would log. With replay
+        that is 0: the loss is kept by [`LossLog`].
         """
         trainer = self._trainer
         self.data = trainer.backend.send(trainer._step_data())
         self._follow_optimizer()
         self._under_way = OPTIMIZER_STEP if self._updates else MICRO_STEP
         if self.replay is None:
-            with trainer._copies_as_ever():
+            with trainer.copies.not_made():
                 loss = trace(model, inputs, num_items_in_batch)
             self._leave_out_unused()
             return loss
-        with trainer._copies_as_ever():
-            self.replay.enter_training_mode()
+        with trainer.copies.not_made():
+            if not model.training:
+                # Upstream does so at each step.
+                model.train()
             batch = trainer._send_batch(inputs)
         data = {
             **batch,
@@ -229,16 +218,7 @@ class TrainingSteps(TrainerCallback):
         return self.replay.grad_norm if self.replays else clip_gradients(model, self._trainer.args.max_grad_norm)
 
     def keep_norm(self, find_norm: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """
-        Keep the norm of the gradients where a replayed step puts it.
-
-        Args:
-            find_norm (`Callable`):
-                Computes it.
-
-        Returns:
-            `torch.Tensor` of shape `()`: The norm.
-        """
+        """The norm of the gradients, computed by `find_norm`, and kept where a replayed step puts it."""
         if self.replay is None:
             return find_norm()
         if not self.replay.replays:
@@ -265,7 +245,7 @@ class TrainingSteps(TrainerCallback):
             note=partial(self._note_python_state, models),
             settings=self._settings,
             why_not=why_not,
-            copies=trainer._copies,
+            copies=trainer.copies.context,
             assume_pure=wanted is True,
         )
 
@@ -296,7 +276,7 @@ class TrainingSteps(TrainerCallback):
                 # Each module has it, too.
                 roots.setdefault("model.config", unwrapped.config)
         roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
-        roots |= hooks_of_all_modules()
+        roots |= HOOKS_OF_ALL_MODULES
         attributes = {
             "trainer": (self._trainer, attributes_of_a_step(self._trainer)),
             "optimizer": (self._optimizer, ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),

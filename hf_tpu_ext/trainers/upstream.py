@@ -17,16 +17,7 @@ _GENERATE = {"DistillationTrainer", "GKDTrainer", "GRPOTrainer", "OnlineDPOTrain
 
 
 def upstream_of(cls: type[Trainer]) -> type[Trainer]:
-    """
-    Find the upstream class of a trainer.
-
-    Args:
-        cls (`type`):
-            Class of the trainer.
-
-    Returns:
-        `type`: The first of its bases that is of transformers or TRL.
-    """
+    """The first base of a trainer class that is of transformers or TRL."""
     return next(
         owner
         for owner in cls.__mro__
@@ -36,16 +27,8 @@ def upstream_of(cls: type[Trainer]) -> type[Trainer]:
 
 def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     """
-    Refuse trainers and data that cannot work on XLA, before a model is loaded.
-
-    Args:
-        cls (`type`):
-            Class of the trainer.
-        given (`Mapping[str, Any]`):
-            What it was given, by name.
-
-    Raises:
-        `ValueError`: The trainer writes text within its steps, or the dataset has images.
+    Refuse what cannot work on XLA (`ValueError`), before a model is loaded: trainers that write text within their
+    steps, and datasets with images. `given` has what the trainer was given, by name.
     """
     upstream = upstream_of(cls)
     generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
@@ -62,18 +45,7 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
 
 
 def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
-    """
-    Make the arguments that upstream makes where none are given.
-
-    Args:
-        cls (`type`):
-            Class of the trainer.
-        model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Model, or its name.
-
-    Returns:
-        [`~transformers.TrainingArguments`]: Of the class that upstream takes.
-    """
+    """Make the arguments that upstream makes where none are given, from the model or its name."""
     upstream = upstream_of(cls)
     if upstream is Trainer:
         return TrainingArguments(output_dir="tmp_trainer")
@@ -86,14 +58,9 @@ def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
 @contextmanager
 def upstream_names(cls: type[Trainer], **replacements: Callable) -> Iterator[None]:
     """
-    Within this context, functions that the module of upstream's trainer has by these names are replaced.
-
-    Args:
-        cls (`type`):
-            Class of the trainer.
-        replacements (`Callable`):
-            What is called in their place, with their arguments and the function itself under its name. A name that the
-            module does not have is left out.
+    Within this context, functions that the module of upstream's trainer has by these names are replaced. In their place
+    `replacements` are called, with their arguments and the function itself under its name. A name that the module does not
+    have is left out.
     """
     names = vars(sys.modules[upstream_of(cls).__module__])
     replaced = {name: names[name] for name in replacements if name in names}
@@ -109,11 +76,7 @@ def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
     """
     Context within which a trainer of TRL leaves activation checkpointing on where it runs a model without gradients.
 
-    Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step. Without
-    gradients nothing is kept for the backward pass anyway.
-
-    Args:
-        cls (`type`):
-            Class of the trainer.
+    Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step.
+    Without gradients nothing is kept for the backward pass anyway.
     """
     return upstream_names(cls, disable_gradient_checkpointing=lambda *_, **__: nullcontext())

@@ -74,10 +74,7 @@ class WarmUpMixin(EveryLengthMixin):
         super().__init__(args=args, **kwargs)
 
     def train(self, *args, **kwargs) -> None:
-        """
-        Compile the programs, in place of training, and raise [`WarmedUp`]. Rows that are not tokens are a
-        `ValueError`.
-        """
+        """Compile the programs instead of training, and raise [`WarmedUp`]. Rows without tokens are a `ValueError`."""
         num_programs = len(self.train_rows) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         if self.eval_dataset is not None:
             num_programs += len(self.eval_rows)

@@ -14,6 +14,7 @@ from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.recompile_cause import BatchEntry, ParameterFacts, StepFacts
 from ..callbacks.recompile_monitor import RecompileMonitor
 from ..callbacks.source_lines import describe_line, package_of
+from ..formatting import dtype_name
 from ..step.module_settings import settings_of
 from ..step.optimizer import LazyAdamW
 from .own_code import is_known, names_of_a_step
@@ -21,13 +22,8 @@ from .own_code import is_known, names_of_a_step
 
 class TrainerWatch:
     """
-    Has the programs of a trainer counted, timed and, where one is compiled again, explained.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer, before its data collator is wrapped.
-        max_recompiles (`int`, *optional*):
-            As in [`ExtensionArguments`].
+    Has the programs of a trainer counted, timed and, where one is compiled again, explained. It is made before the
+    data collator is wrapped. `max_recompiles` is as in [`ExtensionArguments`].
     """
 
     def __init__(self, trainer, max_recompiles: int | None):
@@ -60,13 +56,7 @@ class TrainerWatch:
         self.monitor.close()
 
     def note_batch(self, inputs: Mapping[str, Any]) -> None:
-        """
-        Note the batch under way.
-
-        Args:
-            inputs (`Mapping[str, Any]`):
-                The batch, on the host.
-        """
+        """Note the batch under way, on the host."""
         tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
         self.batch = inputs
         if self._trainer.model.training and self.programs.step is not None:
@@ -77,18 +67,9 @@ class TrainerWatch:
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
         """
-        End the program recorded so far, and note what it depends on if it is compiled.
-
-        Args:
-            kind (`str`):
-                What it does.
-            where (`str`):
-                Place in the run.
-            run (`Callable[[], Program | None]`, *optional*):
-                Compiles and starts it, by default [`Backend.end_step`].
-
-        Returns:
-            [`Program`] or `None`: What `run` returned.
+        End the program recorded so far, and note what it depends on if it is compiled. Messages name what it does and
+        its place in the run. `run`, by default [`Backend.end_step`], compiles and starts it; what it gives is
+        returned.
         """
         known = len(self.programs.events)
         program = self.programs.end(kind, self.batch_shape, where, run)
@@ -130,7 +111,7 @@ class TrainerWatch:
             batch={key: _entry(value) for key, value in self.batch.items()},
             batch_source=_source_of(self._callers_collator),
             parameters={
-                name: ParameterFacts(parameter.requires_grad, _name_of(parameter.dtype), str(tuple(parameter.shape)))
+                name: ParameterFacts(parameter.requires_grad, dtype_name(parameter.dtype), str(tuple(parameter.shape)))
                 for name, parameter in self._trainer.model.named_parameters()
             },
             settings=settings,
@@ -151,13 +132,9 @@ def _describe_code(code: Callable) -> str:
     return name if package_of(line.file) else f"{name}, {describe_line(line)}"
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _entry(value: Any) -> BatchEntry:
     if isinstance(value, torch.Tensor):
-        return BatchEntry(_name_of(value.dtype), str(tuple(value.shape)))
+        return BatchEntry(dtype_name(value.dtype), str(tuple(value.shape)))
     return BatchEntry("", repr(value))
 
 

@@ -15,7 +15,7 @@ from hf_tpu_ext.backends.detect import BACKENDS
 from hf_tpu_ext.backends.folded_numbers import describe_number
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.sharding.per_chip import FullToShard, ShardToFull
-from hf_tpu_ext.sharding.placement import place_model
+from hf_tpu_ext.sharding.plan import place_model
 from hf_tpu_ext.step.seeded_dropout import draw_seeds
 from hf_tpu_ext.trainers import TPUSFTConfig
 

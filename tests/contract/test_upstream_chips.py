@@ -16,7 +16,7 @@ from trl import SFTConfig
 from trl.trainer.sft_trainer import add_fused_lm_head
 
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.trainers.process_batch import count_all_chips
+from hf_tpu_ext.trainers.chips import count_all_chips
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def rows_of(loader):
 
 def test_the_batch_of_an_argument_is_that_of_the_loader(stock):
     """
-    trainers/process_batch.py says in `train_batch_size` and `eval_batch_size` what a process takes at once, which upstream
+    trainers/chips.py says in `train_batch_size` and `eval_batch_size` what a process takes at once, which upstream
     reads, while the rows per device stay as they were given.
     """
     trainer = stock.trainer(per_device_train_batch_size=4, per_device_eval_batch_size=1)

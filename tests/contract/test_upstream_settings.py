@@ -57,7 +57,6 @@ def test_defaults_that_are_replaced(stock):
         del expected["activation_checkpointing"]
     actual = {name: vars(config)[name] for name in expected}
     assert actual == expected, "TRL's defaults have changed; see trainers/arguments.py and docs/"
-    assert (SFTConfig.dataset_text_field, SFTConfig.dataset_kwargs) == ("text", None), "trainers/dataset_checks.py"
 
 
 def test_arguments_that_are_set(stock):
@@ -99,7 +98,7 @@ def test_bf16_is_checked_through_a_name_of_the_module(stock, monkeypatch):
 
 
 def test_optimizer_names():
-    names = arguments.ADAMW_NAMES | arguments._HOST_SCALAR_NAMES
+    names = arguments.ADAMW_NAMES | arguments.HOST_SCALAR_NAMES
     assert all(OptimizerNames(name.value) is name for name in names)
     config = TrainingArguments("unused", use_cpu=True, optim="adamw_torch", learning_rate=3e-4, adam_beta2=0.95)
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(config, None)

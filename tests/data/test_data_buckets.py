@@ -14,20 +14,18 @@ def padded_size(lengths, buckets):
 
 
 @pytest.mark.parametrize(
-    ("length", "max_length", "multiple_of", "expected"),
+    ("length", "max_length", "expected"),
     [
-        (1, 1024, None, 8),
-        (8, 1024, None, 8),
-        (130, 1024, None, 136),
-        (511, 1024, None, 512),
-        (513, 1024, None, 640),
-        (1000, 1000, None, 1000),
-        (61, 64, 128, 64),
-        (130, 1024, 128, 256),
+        (1, 1024, 8),
+        (8, 1024, 8),
+        (130, 1024, 136),
+        (511, 1024, 512),
+        (513, 1024, 640),
+        (1000, 1000, 1000),
     ],
 )
-def test_round_up_length(length, max_length, multiple_of, expected):
-    assert round_up_length(length, max_length, multiple_of) == expected
+def test_round_up_length(length, max_length, expected):
+    assert round_up_length(length, max_length) == expected
 
 
 def test_buckets_are_distinct_rounded_and_fit_every_length():
@@ -59,7 +57,6 @@ def test_buckets_pad_no_more_than_any_other_choice():
 def test_buckets_follow_clusters_of_lengths():
     lengths = [20, 30, 40] * 100 + [700] * 10
     assert percentile_buckets(lengths, 2, 1024) == [40, 768]
-    assert percentile_buckets(lengths, 2, 1024, multiple_of=128) == [128, 768]
     assert percentile_buckets([77] * 10, 4, 1024) == [80]
 
 

@@ -76,7 +76,6 @@ def test_bytes_on_a_chip():
         plan = ShardingPlan(model, mesh)
         assert plan.weight_bytes_per_chip == frozen // parts + split // parts + whole
         assert plan.state_bytes_per_chip() == frozen // parts + 4 * (split // parts + whole)
-        assert plan.state_bytes_per_chip(moments=0) == frozen // parts + 2 * (split // parts + whole)
 
 
 def test_dtype_counts():
@@ -160,13 +159,6 @@ def test_advice_where_splitting_is_not_enough():
     for mesh in (WHOLE, SPLIT, {"data": 1, "fsdp": 1}):
         advice = advise_sharding(Small(), mesh, split - 1)
         assert "mesh=fsdp" not in advice and "use_peft: true" in advice and "more chips" in advice
-
-
-def test_advice_counts_the_moments():
-    model = Small()
-    without = ShardingPlan(model, WHOLE).state_bytes_per_chip(moments=0)
-    assert advise_sharding(model, WHOLE, without, moments=0) is None
-    assert advise_sharding(model, WHOLE, without) is not None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_tpu_ext.step.gradients import StepGradients
+from hf_tpu_ext.step.optimizer import StepGradients
 
 
 def model():

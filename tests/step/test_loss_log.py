@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_tpu_ext.step.loss_log import LossLog
+from hf_tpu_ext.step.metrics import LossLog
 
 
 NAN, INF = float("nan"), float("inf")

@@ -1,6 +1,7 @@
 """What cannot work is refused with the fix, before anything is compiled; and the caller's arguments are not touched."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.trainers.trainer import AttentionMaskCollator
+from hf_tpu_ext.trainers.trainer import collate_with_mask
 
 
 QUESTIONS = Dataset.from_list([{"question": "a?", "answer": "b"}] * 4)
@@ -217,11 +218,9 @@ def empty_stream():
 @pytest.mark.parametrize("empty", [QUESTIONS.select([]), empty_stream()], ids=["dataset", "stream"])
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 def test_empty_dataset(runs, empty, name, tmp_path):
-    for trainer, args in (
-        (TPUSFTTrainer, runs.config()),
-        (TPUTrainer, TrainingArguments(str(tmp_path), report_to="none")),
-    ):
-        refused([f"{name} is empty", "split"], lambda: runs.trainer(trainer, args, **{name: empty}))  # noqa: B023
+    args = TrainingArguments(str(tmp_path), report_to="none")
+    for make in (partial(runs.trainer, TPUSFTTrainer, runs.config()), partial(TPUTrainer, args=args)):
+        refused([f"{name} is empty", "split"], partial(make, **{name: empty}))
 
 
 def test_images(runs):
@@ -328,7 +327,7 @@ def test_a_mask_that_the_collator_leaves_out_costs_no_reads(general, dataset):
 
 def test_masks_and_positions_of_a_batch_are_left_alone():
     ids, given = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    collate = AttentionMaskCollator(lambda rows: rows[0])
+    collate = partial(collate_with_mask, lambda rows: rows[0])
     assert collate([{"input_ids": ids}])["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert collate([{"input_ids": ids, "attention_mask": given}])["attention_mask"] is given
     for batch in ({"input_ids": ids, "position_ids": ids}, {"pixel_values": ids}):

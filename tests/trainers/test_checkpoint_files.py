@@ -14,17 +14,17 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTTrainer
-from hf_tpu_ext.trainers.checkpoint_files import (
+from hf_tpu_ext.trainers.checkpoints import (
     MANIFEST_NAME,
     checkpoints_by_step,
     delete_old,
+    find_checkpoint,
     find_damage,
     move_into_place,
     remove_leftovers,
     seal,
     temporary_dir,
 )
-from hf_tpu_ext.trainers.checkpoints import find_checkpoint
 
 
 def write_checkpoint(run_dir, step, seed=0):
