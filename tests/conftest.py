@@ -14,7 +14,8 @@ os.environ["XLA_COMPILATION_CACHE_SIZE"] = "64"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Of a program that runs a few times, making machine code takes nine tenths of what compiling it takes: LLVM's passes two
-# thirds, and MLIR's emitters of fused operators most of the rest. What XLA does before, on HLO, is as in any run.
+# thirds, and MLIR's emitters of fused operators most of the rest. What XLA does before, on HLO, is as in any run, up to what
+# is fused with what.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
