@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 
 PREPARE = """
 import torch
@@ -82,27 +80,27 @@ assert model.second.weight is model.first.weight
 """)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_every_chip_draws_its_own_dropout(recomputed):
-    run_on_eight(f"""
-recomputed = {recomputed}
-model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4096, 1, bias=False))
-local = LocalGradients(place(model), backend, accumulates=True)
-rows = backend.send_rows(torch.ones(8, 4096), 8)
-with local.micro_step(closing=False):
-    row = backend.manual_sharding.full_to_shard(rows, by_rows=True).requires_grad_()
-    loss = (checkpoint(model, row, use_reentrant=True) if recomputed else model(row)).sum()
-    loss.backward()
-    losses = backend.manual_sharding.shard_to_full(loss.reshape(1))
-assert "forward" not in vars(model[0])
-(gradients,) = backend.fetch(list(local._sums.values()))  # (chips, 1, 4096): the inputs that were kept
-gradients = gradients[:, 0]
-assert set(gradients.unique().tolist()) == {{0.0, torch.tensor(1.0).div(0.75).item()}}
-kept = (gradients > 0).float()
-assert ((kept.mean(1) - 0.75).abs() < 0.05).all()
-for one in range(8):
-    for other in range(one):
-        assert 0.25 < (kept[one] != kept[other]).float().mean() < 0.5
-# The backward pass saw the numbers of the forward pass, recomputed or not.
-torch.testing.assert_close(backend.fetch(losses), gradients @ model[1].weight.detach().cpu()[0])
+def test_every_chip_draws_its_own_dropout():
+    """Recomputed in the backward pass or not."""
+    run_on_eight("""
+for recomputed in (False, True):
+    model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4096, 1, bias=False))
+    local = LocalGradients(place(model), backend, accumulates=True)
+    rows = backend.send_rows(torch.ones(8, 4096), 8)
+    with local.micro_step(closing=False):
+        row = backend.manual_sharding.full_to_shard(rows, by_rows=True).requires_grad_()
+        loss = (checkpoint(model, row, use_reentrant=True) if recomputed else model(row)).sum()
+        loss.backward()
+        losses = backend.manual_sharding.shard_to_full(loss.reshape(1))
+    assert "forward" not in vars(model[0])
+    (gradients,) = backend.fetch(list(local._sums.values()))  # (chips, 1, 4096): the inputs that were kept
+    gradients = gradients[:, 0]
+    assert set(gradients.unique().tolist()) == {0.0, torch.tensor(1.0).div(0.75).item()}
+    kept = (gradients > 0).float()
+    assert ((kept.mean(1) - 0.75).abs() < 0.05).all()
+    for one in range(8):
+        for other in range(one):
+            assert 0.25 < (kept[one] != kept[other]).float().mean() < 0.5
+    # The backward pass saw the numbers of the forward pass, recomputed or not.
+    torch.testing.assert_close(backend.fetch(losses), gradients @ model[1].weight.detach().cpu()[0])
 """)

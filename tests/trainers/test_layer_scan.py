@@ -154,12 +154,18 @@ def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, m
 
 def test_auto_is_on_for_deep_models_that_checkpoint(runs, scanned, make):
     deep = dict(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
-    auto = dict(config_cls=TPUSFTConfig, scan_layers="auto", max_steps=1)
-    assert runs.ours(model=make(**deep), **auto).layers.stack is not None
-    assert runs.ours(model=make(), **auto).layers.stack is None
+
+    def is_loop(model, **config):
+        trainer = runs.ours(model, train=False, **config)
+        trainer.create_optimizer()
+        return trainer.layers.stack is not None
+
+    auto = dict(config_cls=TPUSFTConfig, scan_layers="auto")
+    assert is_loop(make(**deep), **auto)
+    assert not is_loop(make(), **auto)
     # What a plain SFTConfig gets.
-    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=True).layers.stack is not None
-    assert runs.ours(model=make(**deep), max_steps=1, gradient_checkpointing=False).layers.stack is None
+    assert is_loop(make(**deep), gradient_checkpointing=True)
+    assert not is_loop(make(**deep), gradient_checkpointing=False)
 
 
 def test_the_steps_are_one_program(xla, scanned, make):
