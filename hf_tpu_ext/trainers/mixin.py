@@ -51,7 +51,7 @@ from .saving import SavingMixin
 from .setting_checks import check_settings
 from .status import StatusMixin
 from .training_steps import TrainingSteps
-from .upstream import check_trainer, checkpointing_left_on, default_arguments
+from .upstream import check_trainer, checkpointing_left_on, default_arguments, loads_model
 from .watching import TrainerWatch
 
 
@@ -121,7 +121,7 @@ class TPUTrainerMixin(
                 model.tie_weights()
         of_host = self.backend.prepare_host()
         self.compiled = (
-            compile_arguments(args, loads_model=isinstance(model, str), num_chips=self.backend.num_chips)
+            compile_arguments(args, loads_model(args, given), self.backend.num_chips)
             if self.backend.unknown_upstream
             else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
         )
@@ -186,7 +186,7 @@ class TPUTrainerMixin(
         model = unwrap_peft_model(self.model)
         if not isinstance(model, PreTrainedModel) or self.compiled.rematerialization == "none":
             return
-        if vars(model.config.get_text_config()).get("output_router_logits"):
+        if self._balances_experts or vars(model.config.get_text_config()).get("output_router_logits"):
             # XLA's checkpoint runs the layers without a graph first, and that is when the router's logits are collected.
             self.compiled.rematerialization = "none"
             set_gradient_checkpointing(self.args, False)
@@ -331,7 +331,7 @@ class TPUTrainerMixin(
     @contextmanager
     def _micro_steps_as_data(self) -> Iterator[None]:
         """Within this context, the number of micro-steps is on the device: there are fewer at the end of an epoch."""
-        if not self._loss_counts_micro_steps:
+        if not self._balances_experts:
             yield
             return
         number = self.current_gradient_accumulation_steps
@@ -343,13 +343,13 @@ class TPUTrainerMixin(
             self.current_gradient_accumulation_steps = number
 
     @property
-    def _loss_counts_micro_steps(self) -> bool:
-        """Whether upstream's loss divides a part of it, the load-balancing loss of experts, by the number of micro-steps."""
+    def _balances_experts(self) -> bool:
+        """Whether upstream's loss has a part for the load of the experts, which SFT divides by the number of micro-steps."""
         return bool(vars(self).get("aux_loss_enabled"))
 
     def _step_data(self) -> dict[str, torch.Tensor]:
         """Numbers on the host, besides the batch, that a step needs on the device."""
-        if not self._loss_counts_micro_steps:
+        if not self._balances_experts:
             return {}
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
