@@ -310,7 +310,7 @@ class TPUTrainerMixin(
             head_computed_by(partial(score_tokens, self.backend)),
             self.chips.tokens_stay_on_chips(),
             self._sums_over_chips(),
-            self._micro_steps_as_data(),
+            self._micro_steps_as_data({} if self.model.training else self._data_of_evaluation()),
             checkpointing_left_on(type(self)),
             self.metrics.deferred(),
         ):
@@ -329,14 +329,13 @@ class TPUTrainerMixin(
             del self.accelerator.gather_for_metrics
 
     @contextmanager
-    def _micro_steps_as_data(self) -> Iterator[None]:
-        """Within this context, the number of micro-steps is on the device: there are fewer at the end of an epoch."""
-        if not self._balances_experts:
+    def _micro_steps_as_data(self, sent: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Within this context, the number of micro-steps is what was sent: there are fewer at the end of an epoch."""
+        if "micro_steps" not in sent:
             yield
             return
         number = self.current_gradient_accumulation_steps
-        data = self.steps.data if self.model.training else self.backend.send(self._step_data())
-        self.current_gradient_accumulation_steps = data["micro_steps"]
+        self.current_gradient_accumulation_steps = sent["micro_steps"]
         try:
             yield
         finally:
@@ -344,14 +343,19 @@ class TPUTrainerMixin(
 
     @property
     def _balances_experts(self) -> bool:
-        """Whether upstream's loss has a part for the load of the experts, which SFT divides by the number of micro-steps."""
+        """Whether upstream's loss has a part for the load of the experts."""
         return bool(vars(self).get("aux_loss_enabled"))
 
     def _step_data(self) -> dict[str, torch.Tensor]:
         """Numbers on the host, besides the batch, that a step needs on the device."""
-        if not self._balances_experts:
+        if self.args.gradient_accumulation_steps == 1:
             return {}
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
+
+    def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
+        # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
+        steps = self._balances_experts and "current_gradient_accumulation_steps" in vars(self)
+        return self.backend.send(self._step_data()) if steps else {}
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.static_shapes or "input_ids" not in inputs:
@@ -373,11 +377,12 @@ class TPUTrainerMixin(
         if self.chips.local_gradients is not None and not self.chips.local_gradients.are_of(model):
             self.chips.local_gradients = None
             self.chips.keep_gradients_local(model)
-        if self.chips.local_gradients is None:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        else:
-            with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
-                loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
+        with self._micro_steps_as_data(self.steps.data):
+            if self.chips.local_gradients is None:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            else:
+                with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
+                    loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
         if self.steps.replay is not None or not self._override_returns_loss:
             self._log_step_loss(loss)
         return loss

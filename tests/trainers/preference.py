@@ -1,5 +1,6 @@
 """Trainings with preferences by upstream's trainers on eager CPU and by this package's on XLA, and what is compared."""
 
+import copy
 import random
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,11 +24,11 @@ from hf_tpu_ext import (
     TPURewardTrainer,
 )
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.trainers import ExtensionArguments
 
 
-STEPS = 20
-ROWS = 22
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "init_lora_weights": False}
+STEPS, ROWS, EVAL_EVERY = 20, 22, 6
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 STOCK = {
     "dpo": (DPOTrainer, DPOConfig),
     "reward": (RewardTrainer, RewardConfig),
@@ -41,8 +42,8 @@ OURS = {
 DEFAULTS = {
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 4,
-    "max_steps": STEPS,
-    "logging_steps": 1,
+    # Two, for a step without a log to read nothing.
+    "logging_steps": 2,
     "learning_rate": 1e-3,
     # As long as the moments of Adam are those of one step, an element whose gradient is rounding moves as far as any other.
     "warmup_steps": 3,
@@ -69,6 +70,9 @@ class Case:
         data (`str`): Form of the data.
         by_name (`bool`): Whether the trainer loads the model.
         evaluates (`bool`): Whether there is an evaluation set, of an odd number of rows.
+        lora_dropout (`float`): Of the adapter.
+        steps (`int`): Optimizer steps.
+        kl_rows (`int`, *optional*): Rows whose completions upstream mixes for the KL term, if not those of a batch.
     """
 
     kind: str
@@ -80,6 +84,9 @@ class Case:
     data: str = "text"
     by_name: bool = False
     evaluates: bool = False
+    lora_dropout: float = 0.0
+    steps: int = STEPS
+    kl_rows: int | None = None
 
     @property
     def starts_as_reference(self) -> bool:
@@ -155,17 +162,32 @@ def _load(case: Case, directory: str):
 # ---- Trainings ----
 
 
+class _MixingRows(KTOTrainer):
+    """Upstream's, on one device, with the completions mixed as in a process of several."""
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        args = copy.copy(args)
+        args.per_device_train_batch_size = args.kl_rows
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+
+
 def trainer_for(case: Case, base: Path, ours: bool, **given):
     """Make the trainer of a case, with models below the directory `base`; `given` goes to it in place of the case's."""
     cls, config_cls = (OURS if ours else STOCK)[case.kind]
     more = {"run_report": False} if ours else {"use_cpu": True}
-    config = {**DEFAULTS, "output_dir": str(base / "run"), **more, **case.settings}
+    config = {**DEFAULTS, "output_dir": str(base / "run"), "max_steps": case.steps, **more}
     if case.evaluates:
-        config = {"eval_strategy": "steps", "eval_steps": STEPS // 2, **config}
+        config |= {"eval_strategy": "steps", "eval_steps": EVAL_EVERY}
+    config |= {
+        key: value
+        for key, value in case.settings.items()
+        if ours or key not in ExtensionArguments.__dataclass_fields__
+    }
     directory = _model_dir(base, case.model, **case.model_config)
     torch.manual_seed(0)
     kwargs: dict[str, Any] = {"model": directory if case.by_name else _load(case, directory)}
-    lora = LoraConfig(task_type="SEQ_CLS" if case.kind == "reward" else "CAUSAL_LM", **LORA)
+    task = "SEQ_CLS" if case.kind == "reward" else "CAUSAL_LM"
+    lora = LoraConfig(task_type=task, lora_dropout=case.lora_dropout, **LORA)
     if case.lora == "new":
         kwargs["peft_config"] = lora
     elif case.lora == "given":
@@ -179,12 +201,14 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
         "processing_class": AutoTokenizer.from_pretrained(directory),
         **given,
     }
-    return cls(args=config_cls(**config), **kwargs)
+    args = config_cls(**config)
+    args.kl_rows = case.kl_rows
+    return (_MixingRows if case.kl_rows else cls)(args=args, **kwargs)
 
 
-def train(case: Case, base: Path, ours: bool, **given):
+def train(case: Case, base: Path, ours: bool):
     """Train as a case says. What the runtime did at each step is in `counted` of this package's trainer."""
-    trainer = trainer_for(case, base, ours, **given)
+    trainer = trainer_for(case, base, ours)
     if ours:
         counter = CountPerStep(trainer.backend)
         trainer.add_callback(counter)
@@ -211,11 +235,22 @@ def assert_same_numbers(case: Case, ours: list[dict], stock: list[dict]) -> None
             assert mine[key] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{key} at step {other['step']}"
 
 
-def assert_compiled(case: Case, trainer, steps: int = STEPS) -> None:
+def assert_compiled(case: Case, trainer) -> None:
     """A micro-step is one execution and is replayed, only logs read, and only the first steps of each shape compile."""
-    micro_steps = case.settings.get("gradient_accumulation_steps", 1)
-    counted = trainer.counted
-    assert len(counted) == steps
-    assert trainer.watch.recompiles == 0
+    counted, wanted = trainer.counted, case.settings.get("gradient_accumulation_steps", 1)
+    batches = len(trainer.get_train_dataloader())
+    of_epoch = [min(wanted, batches - first) for first in range(0, batches, wanted)]
+    micro_steps = [of_epoch[step % len(of_epoch)] for step in range(case.steps)]
+    evaluated, synced = (2 if case.evaluates else 0), case.settings.get("ref_model_sync_steps")
+    assert [step.executions for step in counted] == [
+        count
+        + (evaluated if step % EVAL_EVERY == 0 or step == case.steps else 0)
+        + (1 if synced and step % synced == 0 else 0)
+        for step, count in enumerate(micro_steps, start=1)
+    ]
+    assert [step.reads for step in counted[::2]] == [0] * (case.steps // 2)
     assert sum(step.fallbacks for step in counted) == 0
-    assert counted[-1].replays == micro_steps
+    # What is compiled twice has a cause.
+    assert [event.cause for event in trainer.watch.events if event.cause] == []
+    assert sum(step.compiles for step in counted) <= len(trainer.watch.programs) + (1 if synced else 0)
+    assert counted[-1].replays == micro_steps[-1]

@@ -33,7 +33,11 @@ def rows(row, **changed):
         ("dpo", rows(PAIR, rejected=None), ["Row 4 of train_dataset", "'rejected' is missing (None)", "filter"]),
         ("dpo", rows(PAIR, prompt=None), ["Row 4 of train_dataset", "'prompt' is missing (None)"]),
         ("dpo", rows(PAIR, chosen=""), ["Row 4 of train_dataset", "'chosen' is empty", "Fill it in"]),
-        ("dpo", rows(PAIR, rejected="b"), ["Row 4 of train_dataset:", "are the same", "row['chosen'] != row['rejected']"]),
+        (
+            "dpo",
+            rows(PAIR, rejected="b"),
+            ["Row 4 of train_dataset:", "are the same", "row['chosen'] != row['rejected']"],
+        ),
         ("reward", rows({**PAIR, "rejected": "b"}), ["Row 0 of train_dataset (and 4 more)", "are the same"]),
         (
             "reward",
@@ -86,5 +90,7 @@ def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path, caplog):
     left = len(stock.train_dataset)
     assert 0 < left < 22 and len(ours.train_dataset) == left
     assert f"{22 - left} of 22 rows of the train dataset are left out" in caplog.text
-    keeps_end = trainer_for(replace(case, settings={**case.settings, "truncation_mode": "keep_end"}), tmp_path, ours=True)
+    keeps_end = trainer_for(
+        replace(case, settings={**case.settings, "truncation_mode": "keep_end"}), tmp_path, ours=True
+    )
     assert len(keeps_end.train_dataset) == 22
