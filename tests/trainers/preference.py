@@ -111,6 +111,8 @@ def rows_for(kind: str, data: str = "text", count: int = ROWS, seed: int = 0) ->
     rows = []
     for index in range(count):
         prompt, chosen, rejected = _words(rng), _words(rng), _words(rng)
+        if data == "short":
+            prompt, chosen, rejected = prompt[:6], chosen[-3:], rejected[-4:]
         if data.startswith("conversation"):
             prompt, chosen, rejected = (
                 _message("user", prompt[:6]),

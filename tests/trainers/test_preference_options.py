@@ -34,8 +34,11 @@ LOSSES = {
     f"dpo-{loss}": dpo(loss_type=loss, label_smoothing=1e-3 if loss == "exo_pair" else 0.0, **SMOOTH, **FULL)
     for loss in [*OF_DIFFERENCES, *OTHERS]
 }
+# Their gradient goes by the exponential of the log-ratios, and so does what the rounding of these makes of it: completions
+# are short, for little rounding, and steps are, for the loss not to be 0 soon.
 DIVERGENCES = {
-    f"dpo-{name}": dpo(f_divergence_type=name, **FULL) for name in ("forward_kl", "js_divergence", "alpha_divergence")
+    f"dpo-{name}": Case("dpo", {"f_divergence_type": name, "learning_rate": 1e-4, **FULL}, data="short")
+    for name in ("forward_kl", "js_divergence", "alpha_divergence")
 }
 EXPERTS = {"model": "qwen3_moe", "evaluates": True}
 CASES = {
