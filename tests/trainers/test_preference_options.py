@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from preference import STEPS, Case, assert_compiled, assert_same_numbers, train, trainer_for
+from preference import STEPS, Case, assert_compiled, assert_same_numbers, rows_for, train, trainer_for
 from refusals import refused
 from trl import DPOConfig, KTOConfig, RewardConfig
 from trl.trainer.base_config import _BaseConfig
@@ -190,6 +190,14 @@ def test_dropout_that_is_left_on(xla, models, kind):
     assert on.state.log_history[2]["loss"] != pytest.approx(off.state.log_history[2]["loss"], rel=1e-4)
     assert on.watch.recompiles == 0
     assert [step.executions for step in on.counted] == [step.executions for step in off.counted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "reward", "kto"])
+def test_evaluation_of_data_that_is_not_prepared(xla, models, kind):
+    case, data = Case(kind), rows_for(kind, count=7, seed=1)
+    ours, stock = ([trainer_for(case, models, ours).evaluate(data) | {"step": 0}] for ours in (True, False))
+    assert_same_numbers(case, ours, stock)
 
 
 @pytest.mark.slow
