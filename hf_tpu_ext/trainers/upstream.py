@@ -2,8 +2,9 @@
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
@@ -104,4 +105,12 @@ def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
     Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step.
     Without gradients nothing is kept for the backward pass anyway.
     """
-    return upstream_names(cls, disable_gradient_checkpointing=lambda *_, **__: nullcontext())
+    return upstream_names(cls, disable_gradient_checkpointing=lambda *_, **__: _without_warning())
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # It is about models that are to be trained.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        yield
