@@ -51,6 +51,8 @@ class ReferenceLogProbsMixin:
         if not (self.precompute_ref_logps and self.backend.static_shapes):
             return
         self._can_run_reference = True
+        # What setting up has left to do is no part of the reference's graph.
+        self.backend.flush()
         asked = self.args.precompute_ref_batch_size
         self.train_dataset = self._precompute_ref_logps(
             self.train_dataset, "train", asked or self.args.per_device_train_batch_size

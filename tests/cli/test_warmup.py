@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hf_tpu_ext.cli.main import main
-from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_stories
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_preferences, make_stories
 
 
 RECIPE = {
@@ -39,6 +39,7 @@ def prepared(tmp_path_factory):
     make_model(directory / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     make_arithmetic(directory / "data")
     make_stories(directory / "stories")
+    make_preferences(directory / "preferences", num_rows=64)
     (directory / "reversed").mkdir()
     for split in ("train", "test"):
         rows = (directory / "data" / f"{split}.jsonl").read_text().splitlines(keepends=True)
@@ -125,6 +126,20 @@ def test_warmup_on_a_mesh(command):
     command("warmup", **common)
     (misses, _), _ = command("sft", max_steps=6, **common)
     assert misses == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_warmup_of_preferences(command, streaming, tmp_path, monkeypatch):
+    """With a reference whose log-probs are computed ahead of training, and over rows of a stream, which are made longer."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    # The last batch of an evaluation has fewer pairs, which is a graph of its own.
+    common = {"data": "preferences", "use_peft": True, "dataloader_drop_last": True, "max_length": 96}
+    common |= {"dataset_streaming": True} if streaming else {"precompute_ref_log_probs": True}
+    command("warmup dpo", **common)
+    assert not (tmp_path / "datasets" / "reference_log_probs").exists()
+    (misses, found), _ = command("dpo", **common)
+    assert misses == 0 and found >= 4
 
 
 @pytest.mark.slow
