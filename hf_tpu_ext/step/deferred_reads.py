@@ -65,7 +65,8 @@ class DeferredReads(TorchFunctionMode):
     # ---- Reads ----
 
     def _item(self, frame, func, args, kwargs) -> Tensor:
-        return args[0].detach()
+        # Upstream reads tensors of one element, too.
+        return args[0].detach().reshape(())
 
     def _bool(self, frame, func, args, kwargs) -> bool:
         branch = _branch_at(frame)

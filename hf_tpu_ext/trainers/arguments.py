@@ -99,7 +99,7 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
 def compile_arguments(args: TrainingArguments, loads_model: bool, num_chips: int) -> CompiledArguments:
     """
     Adapt arguments to a device whose steps are compiled programs. A setting that has no equivalent there is a
-    `ValueError`. `loads_model` is whether the trainer loads the model by its name, with `model_init_kwargs`.
+    `ValueError`. `loads_model` is whether the trainer loads the model by its name, or a reference, with `model_init_kwargs`.
     """
     adapted = CompiledArguments(copy_arguments(args))
     _precision(adapted)
@@ -107,10 +107,11 @@ def compile_arguments(args: TrainingArguments, loads_model: bool, num_chips: int
     _activation_checkpointing(adapted)
     _kernels(adapted)
     _distribution(adapted, num_chips)
+    _memory_savings(adapted)
     if isinstance(args, SFTConfig):
         _supervised(adapted)
-        if loads_model:
-            _model_loading(adapted)
+    if loads_model and "model_init_kwargs" in vars(args):
+        _model_loading(adapted)
     # Pinned host memory is for CUDA transfers.
     adapted.args.dataloader_pin_memory = False
     # Upstream's filter reads the loss of every micro-step; the trainer has its own, which reads at logs only.
@@ -251,20 +252,25 @@ def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
     args.fsdp_config = {**(args.fsdp_config or {}), "xla": False, "xla_fsdp_v2": False}
 
 
-def _supervised(adapted: CompiledArguments) -> None:
+def _memory_savings(adapted: CompiledArguments) -> None:
+    # Of TRL's configs, and not of all of them.
     args = adapted.args
-    if args.max_length is None:
+    if vars(args).get("activation_offloading"):
+        args.activation_offloading = False
+        adapted.changes.append("activation_offloading has no effect on XLA; gradient_checkpointing saves memory there")
+    if vars(args).get("padding_free"):
+        args.padding_free = False
+        adapted.changes.append(
+            "padding_free is replaced by padding to a static length (same loss); "
+            + ("packing=True avoids padding" if "packing" in vars(args) else "length_buckets pad less")
+        )
+
+
+def _supervised(adapted: CompiledArguments) -> None:
+    if adapted.args.max_length is None:
         raise ValueError(
             "max_length=None does not work on XLA: every new length would recompile. Set max_length to "
             "the longest sequence that you want to keep, for example max_length=1024."
-        )
-    if args.activation_offloading:
-        args.activation_offloading = False
-        adapted.changes.append("activation_offloading has no effect on XLA; gradient_checkpointing saves memory there")
-    if args.padding_free:
-        args.padding_free = False
-        adapted.changes.append(
-            "padding_free is replaced by padding to a static length (same loss); packing=True avoids padding"
         )
 
 

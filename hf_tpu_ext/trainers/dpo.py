@@ -6,6 +6,7 @@ from trl import DPOConfig, DPOTrainer
 
 from .configs import ExtensionArguments
 from .mixin import TPUTrainerMixin
+from .preference_checks import PreferenceData
 from .reference_log_probs import ReferenceLogProbsMixin
 
 
@@ -14,7 +15,7 @@ class TPUDPOConfig(ExtensionArguments, DPOConfig):
     """[`~trl.DPOConfig`] with the settings of [`ExtensionArguments`]."""
 
 
-class TPUDPOTrainer(ReferenceLogProbsMixin, TPUTrainerMixin, DPOTrainer):
+class TPUDPOTrainer(PreferenceData, ReferenceLogProbsMixin, TPUTrainerMixin, DPOTrainer):
     """
     [`~trl.DPOTrainer`] (https://huggingface.co/papers/2305.18290) that trains on TPU, GPU and CPU with the same arguments.
 

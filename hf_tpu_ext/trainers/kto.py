@@ -6,6 +6,7 @@ from trl import KTOConfig, KTOTrainer
 
 from .configs import ExtensionArguments
 from .mixin import TPUTrainerMixin
+from .preference_checks import PreferenceData
 from .reference_log_probs import ReferenceLogProbsMixin
 
 
@@ -14,7 +15,7 @@ class TPUKTOConfig(ExtensionArguments, KTOConfig):
     """[`~trl.KTOConfig`] with the settings of [`ExtensionArguments`]."""
 
 
-class TPUKTOTrainer(ReferenceLogProbsMixin, TPUTrainerMixin, KTOTrainer):
+class TPUKTOTrainer(PreferenceData, ReferenceLogProbsMixin, TPUTrainerMixin, KTOTrainer):
     """
     [`~trl.KTOTrainer`] (https://huggingface.co/papers/2402.01306) that trains on TPU, GPU and CPU with the same arguments.
 

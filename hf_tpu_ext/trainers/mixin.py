@@ -51,7 +51,7 @@ from .saving import SavingMixin
 from .setting_checks import check_settings
 from .status import StatusMixin
 from .training_steps import TrainingSteps
-from .upstream import check_trainer, checkpointing_left_on, default_arguments
+from .upstream import check_trainer, checkpointing_left_on, default_arguments, loads_model
 from .watching import TrainerWatch
 
 
@@ -118,7 +118,7 @@ class TPUTrainerMixin(
                 model.tie_weights()
         of_host = self.backend.prepare_host()
         self.compiled = (
-            compile_arguments(args, loads_model=isinstance(model, str), num_chips=self.backend.num_chips)
+            compile_arguments(args, loads_model(args, given), self.backend.num_chips)
             if self.backend.unknown_upstream
             else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
         )
@@ -189,7 +189,7 @@ class TPUTrainerMixin(
         model = unwrap_peft_model(self.model)
         if not isinstance(model, PreTrainedModel) or self.compiled.rematerialization == "none":
             return
-        if vars(model.config.get_text_config()).get("output_router_logits"):
+        if self._balances_experts or vars(model.config.get_text_config()).get("output_router_logits"):
             # XLA's checkpoint runs the layers without a graph first, and that is when the router's logits are collected.
             self.compiled.rematerialization = "none"
             set_gradient_checkpointing(self.args, False)
@@ -291,36 +291,40 @@ class TPUTrainerMixin(
             head_computed_by(partial(score_tokens, self.backend)),
             self.chips.tokens_stay_on_chips(),
             self.chips.summed(self.accelerator),
-            self._micro_steps_as_data(),
+            self._micro_steps_as_data({} if self.model.training else self._data_of_evaluation()),
             checkpointing_left_on(type(self)),
             self.metrics.deferred(),
         ):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @contextmanager
-    def _micro_steps_as_data(self) -> Iterator[None]:
-        """Within this context, the number of micro-steps is on the device: there are fewer at the end of an epoch."""
-        if not self._loss_counts_micro_steps:
+    def _micro_steps_as_data(self, sent: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Within this context, the number of micro-steps is what was sent: there are fewer at the end of an epoch."""
+        if "micro_steps" not in sent:
             yield
             return
         number = self.current_gradient_accumulation_steps
-        data = self.steps.data if self.model.training else self.backend.send(self._step_data())
-        self.current_gradient_accumulation_steps = data["micro_steps"]
+        self.current_gradient_accumulation_steps = sent["micro_steps"]
         try:
             yield
         finally:
             self.current_gradient_accumulation_steps = number
 
     @property
-    def _loss_counts_micro_steps(self) -> bool:
-        """Whether upstream's loss divides a part of it, the load-balancing loss of experts, by the number of micro-steps."""
+    def _balances_experts(self) -> bool:
+        """Whether upstream's loss has a part for the load of the experts."""
         return bool(vars(self).get("aux_loss_enabled"))
 
     def _step_data(self) -> dict[str, torch.Tensor]:
         """Numbers on the host, besides the batch, that a step needs on the device."""
-        if not self._loss_counts_micro_steps:
+        if self.args.gradient_accumulation_steps == 1:
             return {}
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
+
+    def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
+        # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
+        steps = self._balances_experts and "current_gradient_accumulation_steps" in vars(self)
+        return self.backend.send(self._step_data()) if steps else {}
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.static_shapes or "input_ids" not in inputs:
@@ -342,11 +346,12 @@ class TPUTrainerMixin(
         if self.chips.local_gradients is not None and not self.chips.local_gradients.are_of(model):
             self.chips.local_gradients = None
             self.chips.keep_gradients_local(model)
-        if self.chips.local_gradients is None:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        else:
-            with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
-                loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
+        with self._micro_steps_as_data(self.steps.data):
+            if self.chips.local_gradients is None:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            else:
+                with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
+                    loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
         if self.steps.replay is not None or not self._override_returns_loss:
             self._log_step_loss(loss)
         return loss

@@ -17,8 +17,7 @@ from tqdm.auto import tqdm
 
 from ..atomic_write import write_atomically
 from ..step.attention import static_masks
-from ..step.looped_head import score_tokens
-from ..step.replaced_head import head_computed_by
+from ..step.looped_head import head_computed_by, score_tokens
 from .upstream import checkpointing_left_on, upstream_names
 
 

@@ -6,6 +6,7 @@ from trl import RewardConfig, RewardTrainer
 
 from .configs import ExtensionArguments
 from .mixin import TPUTrainerMixin
+from .preference_checks import PreferenceData
 
 
 @dataclass
@@ -13,7 +14,7 @@ class TPURewardConfig(ExtensionArguments, RewardConfig):
     """[`~trl.RewardConfig`] with the settings of [`ExtensionArguments`]."""
 
 
-class TPURewardTrainer(TPUTrainerMixin, RewardTrainer):
+class TPURewardTrainer(PreferenceData, TPUTrainerMixin, RewardTrainer):
     """
     [`~trl.RewardTrainer`] that trains on TPU, GPU and CPU with the same arguments.
 

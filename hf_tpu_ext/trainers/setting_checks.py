@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from peft import PeftModel
 from transformers import TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import OptimizerNames
-from trl import SFTConfig
+from trl import DPOConfig, KTOConfig, SFTConfig
 
 from ..backends import select_backend
 from .arguments import ADAMW_NAMES, HOST_SCALAR_NAMES
@@ -16,6 +17,8 @@ from .configs import ExtensionArguments
 
 # Those whose class is of `torch.optim`, which takes no negative rate. Adafactor does.
 _REFUSE_NEGATIVE_RATES = ADAMW_NAMES | HOST_SCALAR_NAMES - {OptimizerNames.ADAFACTOR}
+# Losses of DPO that sort the pairs, that are one number for all of them, or that PyTorch needs as they were.
+_NOT_WEIGHTED = {"aot", "aot_unpaired", "hinge", "sft"}
 
 
 def check_recipe(args: ExtensionArguments) -> None:
@@ -47,6 +50,7 @@ def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[
             "evaluations. Set it to 1 or more, for example per_device_eval_batch_size=8."
         )
     _check_max_length(args, static_shapes)
+    _check_preference_loss(args, given)
     _check_integrations(args.report_to)
 
 
@@ -73,6 +77,30 @@ def _check_max_length(args: TrainingArguments, static_shapes: bool) -> None:
         raise ValueError(
             f"max_length={max_length} is not positive. Set it to the longest sequence that you want to keep, in tokens, for "
             "example max_length=1024."
+        )
+
+
+def _check_preference_loss(args: TrainingArguments, given: Mapping[str, Any]) -> None:
+    if isinstance(args, KTOConfig):
+        allowed = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
+        if args.loss_type not in allowed:
+            raise ValueError(f"Unknown loss_type={args.loss_type!r} of KTO. Allowed: {', '.join(allowed)}.")
+    if isinstance(args, DPOConfig) and args.use_weighting and (found := _NOT_WEIGHTED & set(args.loss_type)):
+        raise ValueError(
+            f"use_weighting=True does not work with loss_type={sorted(found)[0]!r}, whose values for the pairs of a batch it "
+            "cannot multiply by their weights. Leave that loss out, or set use_weighting=False."
+        )
+    if not vars(args).get("sync_ref_model"):
+        return
+    if given.get("peft_config") is not None or isinstance(given.get("model"), PeftModel):
+        raise ValueError(
+            "sync_ref_model=True needs a reference model, and with LoRA the reference is the model without the adapter. Set "
+            "sync_ref_model=False, or train all weights."
+        )
+    if args.ref_model_sync_steps < 1:
+        raise ValueError(
+            f"ref_model_sync_steps={args.ref_model_sync_steps} is not positive. Set it to 1 or more, for example "
+            "ref_model_sync_steps=512, or set sync_ref_model=False."
         )
 
 

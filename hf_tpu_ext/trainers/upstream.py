@@ -1,8 +1,10 @@
 """What is asked of the upstream class that a trainer is made of."""
 
+import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
@@ -10,10 +12,12 @@ from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
 from .dataset_checks import check_columns_are_text, named_datasets
+from .preference_checks import check_preferences
 
 
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
 _GENERATE = {"DistillationTrainer", "GKDTrainer", "GRPOTrainer", "OnlineDPOTrainer", "RLOOTrainer", "XPOTrainer"}
+_TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
 def upstream_of(cls: type[Trainer]) -> type[Trainer]:
@@ -28,7 +32,7 @@ def upstream_of(cls: type[Trainer]) -> type[Trainer]:
 def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     """
     Refuse what cannot work on XLA (`ValueError`), before a model is loaded: trainers that write text within their
-    steps, and datasets with images. `given` has what the trainer was given, by name.
+    steps, datasets with images, and rows that prefer nothing. `given` has what the trainer was given, by name.
     """
     upstream = upstream_of(cls)
     generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
@@ -42,6 +46,28 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     if upstream.__module__.startswith("trl."):
         for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
             check_columns_are_text(dataset, name)
+            if upstream.__name__ in _TAKE_PREFERENCES:
+                check_preferences(dataset, name, upstream.__name__)
+
+
+def loads_model(args: TrainingArguments, given: inspect.BoundArguments) -> bool:
+    """
+    Say whether a trainer loads a model with `model_init_kwargs`: the trained one by its name, or a reference.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Its arguments.
+        given ([`inspect.BoundArguments`]):
+            What it was given.
+
+    Returns:
+        `bool`: Whether it does.
+    """
+    if isinstance(given.arguments.get("model"), str):
+        return True
+    takes_reference = "ref_model" in given.signature.parameters and given.arguments.get("ref_model") is None
+    # Without them, a reference is loaded as the model is.
+    return takes_reference and bool(vars(args).get("model_init_kwargs"))
 
 
 def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
@@ -79,4 +105,12 @@ def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
     Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step.
     Without gradients nothing is kept for the backward pass anyway.
     """
-    return upstream_names(cls, disable_gradient_checkpointing=lambda *_, **__: nullcontext())
+    return upstream_names(cls, disable_gradient_checkpointing=lambda *_, **__: _without_warning())
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # It is about models that are to be trained.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        yield

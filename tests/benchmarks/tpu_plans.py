@@ -88,6 +88,8 @@ class Case:
             Keys of the recipe.
         sizes (`dict[str, int]`):
             In place of the model's own.
+        command (`str`):
+            What runs the recipe.
     """
 
     title: str
@@ -96,10 +98,11 @@ class Case:
     length: int = 1024
     settings: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    command: str = "sft"
 
 
-def _qwen3(title: str, **settings: str) -> Case:
-    return Case(title, "Qwen3-0.6B", settings={"per_device_train_batch_size": "4", **settings})
+def _qwen3(title: str, command: str = "sft", **settings: str) -> Case:
+    return Case(title, "Qwen3-0.6B", settings={"per_device_train_batch_size": "4", **settings}, command=command)
 
 
 CASES = [
@@ -107,6 +110,11 @@ CASES = [
     _qwen3("LoRA, 4 rows, scan_layers: off", **LORA, scan_layers="off"),
     _qwen3("LoRA, 4 rows, rematerialization: dots", **LORA, rematerialization="dots"),
     _qwen3("LoRA, 4 rows, rematerialization: none", **LORA, rematerialization="none"),
+    _qwen3("LoRA, 8 rows", **LORA | {"per_device_train_batch_size": "8"}),
+    _qwen3("DPO, LoRA, 4 pairs", "dpo", **LORA),
+    _qwen3("DPO, LoRA, 4 pairs, precompute_ref_log_probs", "dpo", **LORA, precompute_ref_log_probs="true"),
+    _qwen3("KTO, LoRA, 8 completions", "kto", **LORA | {"per_device_train_batch_size": "8"}),
+    _qwen3("reward model, LoRA, 4 pairs", "reward", **LORA, lora_task_type="SEQ_CLS"),
     _qwen3("LoRA, 32 rows", **LORA | {"per_device_train_batch_size": "32"}),
     _qwen3("full, 4 rows"),
     _qwen3("full, 4 rows, scan_layers: off", scan_layers="off"),
@@ -200,6 +208,7 @@ def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
             "-m",
             "hf_tpu_ext.cli.main",
             "plan",
+            case.command,
             "--topology",
             case.topology,
             "--seq-lengths",

@@ -27,6 +27,8 @@ class Loss:
         self._metrics[mode]["average"].append(average)
         if total > 0:
             self._metrics[mode]["shown"].append(values.max().item())
+        # A tensor of one element.
+        self._metrics[mode]["first"].append(values[:1].item())
         number = (counts > 1).sum().item()
         if total > 0 and number > 0:
             self._metrics[mode]["both"].append(self._metrics[mode]["mean"][-1] - self._metrics[mode]["average"][-1])
@@ -62,7 +64,7 @@ def test_metrics_are_those_that_are_read(counts):
     eager.metrics(values, counts)
     loss, _ = deferred(lambda loss: loss.metrics(values, counts))
     for name, appended in loss._metrics["train"].items():
-        assert all(isinstance(value, torch.Tensor) for value in appended)
+        assert all(isinstance(value, torch.Tensor) and value.shape == () for value in appended)
         counted = [
             value.item()
             for value, condition in zip(appended, appended.conditions, strict=True)

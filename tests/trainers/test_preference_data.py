@@ -1,0 +1,96 @@
+"""Preference data that teaches nothing is refused by row and with the fix, and nothing is written."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+from datasets import Dataset
+from preference import Case, rows_for, trainer_for
+from refusals import refused
+from trl import DPOTrainer
+
+from hf_tpu_ext import TPUDPOTrainer
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+LABELLED = {"prompt": "a", "completion": "b", "label": True}
+SAID = [{"role": "assistant", "content": "b"}]
+
+
+def rows(row, **changed):
+    """Four good rows, and then one with other values; a column with the value `None` in each is left out."""
+    columns = {key: [value] * 4 + [changed.get(key, value)] for key, value in row.items()}
+    return Dataset.from_dict(columns)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "words"),
+    [
+        ("dpo", rows(PAIR).remove_columns("rejected"), ["train_dataset", "'rejected' is missing", "DPOTrainer needs"]),
+        ("dpo", rows(PAIR).select_columns("prompt"), ["'chosen' and 'rejected' is missing", "Rename"]),
+        ("dpo", rows(LABELLED), ["unpaired", "KTOTrainer", "trl kto", "one row"]),
+        ("reward", rows(LABELLED), ["unpaired", "RewardTrainer needs pairs"]),
+        ("dpo", rows(PAIR, rejected=None), ["Row 4 of train_dataset", "'rejected' is missing (None)", "filter"]),
+        ("dpo", rows(PAIR, prompt=None), ["Row 4 of train_dataset", "'prompt' is missing (None)"]),
+        ("dpo", rows(PAIR, chosen=""), ["Row 4 of train_dataset", "'chosen' is empty", "Fill it in"]),
+        (
+            "dpo",
+            rows(PAIR, rejected="b"),
+            ["Row 4 of train_dataset:", "are the same", "row['chosen'] != row['rejected']"],
+        ),
+        ("reward", rows({**PAIR, "rejected": "b"}), ["Row 0 of train_dataset (and 4 more)", "are the same"]),
+        (
+            "reward",
+            Dataset.from_dict({"chosen": [SAID], "rejected": [[{"role": "assistant", "content": ""}]]}),
+            ["Row 0", "'rejected' is empty"],
+        ),
+        ("kto", rows(LABELLED).remove_columns("label"), ["'label' is missing", "True for a completion", "give pairs"]),
+        ("kto", rows(LABELLED).remove_columns("completion"), ["'completion' is missing", "Rename"]),
+        ("kto", rows(LABELLED, label=None), ["Row 4 of train_dataset", "'label' is missing (None)"]),
+        ("kto", rows(LABELLED, completion=""), ["Row 4 of train_dataset", "'completion' is empty"]),
+        ("kto", rows({**PAIR, "rejected": "b"}), ["Row 0 of train_dataset (and 4 more)", "are the same"]),
+        ("dpo", rows(PAIR).select([]), ["train_dataset is empty"]),
+    ],
+)
+def test_row(xla, tmp_path, kind, data, words):
+    # Before a model is loaded: there is none of this name.
+    case = Case(kind, by_name=True, reference=False)
+    refused(words, lambda: trainer_for(case, tmp_path, ours=True, model="no/such-model", train_dataset=data))
+    assert not (tmp_path / "run").exists()
+    refused(
+        [word.replace("train_dataset", "eval_dataset['b']") for word in words],
+        lambda: trainer_for(
+            case, tmp_path, ours=True, model="no/such-model", train_dataset=rows_for(kind), eval_dataset={"b": data}
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "words"),
+    [
+        ("dpo", "text", ["their prompt leaves no room", "max_length=3", "train", "of 22", "Row 0 has 17 tokens"]),
+        ("kto", "text", ["their prompt leaves no room", "max_length=3", "of 22", "Row 0 has 17 tokens"]),
+        ("kto", "paired", ["their prompt leaves no room", "of 44"]),
+        ("reward", "text", ["their text is longer", "max_length=3", "Set max_length above"]),
+    ],
+)
+def test_no_row_has_a_completion_left(xla, tmp_path, kind, data, words):
+    case = Case(kind, {"max_length": 3}, data=data)
+    long = rows_for(kind, data).map(lambda row: {"prompt": row["prompt"] + "a" * 3})
+    refused(words, lambda: trainer_for(case, tmp_path, ours=True, train_dataset=long))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_that_upstream_leaves_out_are_counted(xla, tmp_path, caplog):
+    case = Case("dpo", {"max_length": 12})
+    logger = logging.getLogger("hf_tpu_ext")
+    logger.propagate = True
+    ours, stock = (trainer_for(case, tmp_path, ours=ours) for ours in (True, False))
+    assert isinstance(ours, TPUDPOTrainer) and type(stock) is DPOTrainer
+    left = len(stock.train_dataset)
+    assert 0 < left < 22 and len(ours.train_dataset) == left
+    assert f"{22 - left} of 22 rows of the train dataset are left out" in caplog.text
+    keeps_end = trainer_for(
+        replace(case, settings={**case.settings, "truncation_mode": "keep_end"}), tmp_path, ours=True
+    )
+    assert len(keeps_end.train_dataset) == 22
