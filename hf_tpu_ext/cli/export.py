@@ -7,12 +7,14 @@ from pathlib import Path
 DESCRIPTION = """\
 Make a plain model of a run, which transformers, vLLM and others load without this package, and say what that changed:
 the logits of the written files are compared with those of the trained model. An adapter (LoRA, DoRA) is merged into its
-base in float32; a model that was fine-tuned as a whole is converted to another dtype. Runs on the CPU.
+base in float32; a model that was fine-tuned as a whole is converted to another dtype. A reward model keeps its head, and
+its scores are compared. Runs on the CPU.
 
 examples:
   hf-tpu export runs/sft_lora_qwen3 --merge
   hf-tpu export runs/sft_lora_qwen3/checkpoint-500 --merge --dtype float32 --output_dir models/mine
   hf-tpu export runs/sft_full_qwen3 --dtype bfloat16
+  hf-tpu export runs/reward_qwen3 --dtype bfloat16
 
 The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much
 or its base is not the one of the training, and 2 if nothing was written.
@@ -75,11 +77,15 @@ def _page(export) -> str:
         f"{export.dtype} weights, computed in {export.dtype}": export.exported,
     }
     width = max(map(len, rows))
-    against = f"against the trained model, {export.prompts} prompts, {export.positions} tokens"
-    lines += ["", against, f"{'':<{width}}{'max |diff|':>15}{'mean KL':>12}{'same top-1':>12}"]
+    what, choice = ("tokens", "same top-1") if export.scores is None else ("pairs of answers", "same choice")
+    against = f"against the trained model, {export.prompts} prompts, {export.positions} {what}"
+    lines += ["", against, f"{'':<{width}}{'max |diff|':>15}{'mean KL':>12}{choice:>12}"]
     for name, row in rows.items():
         if row is not None:
             lines.append(f"{name:<{width}}{row.max_abs:>15.3g}{row.mean_kl:>12.2g}{row.same_top1:>12.1%}")
+    if export.scores is not None:
+        ranges = (f"{low:.4g} to {high:.4g} {name}" for name, (low, high) in export.scores.items())
+        lines += ["", f"Scores: {', '.join(ranges)}. Load it with {export.auto_class}."]
     if export.base_check and export.base_check != export.verdict:
         lines += ["", export.base_check]
     return "\n".join([*lines, "", export.verdict, f"Written: {export.output_dir}"])

@@ -17,7 +17,7 @@ in this one process, and runs in place of `trl {command}` where HF_TPU_EXT=1 is 
 examples:
   hf-tpu {command} --config {recipe}
   hf-tpu {command} --config {recipe} --learning_rate 1e-4 --max_steps 100
-  hf-tpu {command} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name {dataset} --use_peft --output_dir runs/qwen3
+  hf-tpu {command} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name {dataset} {peft} --output_dir runs/qwen3
 """
 
 
@@ -39,6 +39,8 @@ class TRLScript:
             What `--smoke` trains on.
         auto_class (`str`, *optional*, defaults to `"AutoModelForCausalLM"`):
             What loads the trained model.
+        peft (`str`, *optional*, defaults to `"--use_peft"`):
+            What trains an adapter.
     """
 
     command: str
@@ -47,17 +49,25 @@ class TRLScript:
     dataset: str
     tiny_data: str = "preferences"
     auto_class: str = "AutoModelForCausalLM"
+    peft: str = "--use_peft"
 
     @property
     def description(self) -> str:
         """First part of its help."""
         return _DESCRIPTION.format(**vars(self))
 
+    @property
+    def trains_head(self) -> bool:
+        """Whether the model has a head that its base has not: an adapter has to keep it."""
+        return self.auto_class != "AutoModelForCausalLM"
+
     def run(self, argv: list[str]) -> None:
         """Train from the recipe that the arguments after `hf-tpu <command>` name."""
         _, training_args, model_args, _ = self.train(open_recipe(argv, self.tiny_data), self.command, self.description)
         loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
-        print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r})")
+        # Of an adapter's base, which has no head, the number of labels is not known.
+        labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""
+        print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r}{labels})")
         print(f"Next: hf-tpu {self.command} --config {self.recipe} (add --smoke to try it on a tiny model first)")
 
     def train(
@@ -91,6 +101,11 @@ class TRLScript:
             raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
         if script_args.dataset_name is None and not dataset_args.datasets:
             raise ValueError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
+        if self.trains_head and model_args.use_peft and model_args.lora_task_type != "SEQ_CLS":
+            raise ValueError(
+                f"lora_task_type={model_args.lora_task_type!r} is for models that generate text. An adapter of a reward "
+                "model, which keeps its head, needs lora_task_type: SEQ_CLS."
+            )
         if adapt_trainer is None:
             check_recipe(training_args)
 
@@ -133,6 +148,7 @@ _SCRIPTS = (
         recipe="recipes/reward_qwen3.yaml",
         dataset="trl-lib/ultrafeedback_binarized",
         auto_class="AutoModelForSequenceClassification",
+        peft="--use_peft --lora_task_type SEQ_CLS",
     ),
     TRLScript(
         command="kto",

@@ -10,14 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification
 
 from .. import __version__
 from ..backends import select_backend
 from .files import REPORT_FILE, check_output, check_room, whole_directory
 from .models import merge as merge_adapter
 from .models import open_source
-from .proof import PROMPTS, Difference, answer, compare, judge, logits, tokenize_prompts
+from .proof import (
+    PROMPTS,
+    Difference,
+    answer,
+    compare,
+    judge,
+    logits,
+    preferences,
+    tokenize_answers,
+    tokenize_prompts,
+)
 
 
 #: Dtypes that weights are written in.
@@ -40,6 +50,8 @@ class Export:
             Whether it is the one that the adapter was trained on; `None` where that is not known.
         base_check (`str`):
             Why.
+        auto_class (`str`):
+            The class of transformers that loads it.
         dtype (`str`):
             Dtype of the weights.
         num_parameters (`int`):
@@ -51,7 +63,9 @@ class Export:
         prompts (`int`):
             How many were compared.
         positions (`int`):
-            Their tokens, and those of the answers.
+            Their tokens, and those of the answers; of a reward model, the pairs of answers that it chose from.
+        scores (`dict[str, tuple[float, float]]`, *optional*):
+            The lowest and the highest score that a reward model gave, as it was `"trained"` and `"exported"`.
         training ([`~proof.Difference`], *optional*):
             The base beside the trained model, where an adapter was merged.
         weights ([`~proof.Difference`]):
@@ -69,12 +83,14 @@ class Export:
     base: str | None
     same_base: bool | None
     base_check: str
+    auto_class: str
     dtype: str
     num_parameters: int
     tied: bool
     untied: bool
     prompts: int
     positions: int
+    scores: dict[str, tuple[float, float]] | None
     training: Difference | None
     weights: Difference
     exported: Difference
@@ -108,7 +124,8 @@ def export_run(
         base_model (`str`, *optional*):
             Name or directory of the adapter's base, where it is elsewhere than the adapter says.
         prompts (`Sequence[str]`, *optional*):
-            What to compare on. The trained model goes on after each, and what it says is compared as well.
+            What to compare on. The trained model goes on after each, and what it says is compared as well; a reward
+            model scores [`~proof.ANSWERS`] to each.
 
     Returns:
         [`Export`]: What was written. It is in `export.json` beside the weights, too.
@@ -131,18 +148,22 @@ def export_run(
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: weights are written in {', '.join(DTYPES)}. Give one of these.")
+    auto_class = source.auto_class(config)
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config).num_parameters() * DTYPES[dtype].itemsize
+        size = auto_class.from_config(config).num_parameters() * DTYPES[dtype].itemsize
     check_room(output_dir, size)
 
     tokenizer = source.load_tokenizer()
-    model, base_check = source.load_trained(tokenizer)
-    rows = answer(model, tokenize_prompts(tokenizer, prompts))
-    trained = logits(model, rows)
+    model, base_check = source.load_trained(config, tokenizer)
+    if auto_class is AutoModelForSequenceClassification:
+        rows, measure = tokenize_answers(tokenizer, prompts), preferences
+    else:
+        rows, measure = answer(model, tokenize_prompts(tokenizer, prompts)), logits
+    trained = measure(model, rows)
     training = None
     if merge:
         with model.disable_adapter():
-            training = compare(trained, logits(model, rows))
+            training = compare(trained, measure(model, rows))
         with warnings.catch_warnings():
             # That embeddings are two weights now. The result says so.
             warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
@@ -155,9 +176,10 @@ def export_run(
         del model
         gc.collect()
         # What others will load.
-        written = AutoModelForCausalLM.from_pretrained(partial, dtype=dtype).eval()
-        exported = compare(trained, logits(written, rows))
-        weights = exported if dtype == "float32" else compare(trained, logits(written.float(), rows))
+        written = auto_class.from_pretrained(partial, dtype=dtype).eval()
+        measured = measure(written, rows)
+        exported = compare(trained, measured)
+        weights = exported if dtype == "float32" else compare(trained, measure(written.float(), rows))
         good, verdict = judge(dtype, exported, training) if base_check.same is not False else (False, base_check.text)
         export = Export(
             output_dir=str(output_dir),
@@ -165,12 +187,14 @@ def export_run(
             base=source.base if merge else None,
             same_base=base_check.same,
             base_check=base_check.text,
+            auto_class=auto_class.__name__,
             dtype=dtype,
             num_parameters=num_parameters,
             tied=tied,
             untied=config.tie_word_embeddings and not tied,
             prompts=len(rows),
-            positions=sum(row.shape[1] for row in rows),
+            positions=sum(map(len, trained)),
+            scores={"trained": _range(trained), "exported": _range(measured)} if measure is preferences else None,
             training=training,
             weights=weights,
             exported=exported,
@@ -182,3 +206,7 @@ def export_run(
         report = json.dumps({**dataclasses.asdict(export), "versions": versions}, indent=2)
         (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
     return export
+
+
+def _range(scores: list[torch.Tensor]) -> tuple[float, float]:
+    return tuple(bound.item() for bound in torch.cat(scores).aminmax())

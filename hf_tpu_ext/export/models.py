@@ -2,29 +2,38 @@
 
 import json
 import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, logging
 
 from ..trainers.base_record import BASE_FILE, find_differences
 from ..trainers.checkpoints import MANIFEST_NAME, find_damage
+
+
+# What PEFT puts before the names of weights of a model.
+_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -50,15 +59,42 @@ class Source:
     revision: str | None = None
     adapter: PeftConfig | None = None
 
-    def read_config(self):
-        """Read the model's configuration alone. Raises `ValueError` where it is not there, or of no language model."""
+    def read_config(self) -> PreTrainedConfig:
+        """
+        Read the configuration alone of the model that was trained. Raises `ValueError` where it is not there, or of
+        neither a language model nor a reward model.
+        """
         try:
             config = AutoConfig.from_pretrained(self.base, revision=self.revision)
         except OSError as error:
             raise self._no_base() from error
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ValueError(f"{self.base} is a {config.model_type} model. Causal language models are exported.")
+        rewards = self.auto_class(config) is AutoModelForSequenceClassification
+        if rewards and not _classifies(config.architectures):
+            # As the reward trainer loads it.
+            config.num_labels = 1
+        known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if rewards else MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in known:
+            raise ValueError(
+                f"{self.base} is a {config.model_type} model. Causal language models and reward models are exported."
+            )
+        if rewards and config.num_labels != 1:
+            raise ValueError(
+                f"{self.base} is a classifier of {config.num_labels} labels. Causal language models and reward models, which "
+                "have one, are exported."
+            )
         return config
+
+    def auto_class(self, config: PreTrainedConfig) -> type:
+        """
+        What loads the model that was trained, and what loads its export: `AutoModelForSequenceClassification` for a
+        reward model, else `AutoModelForCausalLM`. An adapter says so; its base may be a model of the other kind.
+        """
+        rewards = _classifies(config.architectures)
+        if self.adapter is not None and self.adapter.task_type is not None:
+            rewards = self.adapter.task_type == TaskType.SEQ_CLS
+        elif self.adapter is not None and self.adapter.auto_mapping is not None:
+            rewards = _classifies([self.adapter.auto_mapping["base_model_class"]])
+        return AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The run's tokenizer, or its base's where the run has none. Raises `ValueError` where there is none."""
@@ -72,26 +108,36 @@ class Source:
                 "began with: tokenizer.json and tokenizer_config.json."
             ) from error
 
-    def load_trained(self, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel | PeftModel, BaseCheck]:
+    def load_trained(
+        self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[PreTrainedModel | PeftModel, BaseCheck]:
         """
-        Load what was trained, in float32: an adapter on its base, with the [`BaseCheck`] of it. Tokens that the run's
-        tokenizer has and the base has not, the run has added. Raises `ValueError` where a file is missing or cannot be
-        read, or the adapter is that of another model.
+        Load what was trained, with its configuration, in float32: an adapter on its base, with the [`BaseCheck`] of it.
+        Tokens that the run's tokenizer has and the base has not, the run has added; a head that the base has not, the
+        adapter has. Raises `ValueError` where a file is missing or cannot be read, or the adapter is that of another
+        model.
         """
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.base, revision=self.revision, dtype=torch.float32)
+            # What is missing is an error below, or the head of the adapter.
+            with _only_errors():
+                model, info = self.auto_class(config).from_pretrained(
+                    self.base, config=config, revision=self.revision, dtype=torch.float32, output_loading_info=True
+                )
         except OSError as error:
             raise self._no_base() from error
         except SafetensorError as error:
             raise ValueError(
                 f"The weights in {self.base} cannot be read ({error}). Take another checkpoint."
             ) from error
-        check = BaseCheck(None, "")
+        check, missing = BaseCheck(None, ""), sorted(info["missing_keys"])
+        if self.adapter is None and missing:
+            raise ValueError(f"{self.directory} has no weights for {', '.join(missing)}. Take another checkpoint.")
         if self.adapter is not None:
-            check = self._check_base(model)
+            check = self._check_base(model, missing)
             if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
                 model.resize_token_embeddings(len(tokenizer))
             try:
+                self._load_from_adapter(model, missing)
                 with warnings.catch_warnings():
                     # Tied embeddings with an adapter are what `merge` takes care of.
                     warnings.filterwarnings("ignore", message="Model (with|has) `tie_word_embeddings=True`")
@@ -109,8 +155,20 @@ class Source:
         align_special_tokens(model.get_base_model() if self.adapter is not None else model, tokenizer)
         return model.eval(), check
 
-    def _check_base(self, model: PreTrainedModel) -> BaseCheck:
-        found = find_differences(self.directory, model)
+    def _load_from_adapter(self, model: PreTrainedModel, names: Collection[str]) -> None:
+        """Load weights that the base has not from the adapter. With and without it, a model has one head then."""
+        with safe_open(self.directory / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
+            saved = {name: f"{_PREFIX}{name}" for name in names}
+            if absent := [name for name, key in saved.items() if key not in file.keys()]:  # noqa: SIM118
+                raise ValueError(
+                    f"Neither {self.base} nor the adapter in {self.directory} has weights for {', '.join(absent)}. Give the "
+                    "model that the adapter was trained on, --base_model DIRECTORY; a new head is kept with an adapter "
+                    "that trains it: lora_task_type: SEQ_CLS."
+                )
+            model.load_state_dict({name: file.get_tensor(key) for name, key in saved.items()}, strict=False)
+
+    def _check_base(self, model: PreTrainedModel, new: Collection[str]) -> BaseCheck:
+        found = find_differences(self.directory, model, new)
         if found is None:
             return BaseCheck(
                 None,
@@ -187,12 +245,29 @@ def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
     return Source(run_dir, base, None if base_model else adapter.revision, adapter)
 
 
+def _classifies(architectures: Collection[str] | None) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Within this context, transformers logs errors only."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def merge(trained: PeftModel) -> PreTrainedModel:
     """
     Merge an adapter, which is not to be used afterwards, into its base, in the dtype that the weights have. Embeddings
     are tied if they still are one. Raises `ValueError` where the adapter has weights that are no numbers.
     """
     base = trained.get_base_model()
+    if base.get_output_embeddings() is None:
+        return trained.merge_and_unload(safe_merge=True)
     embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
     if any(isinstance(module, BaseTunerLayer) for module in embeddings):
         # What an adapter adds to one of two tied weights would be added to both; to both, twice.

@@ -1,4 +1,4 @@
-"""What an export changed: its logits beside those of the trained model."""
+"""What an export changed: its logits, or the preferences of a reward model, beside those of the trained model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +15,13 @@ PROMPTS = (
     "Write a Python function that returns the sum of a list of numbers.",
     "Tom has 3 boxes of 12 eggs and uses 7 eggs. How many are left? Explain each step.",
 )
+#: What a reward model chooses among after each prompt.
+ANSWERS = (
+    "I do not know.",
+    "Paris, which is known for the Eiffel Tower.",
+    "Step by step: 7+5=12, write 2 carry 1; 3+8+1=12; so it is 122.",
+    "def total(numbers):\n    return sum(numbers)",
+)
 # Tokens that the trained model goes on with after each prompt, so that what it says is compared, too.
 _ANSWER_TOKENS = 16
 # Mean Kullback-Leibler divergence, in nats. Up to the first it is the order of summation of float32; a model that rounds
@@ -28,11 +35,12 @@ _MUCH_OF_TRAINING = 0.1
 @dataclass(frozen=True)
 class Difference:
     """
-    Logits of a model beside those of the trained one, over all positions of all prompts.
+    Logits of a model beside those of the trained one, over all positions of all prompts. The logits of a reward model
+    are its scores of two answers to a prompt, for every two: their softmax is how often it prefers which.
 
     Args:
         max_abs (`float`):
-            Largest absolute difference of two logits.
+            Largest absolute difference of two logits, or scores.
         mean_kl (`float`):
             Mean Kullback-Leibler divergence from the trained model, in nats.
         same_top1 (`float`):
@@ -53,6 +61,40 @@ def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str])
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )["input_ids"]
         for prompt in prompts
+    ]
+
+
+def tokenize_answers(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[torch.Tensor]]:
+    """Tokenize prompts with each of [`ANSWERS`] to shapes `(1, length)`, as turns where there is a chat template."""
+    if tokenizer.chat_template is None:
+        return [
+            [tokenizer(f"{prompt} {answer}", return_tensors="pt").input_ids for answer in ANSWERS]
+            for prompt in prompts
+        ]
+    return [
+        [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
+                return_dict=True,
+                return_tensors="pt",
+            )["input_ids"]
+            for answer in ANSWERS
+        ]
+        for prompt in prompts
+    ]
+
+
+@torch.no_grad()
+def preferences(model: nn.Module, rows: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """
+    The scores of a reward model in float32, of shapes `(pairs, 2)`, for every two of the answers to a prompt, which are
+    rows of tokens of shapes `(1, length)`.
+    """
+    return [
+        torch.combinations(
+            torch.cat([model(input_ids=tokens, use_cache=False).logits[0].float() for tokens in answers])
+        )
+        for answers in rows
     ]
 
 
@@ -82,7 +124,7 @@ def logits(model: nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Difference:
     """
-    Set logits, `(length, vocabulary)`, beside those of the trained model, but for tokens that only one of the two has.
+    Set [`logits`] or [`preferences`] beside those of the trained model, but for tokens that only one of the two has.
     """
     size = min(trained[0].shape[-1], other[0].shape[-1])
     pairs = [(mine[:, :size], yours[:, :size]) for mine, yours in zip(trained, other, strict=True)]

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..hardware.prices import Price
 from .figures import HOW_TO_DRAW, can_draw, draw_curves
+from .metrics import RESULTS
 from .parts import Report, Section, Table
 from .record import Run, points
 from .sections import headline
@@ -14,17 +15,15 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     """Put together how runs differ, with prices by kind of chip."""
     section = Section("Training", [] if can_draw() else [f"{HOW_TO_DRAW} again."])
     if can_draw():
-        for name, title in (
-            ("loss", "Loss"),
-            ("eval_loss", "Evaluation loss"),
-            ("grad_norm", "Gradient norm"),
-            ("learning_rate", "Learning rate"),
-            ("tokens_per_second", "Tokens per second"),
-        ):
-            # Each is in the logs of training or in those of evaluations.
-            curves = {run.name: values for run in runs if (values := points([*run.logs, *run.evaluations], name))}
+        for title, names in {
+            **RESULTS,
+            "gradient norm": ("grad_norm",),
+            "learning rate": ("learning_rate",),
+            "tokens per second": ("tokens_per_second",),
+        }.items():
+            curves = {run.name: values for run in runs if (values := run.logged(names))}
             if curves:
-                section.figures.append(draw_curves(name, title, curves))
+                section.figures.append(draw_curves(title.replace(" ", "-"), title.capitalize(), curves))
         timed = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
         if all(timed.values()):
             section.figures.insert(1, draw_curves("timed", "Loss over time", timed, over="minutes of training"))

@@ -51,20 +51,31 @@ def _draw(name: str, plot: Callable, height: float = 2.6) -> str:
     return re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", re.sub(r' height="[\d.]+pt"', "", svg, count=1), count=1)
 
 
-def draw_curves(name: str, title: str, curves: Mapping[str, Points], over: str = "optimizer step") -> str:
+def draw_curves(
+    name: str,
+    title: str,
+    curves: Mapping[str, Points],
+    held_out: Mapping[str, Points] | None = None,
+    over: str = "optimizer step",
+) -> str:
     """
-    Draw values over optimizer steps, or what `over` names, as SVG. Each figure of a page has a name of its own. Where
-    points are few, each is marked.
+    Draw values over optimizer steps, or what `over` names, as SVG. What evaluations have of the same is dashed, in the
+    same colours. Each figure of a page has a name of its own. Where points are few, each is marked.
     """
+    parts = {"": curves, ", evaluation": held_out or {}}
+    labels = dict.fromkeys(label for part in parts.values() for label in part)
+    colours = dict(zip(labels, cycle(_COLOURS), strict=False))
 
     def plot(axes) -> None:
-        for (label, points), colour in zip(curves.items(), cycle(_COLOURS), strict=False):
-            marker = "o" if len(points) <= _FEW_POINTS else None
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
+        for (suffix, part), line in zip(parts.items(), ("-", "--"), strict=True):
+            for label, points in part.items():
+                marker = "o" if len(points) <= _FEW_POINTS else None
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, line, color=colours[label], marker=marker, label=f"{label}{suffix}")
         axes.set_title(title)
         axes.set_xlabel(over)
-        if len(curves) > 1:
-            axes.legend()
+        if sum(map(len, parts.values())) > 1:
+            axes.legend(ncols=2 if held_out and len(labels) > 1 else 1)
 
     return _draw(name, plot)
 

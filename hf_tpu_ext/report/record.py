@@ -114,6 +114,10 @@ class Run:
         values = [value for _, value in points(self.logs[1:] or self.logs, key)]
         return statistics.median(values) if values else None
 
+    def logged(self, keys: Sequence[str]) -> list[tuple[float, float]]:
+        """[`points`] of what trainings or evaluations have logged under one of several names."""
+        return [point for key in keys for point in points([*self.logs, *self.evaluations], key)]
+
     @property
     def seconds(self) -> float:
         """Seconds of all sessions."""

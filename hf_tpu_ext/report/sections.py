@@ -9,6 +9,7 @@ from ..formatting import count, format_number, format_seconds, format_size
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
 from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_step_times
+from .metrics import GROUPS, MORE_NAMES, RESULTS, column
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
 from .record import Run, points
@@ -42,9 +43,8 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
 def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     """The numbers to see first, by what they are. What is not known is left out."""
     numbers = {}
-    for name, logs, key in (("loss", run.logs, "loss"), ("evaluation loss", run.evaluations, "eval_loss")):
-        values = [value for _, value in points(logs, key)]
-        if values:
+    for name, keys in RESULTS.items():
+        if values := [value for _, value in run.logged(keys)]:
             numbers[name] = " → ".join(f"{value:.3g}" for value in dict.fromkeys((values[0], values[-1])))
     numbers["steps"] = f"{run.steps:,} of {run.facts['max_steps']:,}"
     numbers["time"] = format_seconds(run.seconds)
@@ -85,25 +85,24 @@ def _notes(run: Run) -> list[str]:
 
 def _curves(run: Run) -> Section:
     section = Section("Training")
-    losses, held_out = points(run.logs, "loss"), points(run.evaluations, "eval_loss")
+    names = [*(name for group in GROUPS for name in group.labels), *MORE_NAMES]
     if can_draw():
-        curves = {name: values for name, values in (("training", losses), ("evaluation", held_out)) if values}
-        if curves:
-            section.figures.append(draw_curves("loss", "Loss", curves))
-        for name, title in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
-            if values := points(run.logs, name):
-                section.figures.append(draw_curves(name, title, {title: values}))
-    names = {"step": "step", "loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
-    logs = [*run.logs[:: max(1, len(run.logs) // 10)], *run.logs[-1:]]
-    rows = [[_cell(log.get(name)) for name in names] for log in {log["step"]: log for log in logs}.values()]
-    if rows:
-        section.tables.append(Table(list(names.values()), rows, "Some of the logs"))
-    if run.evaluations:
-        keys = [key for key in ("eval_loss", "eval_mean_token_accuracy", "eval_kd_loss") if key in run.evaluations[0]]
-        rows = [[_cell(log.get(key)) for key in ("step", *keys)] for log in run.evaluations]
-        section.tables.append(
-            Table(["step", *(key.removeprefix("eval_").replace("_", " ") for key in keys)], rows, "Evaluations")
-        )
+        for group in GROUPS:
+            trained, held_out = (
+                {label: values for name, label in group.labels.items() if (values := points(logs, prefix + name))}
+                for logs, prefix in ((run.logs, ""), (run.evaluations, "eval_"))
+            )
+            if trained or held_out:
+                section.figures.append(draw_curves(group.figure, group.title, trained, held_out))
+    some = {log["step"]: log for log in [*run.logs[:: max(1, len(run.logs) // 10)], *run.logs[-1:]]}
+    for title, logs, prefix in (
+        ("Some of the logs", list(some.values()), ""),
+        ("Evaluations", run.evaluations, "eval_"),
+    ):
+        if logs:
+            shown = [name for name in names if any(prefix + name in log for log in logs)]
+            rows = [[_cell(log.get(key)) for key in ("step", *(prefix + name for name in shown))] for log in logs]
+            section.tables.append(Table(["step", *map(column, shown)], rows, title))
     if not section.tables:
         section.lines.append("Nothing was logged: the run is shorter than logging_steps.")
     return section

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -49,16 +49,18 @@ def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Ten
     write_atomically(Path(directory) / BASE_FILE, json.dumps({"base_model": model_name, "weights": found}, indent=1))
 
 
-def find_differences(directory: str | Path, model: nn.Module) -> tuple[int, list[str]] | None:
+def find_differences(
+    directory: str | Path, model: nn.Module, new: Collection[str] = ()
+) -> tuple[int, list[str]] | None:
     """
-    Compare a float32 model with the base that the adapter in a directory was trained on. Returns how many weights were
-    compared, and the names of those that differ; `None` where there is nothing to compare with. What was noted and
-    cannot be read is a `ValueError`.
+    Compare a float32 model with the base that the adapter in a directory was trained on, but for weights that are `new`
+    in it. Returns how many weights were compared, and the names of those that differ; `None` where there is nothing to
+    compare with. What was noted and cannot be read is a `ValueError`.
     """
     path = Path(directory) / BASE_FILE
     if not path.is_file():
         return None
-    weights = dict(model.named_parameters())
+    weights = {name: weight for name, weight in model.named_parameters() if name not in new}
     try:
         noted = json.loads(path.read_text(encoding="utf-8"))["weights"]
         # A run may have added tokens to the vocabulary.

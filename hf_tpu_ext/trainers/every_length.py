@@ -73,8 +73,9 @@ class EveryLengthMixin:
         """One row of the evaluation data for each length that its batches are padded to."""
         return self._row_per_length(self.eval_dataset)
 
-    def _rows_for_reference(self, dataset: datasets.Dataset, name: str) -> tuple[datasets.Dataset, Path]:
-        return self._row_per_length(dataset), Path(self.output_dir) / f"reference-{name}"
+    def _rows_for_reference(self, dataset: datasets.Dataset, name: str, rows: int) -> tuple[datasets.Dataset, Path]:
+        # Each batch has one length.
+        return _repeat(self._row_per_length(dataset), rows), Path(self.output_dir) / f"reference-{name}"
 
     def _row_per_length(self, dataset) -> datasets.Dataset:
         lengths = row_lengths(dataset)

@@ -78,7 +78,7 @@ class ReferenceLogProbsMixin:
         if not self._can_run_reference:
             return dataset
         rows = batch_size * self.backend.num_chips
-        dataset, directory = self._rows_for_reference(dataset, name)
+        dataset, directory = self._rows_for_reference(dataset, name, rows)
         directory.mkdir(parents=True, exist_ok=True)
         starts = range(0, len(dataset), rows * _BATCHES_OF_A_FILE)
         # The number of rows is in the name: a batch size that has changed cuts the data elsewhere.
@@ -146,8 +146,8 @@ class ReferenceLogProbsMixin:
         self.end_program("reference step", "reference log-probs before training")
         return computed
 
-    def _rows_for_reference(self, dataset: Dataset, name: str) -> tuple[Dataset, Path]:
-        """The rows of a prepared dataset, and the directory of their log-probs, by everything that they depend on."""
+    def _rows_for_reference(self, dataset: Dataset, name: str, rows: int) -> tuple[Dataset, Path]:
+        """Rows for batches of `rows`, and the directory of their log-probs, by everything that they depend on."""
         digest = blake2b(digest_size=16)
         model = self.ref_model or self.model
         # The reference goes without the adapter that is trained.

@@ -60,6 +60,7 @@ OF_A_RUN = ["sft", "--use_cpu", "--model_name_or_path", "absent", "--dataset_nam
         ([*OF_A_RUN, "--per_device_train_batch_size", "0"], "per_device_train_batch_size=0 is not positive."),
         ([*OF_A_RUN, "--report_to", "wandb"], "pip install wandb"),
         ([*OF_A_RUN, "--deepspeed", "zero3.json"], "pip install deepspeed"),
+        (["reward", *OF_A_RUN[1:], "--use_peft"], "needs lora_task_type: SEQ_CLS."),
         (["pretrain", *OF_A_RUN[1:], "--max_length", "0"], "max_length=0 is not positive."),
         (["sft", "--smoke", "absent"], "hf-tpu prepare tiny --output_dir absent"),
     ],

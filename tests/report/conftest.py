@@ -76,7 +76,7 @@ END = {
 def write_run():
     """Writes the record of a run of 40 steps with a log every 5."""
 
-    def write(directory, steps=40, first_step=0, end=True, anew=True, logs=None, **facts):
+    def write(directory, steps=40, first_step=0, end=True, anew=True, logs=None, held_out=None, **facts):
         directory.mkdir(exist_ok=True)
         writer = RecordWriter(directory, anew)
         writer.write("begin", **begin(first_step, **facts))
@@ -88,7 +88,8 @@ def write_run():
             writer.write("log", **log(step, 3.0 + 10 * (index + 1), index + 1, **{**speed, **(logs or {})}))
         if end:
             before = len(range(first_step + 5, steps + 1, 5))
-            writer.write("log", **{**log(steps, 100.0, before + 1), "logs": {"eval_loss": 2.0, "eval_runtime": 1.0}})
+            held_out = {"eval_loss": 2.0, **(held_out or {}), "eval_runtime": 1.0}
+            writer.write("log", **{**log(steps, 100.0, before + 1), "logs": held_out})
             last = {**log(steps, 100.0, before + 2), "logs": {"train_loss": 2.0}}
             writer.write("log", **last)
             last["phases"]["save"] = 0.5

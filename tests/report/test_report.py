@@ -53,6 +53,60 @@ def test_both_forms_say_the_same(write_run, tmp_path):
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
 
 
+DPO = {"rewards/chosen": 0.25, "rewards/rejected": -0.5, "rewards/margins": 0.75, "rewards/accuracies": 0.875}
+DPO |= {"logps/chosen": -40.5, "logps/rejected": -41.5}
+KTO = {"rewards/chosen": 0.25, "rewards/rejected": -0.5, "kl": 0.125}
+REWARD = {"max_reward": 1.5, "mean_reward": 0.25, "min_reward": -1.25, "margin": 0.75, "accuracy": 0.875}
+
+
+@pytest.mark.parametrize(
+    ("logs", "titles", "legend", "columns", "results"),
+    [
+        (
+            DPO,
+            {"Rewards", "Accuracy", "Log-probs of completions"},
+            {"chosen", "rejected", "margin", "margin, evaluation"},
+            "rewards chosen | rewards rejected | rewards margins | rewards accuracies | logps chosen | logps rejected",
+            {"evaluation accuracy": "0.875", "evaluation margin": "0.75"},
+        ),
+        (
+            KTO,
+            {"Rewards", "KL to the reference"},
+            {"chosen", "rejected, evaluation", "KL", "KL, evaluation"},
+            "rewards chosen | rewards rejected | kl",
+            {},
+        ),
+        (
+            REWARD,
+            {"Rewards", "Margin", "Accuracy"},
+            {"max", "mean", "min", "min, evaluation"},
+            "max reward | mean reward | min reward | margin | accuracy",
+            {"evaluation accuracy": "0.875", "evaluation margin": "0.75"},
+        ),
+    ],
+    ids=["dpo", "kto", "reward"],
+)
+def test_preferences_are_shown(write_run, tmp_path, logs, titles, legend, columns, results):
+    held_out = {f"eval_{name}": value for name, value in logs.items()}
+    run = write_run(tmp_path / "run", logs=logs, held_out=held_out)
+    page = make_report([run])
+    html, markdown = page.read_text(), page.with_suffix(".md").read_text()
+    assert html.count("<svg") == 5 + len(titles)
+    for text in titles | legend:
+        assert re.search(rf"<text[^>]*>{text}</text>", html), text
+    assert f"| step | loss | {columns} | learning rate | gradient norm |" in markdown
+    assert f"| step | loss | {columns} |\n" in markdown
+    row = " | ".join(format_number(value) for value in logs.values())
+    assert f"| 40 | 1 | {row} |" in markdown and f"| 40 | 2 | {row} |" in markdown
+    shown = headline(read_run(run), read_prices())
+    assert {name: shown[name] for name in shown if "accuracy" in name or "margin" in name} == results
+    # Beside a run that has none of it.
+    page = make_report([run, write_run(tmp_path / "sft")], tmp_path)
+    assert page.read_text().count("<svg") == 6 + len(results)
+    for name, value in results.items():
+        assert f"| {name} | {value} |  |" in page.with_suffix(".md").read_text()
+
+
 def test_what_a_person_typed_stays_text(write_run, tmp_path):
     typed = "<script>alert(1)</script> | `a` \n# & $x_{$"
     run = write_run(

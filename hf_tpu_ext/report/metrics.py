@@ -1,0 +1,50 @@
+"""Which of the logged numbers a report shows, and which of them are one picture."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Group:
+    """
+    Logged numbers that are one picture, each with its label there, by their names. Evaluations log the same with
+    `eval_` before it.
+    """
+
+    title: str
+    labels: dict[str, str]
+
+    @property
+    def figure(self) -> str:
+        """The name of its picture among those of a page."""
+        return next(iter(self.labels)).replace("/", "-")
+
+
+#: What is shown where it was logged, in this order.
+GROUPS = (
+    Group("Loss", {"loss": "loss"}),
+    # Of DPO and KTO: beta times the log-probs of policy over reference.
+    Group("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"}),
+    # Of a reward model, over the rows of a batch.
+    Group("Rewards", {"max_reward": "max", "mean_reward": "mean", "min_reward": "min"}),
+    Group("Margin", {"margin": "margin"}),
+    Group("Accuracy", {"rewards/accuracies": "accuracy"}),
+    Group("Accuracy", {"accuracy": "accuracy"}),
+    Group("KL to the reference", {"kl": "KL"}),
+    Group("Log-probs of completions", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    Group("Learning rate", {"learning_rate": "learning rate"}),
+    Group("Gradient norm", {"grad_norm": "gradient norm"}),
+)
+#: What tables have beside the numbers of the groups.
+MORE_NAMES = ("mean_token_accuracy", "kd_loss")
+#: What runs are judged by, with the names that it is logged under.
+RESULTS = {
+    "loss": ("loss",),
+    "evaluation loss": ("eval_loss",),
+    "evaluation accuracy": ("eval_rewards/accuracies", "eval_accuracy"),
+    "evaluation margin": ("eval_rewards/margins", "eval_margin"),
+}
+
+
+def column(name: str) -> str:
+    """The column of a logged number in a table, e.g. `"rewards chosen"`."""
+    return name.replace("grad_", "gradient ").replace("_", " ").replace("/", " ")
