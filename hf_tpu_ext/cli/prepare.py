@@ -1,6 +1,7 @@
 """`hf-tpu prepare`: create the models and data that recipes, tests and benchmarks run on, without the Hub."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 
@@ -10,6 +11,7 @@ Create a model of two layers and synthetic data for it, in seconds and without t
   teacher/      another of its kind
   data/         worked additions in chat form: train.jsonl and test.jsonl
   preferences/  additions with a right (chosen) and a wrong (rejected) answer
+  unpaired/     additions with an answer that is right or wrong (label)
   stories/      short synthetic stories in a column `text`
 """
 
@@ -40,7 +42,12 @@ def run(args: argparse.Namespace) -> int:
     model_dir = make_model(args.output_dir / "model", args.model_type)
     teacher_dir = make_model(args.output_dir / "teacher", args.model_type, seed=1)
     print(f"Model in {model_dir}, another as its teacher in {teacher_dir}")
-    makers = {"data": make_arithmetic, "preferences": make_preferences, "stories": make_stories}
+    makers = {
+        "data": make_arithmetic,
+        "preferences": make_preferences,
+        "unpaired": partial(make_preferences, paired=False),
+        "stories": make_stories,
+    }
     for name, make in makers.items():
         directory = make(args.output_dir / name)
         rows = count_rows(directory)

@@ -155,6 +155,7 @@ _SCRIPTS = (
         purpose="Align a language model with desirable and undesirable completions (KTO)",
         recipe="recipes/kto_lora_qwen3.yaml",
         dataset="trl-lib/kto-mix-14k",
+        tiny_data="unpaired",
     ),
 )
 #: The scripts, by their command.

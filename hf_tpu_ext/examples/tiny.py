@@ -111,26 +111,26 @@ def make_arithmetic(output_dir: str | Path, num_rows: int = 2048, seed: int = 0)
     return _write(output_dir, rows)
 
 
-def make_preferences(output_dir: str | Path, num_rows: int = 1024, seed: int = 0) -> Path:
+def make_preferences(output_dir: str | Path, num_rows: int = 1024, seed: int = 0, paired: bool = True) -> Path:
     """
-    Write additions with a right and a wrong answer, in TRL's conversational preference form with an explicit prompt.
-
-    The chosen answer is that of [`make_arithmetic`]; the rejected one works out another addition of as many digits.
+    Write additions with a right and a wrong answer, in TRL's conversational preference form with an explicit prompt. The
+    chosen answer is that of [`make_arithmetic`]; the rejected one works out another addition of as many digits. Without
+    `paired`, right and wrong answers take turns as rows with a `label`.
     """
     rng = random.Random(seed)
     rows = []
-    for a, b in _draw_additions(num_rows, rng):
+    for number, (a, b) in enumerate(_draw_additions(num_rows, rng)):
         low, high = 10 ** (len(str(a)) - 1), 10 ** len(str(a)) - 1
         wrong = a
         while wrong == a:
             wrong = rng.randint(low, high)
-        rows.append(
-            {
-                "prompt": _says("user", f"{a}+{b}?"),
-                "chosen": _says("assistant", work_addition(a, b)),
-                "rejected": _says("assistant", work_addition(wrong, b)),
-            }
-        )
+        chosen, rejected = (_says("assistant", work_addition(first, b)) for first in (a, wrong))
+        row = {"prompt": _says("user", f"{a}+{b}?")}
+        if paired:
+            row |= {"chosen": chosen, "rejected": rejected}
+        else:
+            row |= {"completion": rejected if number % 2 else chosen, "label": number % 2 == 0}
+        rows.append(row)
     return _write(output_dir, rows)
 
 

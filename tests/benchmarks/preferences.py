@@ -41,9 +41,9 @@ from prepare_quickstart import prepare_model  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "preferences.md"
 MODEL = ROOT / ".cache" / "quickstart" / "model"
-PROMPT_WORDS, COMPLETION_WORDS, MAX_LENGTH = 16, 20, 64
+PROMPT_WORDS, COMPLETION_WORDS, MAX_LENGTH = 12, 14, 48
 #: Pairs that are held out.
-HELD_OUT = 60
+HELD_OUT = 45
 PAIRS_PER_STEP, SEED = 4, 0
 MOST_DIFFERENCE, MOST_CPU = 1e-4, 1.5
 #: Steps that compile, or are traced.

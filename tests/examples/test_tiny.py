@@ -127,6 +127,11 @@ def test_chosen_answers_are_right_and_rejected_ones_wrong(tmp_path):
         a, b = row["prompt"][0]["content"].removesuffix("?").split("+")
         answers = {name: int(row[name][0]["content"].split("; ")[-1]) for name in ("chosen", "rejected")}
         assert answers["chosen"] == int(a) + int(b) != answers["rejected"]
+    dataset = load_dataset(str(make_preferences(tmp_path / "unpaired", num_rows=80, paired=False)))
+    for row in dataset["train"]:
+        a, b = row["prompt"][0]["content"].removesuffix("?").split("+")
+        assert (int(row["completion"][0]["content"].split("; ")[-1]) == int(a) + int(b)) is row["label"]
+    assert set(dataset["train"]["label"][:2]) == {False, True}
 
 
 def test_stories_are_plain_text(tmp_path):
