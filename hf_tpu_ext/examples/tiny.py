@@ -129,7 +129,9 @@ def make_preferences(output_dir: str | Path, num_rows: int = 1024, seed: int = 0
         if paired:
             row |= {"chosen": chosen, "rejected": rejected}
         else:
-            row |= {"completion": rejected if number % 2 else chosen, "label": number % 2 == 0}
+            # In turn within both splits.
+            is_right = (number + number // 8) % 2 == 0
+            row |= {"completion": chosen if is_right else rejected, "label": is_right}
         rows.append(row)
     return _write(output_dir, rows)
 
