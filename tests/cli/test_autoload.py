@@ -139,16 +139,15 @@ def test_scripts_are_watched_only_if_they_ask(switch, finders, monkeypatch):
 @pytest.mark.parametrize(
     ("imports", "ours"),
     [
-        ("from trl import SFTTrainer", True),
-        ("from trl import DPOTrainer, DPOConfig", True),
-        ("from trl.trainer.kto_trainer import KTOTrainer", True),
+        ("from trl import DPOTrainer, SFTTrainer; from trl.trainer.kto_trainer import KTOTrainer", True),
         ("from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", False),
     ],
 )
 def test_scripts_get_our_trainers_unless_they_choose(imports, ours):
     script = (
         f"import torch\n{imports}\nimport trl\n"
-        "places = [trl, trl.trainer, *(sys.modules[f'trl.trainer.{name}_trainer'] for name in TRAINERS)]\n"
+        "modules = [trl, trl.trainer, sys.modules['__main__']]\n"
+        "places = [*modules, *(sys.modules[f'trl.trainer.{name}_trainer'] for name in TRAINERS)]\n"
         "found = [vars(place)[name].__name__ for name in TRAINERS.values() for place in places if name in vars(place)]\n"
         "print(*found)"
     )
