@@ -17,7 +17,7 @@ class Chip:
 
     The rate is the highest of bfloat16 matrix products, of which an addition and a multiplication are two. The memory
     is what the compiler lets a program have of the chip's (HBM), and a link what one to a neighbour carries in one
-    direction.
+    direction. The clock is that of the matrix units, which the compiler counts cycles by.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Chip:
     memory_bytes: int
     memory_bytes_per_second: float
     link_bytes_per_second: float
+    clock_hz: float
     sources: dict[str, str]
 
 

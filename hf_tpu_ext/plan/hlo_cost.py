@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from .hlo import Instruction, Module, Shape, find_collectives, parse_module
@@ -17,6 +17,7 @@ _FREE = set(
     "replica-id tuple while".split()
 )
 _SLICES = {"dynamic-slice", "gather", "slice"}
+_MOVES = _SLICES | set("broadcast concatenate copy dynamic-update-slice pad reshape reverse scatter transpose".split())
 #: Kernels that are programs of their own: what they do is not in the text.
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 
@@ -40,7 +41,8 @@ class Cost:
     What one chip does in one run of a program, and what could not be counted, in words. Bodies of loops count for each
     turn.
 
-    FLOPs are those of matrix products. Memory traffic is that of the chip's main memory: tensors that the compiler
+    FLOPs are those of matrix products. Cycles are the compiler's own estimate of what each instruction takes, by kind: it
+    knows vector work and layouts, but has none for collectives and kernels. Memory traffic is that of the chip's main memory: tensors that the compiler
     keeps on the chip are left out, and of a tensor of which a part is taken, the rest.
     """
 
@@ -48,6 +50,7 @@ class Cost:
     memory_bytes: int
     exchanges: list[Exchange]
     unknown: list[str]
+    cycles: dict[str, int] = field(default_factory=dict)
 
     @property
     def link_bytes(self) -> int:
@@ -63,15 +66,18 @@ def measure_cost(text: str) -> Cost:
     module = parse_module(text)
     runs, unknown = _count_runs(module)
     matrix_flops = memory_bytes = 0
+    cycles: Counter[str] = Counter()
     for (computation, fused), times in runs.items():
         lines = module.computations[computation]
         for line in lines.values():
             matrix_flops += times * _matrix_flops(line, lines)
             if not fused:
                 memory_bytes += times * _memory_bytes(line, lines, module)
+                if estimated := re.search(r'"estimated_cycles":"(\d+)"', line.rest):
+                    cycles[_kind(line, module)] += times * int(estimated[1])
             if _KERNEL in line.rest:
                 unknown[f"what the kernel {line.name} does"] += 1
-    return Cost(matrix_flops, memory_bytes, _exchanges(module, runs), list(unknown))
+    return Cost(matrix_flops, memory_bytes, _exchanges(module, runs), list(unknown), dict(cycles.most_common()))
 
 
 def _count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
@@ -96,6 +102,23 @@ def _count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]
 
     run(module.entry, 1, False)
     return runs, unknown
+
+
+def _kind(line: Instruction, module: Module) -> str:
+    """What an instruction, or all that it fuses, is mostly about."""
+    opcodes, computations = {line.opcode}, list(line.called) if line.opcode == "fusion" else []
+    for computation in computations:
+        for inner in module.computations[computation].values():
+            opcodes.add(inner.opcode)
+            computations += inner.called if inner.opcode == "fusion" else []
+    if opcodes & {"dot", "convolution"}:
+        return "matrix products"
+    opcodes -= _FREE | {"fusion", "convert", "iota"}
+    if opcodes <= {"broadcast"}:
+        return "broadcasts"
+    if opcodes <= _MOVES:
+        return "copies and layout"
+    return "reductions" if "reduce" in opcodes else "elementwise"
 
 
 def _exchanges(module: Module, runs: Counter[tuple[str, bool]]) -> list[Exchange]:

@@ -2,13 +2,13 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
 from ..formatting import count, format_bytes, format_size
-from .result import BASIS, FLOPS_RATIO, Plan, Trial
+from .result import FLOPS_RATIO, Plan, Trial
 
 
 WIDTH = 100
@@ -18,7 +18,7 @@ _LABEL = 28
 
 def render(plan: Plan) -> str:
     """Write a plan as a page of text of at most 100 columns, without a newline at its end."""
-    page = _TEMPLATE.render(plan=plan, basis=BASIS, flops_ratio=FLOPS_RATIO)
+    page = _TEMPLATE.render(plan=plan, flops_ratio=FLOPS_RATIO)
     return re.sub(r"\n{3,}", "\n\n", page).strip()
 
 
@@ -38,6 +38,11 @@ def format_seconds(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / size:.2g} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds / 3600:.3g} h"
+
+
+def _span(words: Iterable[str]) -> str:
+    """The ends of a range, or the one that they are."""
+    return " to ".join(dict.fromkeys(words))
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> str:
@@ -60,7 +65,7 @@ def _bars(parts: dict[str, int], limit: int) -> Iterator[tuple[str, int, str]]:
 
 def _table(trials: Sequence[Trial]) -> list[str]:
     names = list(dict.fromkeys(name for trial in trials for name in trial.settings))
-    rows = [[*names, "peak HBM", "fits", "step at least", "tokens/s/chip"]]
+    rows = [[*names, "peak HBM", "fits", "expected step", "tokens/s/chip"]]
     for trial in trials:
         known = (
             (trial.peak_bytes, format_bytes),
@@ -87,6 +92,7 @@ _ENVIRONMENT.filters |= {
     "number": format_count,
     "seconds": format_seconds,
     "shape": format_size,
+    "span": _span,
     "table": _table,
     "things": count,
     "wrapped": _wrapped,

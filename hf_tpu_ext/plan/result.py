@@ -1,6 +1,7 @@
 """A plan: what is known of a run before it."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,13 +14,6 @@ from .hlo_cost import Cost
 from .programs import KEPT, CompiledProgram
 
 
-#: Share of a chip's peak that tuned training programs were published to reach: dense models of 16 to 128 billion parameters on
-#: 256 to 8,192 chips of TPU v5e, github.com/google/maxtext, MaxText/configs/v5e.
-EFFICIENCY = (0.46, 0.67)
-BASIS = (
-    "46 % to 67 % of peak, which MaxText publishes for tuned programs on v5e; fast: compute, HBM and collectives overlap; slow: they do not. "
-    "Not measured with this package."
-)
 #: What can bound a step.
 BOUNDS = ("compute", "HBM", "interconnect")
 #: A program of more arithmetic than this many times the analytic figure deserves a second look.
@@ -31,13 +25,15 @@ class Roofline:
     """
     The least seconds that a chip needs for something, by what limits it: matrix products at the peak rate, memory
     traffic at full bandwidth, sending over the links of the chip that has fewest; and the least of all, of each
-    program the longest of the three.
+    program the longest of the three. `cycles` is the time of the cycles that the compiler estimates, which has no
+    collectives.
     """
 
     arithmetic: float
     memory: float
     links: float
     seconds: float
+    cycles: float
 
     @property
     def wall(self) -> str:
@@ -46,9 +42,8 @@ class Roofline:
 
     @property
     def expected_seconds(self) -> tuple[float, float]:
-        """A range for what to expect, fast and slow. [`BASIS`] says what it rests on."""
-        slow, fast = EFFICIENCY
-        return self.seconds / fast, (self.arithmetic + self.memory + self.links) / slow
+        """What to expect by the compiler's estimate, with collectives beside the arithmetic, and one after the other."""
+        return max(self.cycles, self.seconds), max(self.cycles + self.links, self.seconds)
 
 
 def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) -> Roofline:
@@ -56,7 +51,7 @@ def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) ->
     Bound the time of programs that run one after the other, given the cost of each on a chip and how often it runs.
     """
     chip, exchange = topology.chip, topology.exchange_bytes_per_second
-    arithmetic = memory = links = seconds = 0.0
+    arithmetic = memory = links = seconds = cycles = 0.0
     for cost, runs in costs:
         times = (
             cost.matrix_flops / chip.flops_per_second,
@@ -67,14 +62,15 @@ def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) ->
             total + runs * time for total, time in zip((arithmetic, memory, links), times, strict=True)
         )
         seconds += runs * max(times)
-    return Roofline(arithmetic, memory, links, seconds)
+        cycles += runs * sum(cost.cycles.values()) / chip.clock_hz
+    return Roofline(arithmetic, memory, links, seconds, cycles)
 
 
 @dataclass(frozen=True)
 class Trial:
     """
     A variant of the run that was compiled as well: what is different by name of the setting, whether it fits (`None`:
-    it could not be told), its least time of an optimizer step and tokens per second and chip in that time, or why that
+    it could not be told), the expected time of an optimizer step and tokens per second and chip in that time, or why that
     is not known. Of a variant that the compiler refused, the memory is what it says.
     """
 
@@ -192,6 +188,25 @@ class Plan:
         return sum(runs * program.tokens for program, runs in self.longest)
 
     @property
+    def expected_tokens_per_second(self) -> float | None:
+        """Tokens per second and chip in the longest time that is expected."""
+        return self.roofline and self.tokens_per_step / self.roofline.expected_seconds[1] / self.topology.num_chips
+
+    @property
+    def expected_mfu(self) -> float | None:
+        """Model FLOPs utilization in that time."""
+        return self.mfu and self.mfu * self.roofline.seconds / self.roofline.expected_seconds[1]
+
+    @property
+    def cycle_shares(self) -> dict[str, float]:
+        """Which share of the cycles of an optimizer step each kind of instruction takes, largest first."""
+        cycles: Counter[str] = Counter()
+        for program, runs in self.longest:
+            cycles.update({kind: runs * number for kind, number in program.cost.cycles.items()})
+        total = cycles.total()
+        return {kind: number / total for kind, number in cycles.most_common() if number}
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second and chip at the bound."""
         return self.roofline and self.tokens_per_step / self.roofline.seconds / self.topology.num_chips
@@ -238,7 +253,8 @@ class Plan:
     def to_json(self) -> str:
         """All of it as JSON, with the derived figures under `"derived"`."""
         derived = (
-            "fits peak_bytes tokens_per_step tokens_per_second mfu flops_ratio run_seconds run_dollars unknowns"
+            "fits peak_bytes tokens_per_step tokens_per_second mfu expected_tokens_per_second expected_mfu flops_ratio "
+            "run_seconds run_dollars unknowns"
         ).split()
         values = {name: getattr(self, name) for name in derived} | {"roofline": None}
         if self.roofline is not None:

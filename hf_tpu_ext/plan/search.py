@@ -81,7 +81,9 @@ def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
         return Trial(settings, plan.fits, needed, error=errors[0])
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
-    return Trial(settings, plan.fits, plan.peak_bytes, plan.roofline.seconds, plan.tokens_per_second)
+    return Trial(
+        settings, plan.fits, plan.peak_bytes, plan.roofline.expected_seconds[1], plan.expected_tokens_per_second
+    )
 
 
 def _outcome(trial: Trial, limit: int) -> str:
@@ -89,9 +91,7 @@ def _outcome(trial: Trial, limit: int) -> str:
     if trial.fits is None:
         return f"{settings}: unknown ({trial.error})"
     if trial.fits:
-        return (
-            f"{settings}: fits, {format_bytes(trial.peak_bytes)}, step time at least {format_seconds(trial.seconds)}"
-        )
+        return f"{settings}: fits, {format_bytes(trial.peak_bytes)}, expected step {format_seconds(trial.seconds)}"
     lacking = "" if trial.peak_bytes is None else f", {format_bytes(trial.peak_bytes - limit)} too much"
     return f"{settings}: does not fit{lacking}"
 
@@ -155,7 +155,7 @@ def _advice(tried: list[Trial], rows: int) -> list[str]:
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
     advice = [
         f"the largest batch that was found to fit: {_words(largest)}",
-        f"the fastest by its bound: {_words(fastest)}",
+        f"the fastest by the compiler's estimate: {_words(fastest)}",
     ]
     same = [trial for trial in fitting if int(trial.settings[_ROWS]) == rows]
     if same:
@@ -172,7 +172,7 @@ def _advice(tried: list[Trial], rows: int) -> list[str]:
 
 
 def _words(trial: Trial) -> str:
-    return f"{_settings_in_words(trial.settings)} (step time at least {format_seconds(trial.seconds)})"
+    return f"{_settings_in_words(trial.settings)} (expected step {format_seconds(trial.seconds)})"
 
 
 def _settings_in_words(settings: dict[str, str]) -> str:

@@ -70,7 +70,7 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     if bound is not None:
         planned_step = (
             f"at least {format_seconds(bound['seconds'])} ({bound['wall']}-bound), expected "
-            f"{' to '.join(map(format_seconds, bound['expected_seconds']))}"
+            f"{' to '.join(dict.fromkeys(map(format_seconds, bound['expected_seconds'])))}"
         )
     rows = [
         _row("peak HBM per chip", derived["peak_bytes"], memory and round(memory * 2**30), format_bytes, ""),

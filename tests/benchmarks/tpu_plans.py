@@ -241,7 +241,7 @@ def make_row(case: Case, planned: dict) -> str:
     derived, program = planned["derived"], planned["programs"][-1]
     cells = [case.model, case.title, case.topology, f"{program['cpu_seconds']:.0f}"]
     if derived["parts"] is None:
-        cells += ["no", program["error"].split(". ")[0].replace("|", "/"), "", "", ""]
+        cells += ["no", program["error"].split(". ")[0].replace("|", "/"), *[""] * 5]
     else:
         parts = derived["parts"]
         cells += [
@@ -250,6 +250,8 @@ def make_row(case: Case, planned: dict) -> str:
             format_bytes(parts["activations and temporaries"]),
             format_bytes(parts["generated code"]),
             f"{1000 * derived['roofline']['seconds']:.0f} ms",
+            f"{1000 * derived['roofline']['expected_seconds'][1]:.0f} ms",
+            f"{sum(program['cost']['cycles'].values()) / 1e6:.0f} M",
         ]
     return f"| {' | '.join(cells)} |"
 
@@ -260,8 +262,8 @@ def main() -> None:
     parser.add_argument("--only", metavar="WORDS", default="", help="plan only the runs whose row has these words")
     arguments = parser.parse_args()
     lines = [
-        "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least |",
-        "|---|---|---|---:|---|---:|---:|---:|---:|",
+        "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least | is expected to take | cycles |",
+        "|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     measured = []
     for case in CASES:

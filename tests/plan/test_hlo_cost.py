@@ -64,6 +64,45 @@ def test_collectives_in_a_loop_count_for_each_turn():
     assert cost.unknown == []
 
 
+def estimate(cycles):
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}","iteration_bounds":["1"]}}}}'
+
+
+def test_cycles_are_the_compilers_by_kind_and_for_each_turn_of_a_loop():
+    fusions = {
+        "products": ("%made = f32[8] dot(%x, %x), lhs_contracting_dims={}, rhs_contracting_dims={}", "%products"),
+        "layout": ("%made = f32[8] transpose(%x), dimensions={0}", "%layout"),
+        "norms": ("%made = f32[8] reduce(%x, %x), dimensions={0}, to_apply=%add", "%norms"),
+        "zeros": ("%made = f32[8] broadcast(%x), dimensions={}", "%zeros"),
+    }
+    before = "".join(
+        f"{name} (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n  ROOT {line}\n}}\n\n"
+        for line, name in fusions.values()
+    )
+    before += (
+        "%body (y: f32[8]) -> f32[8] {\n  %y = f32[8] parameter(0)\n"
+        f"  ROOT %turn = f32[8] fusion(%y), kind=kLoop, calls=%products, {estimate(1000)}\n}}\n\n"
+        "%goes_on (z: f32[8]) -> pred[] {\n  %z = f32[8] parameter(0)\n  ROOT %yes = pred[] constant(true)\n}\n\n"
+    )
+    cost = program(
+        "%p = f32[8] parameter(0)",
+        '%loop = f32[8] while(%p), condition=%goes_on, body=%body, backend_config={"known_trip_count":{"n":"3"}}',
+        *(
+            f"%{name}.1 = f32[8] fusion(%loop), kind=kLoop, calls={called}, {estimate(cycles)}"
+            for cycles, (name, (_, called)) in zip((7, 20, 300, 4), fusions.items(), strict=True)
+        ),
+        f"ROOT %sum = f32[8] add(%loop, %zeros.1), {estimate(50)}",
+        before=before,
+    )
+    assert cost.cycles == {
+        "matrix products": 3 * 1000 + 7,
+        "reductions": 300,
+        "elementwise": 50,
+        "copies and layout": 20,
+        "broadcasts": 4,
+    }
+
+
 def test_what_is_kept_on_the_chip_is_not_memory_traffic():
     loop = measure("loop_v5e_1")
     # At least: the weights and the input are read, the gradient of the weights is written.

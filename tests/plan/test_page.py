@@ -16,7 +16,8 @@ OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.75G of 15.75G hbm. "
     "Exceeded hbm capacity by 2.00G.\n\nTotal hbm usage >= 18.00G:\n    reserved        258.00M"
 )
-COST = Cost(197 * 10**12, 819 * 10**8, [Exchange("all-gather", 56, 3 * GB, 2 * GB)], [])
+CYCLES = {"matrix products": 225 * 10**7, "elementwise": 75 * 10**7}
+COST = Cost(197 * 10**12, 819 * 10**8, [Exchange("all-gather", 56, 3 * GB, 2 * GB)], [], CYCLES)
 
 
 def program(kind="training step", **changes):
@@ -104,12 +105,17 @@ def test_time_and_cost():
     assert planned.tokens_per_second == pytest.approx(4096)
     assert planned.mfu == pytest.approx(150 / 197)
     least, fast, slow = planned.run_seconds
-    assert (least, fast, slow) == pytest.approx((3600, 3600 / 0.67, 3600 * (1 + 0.1 + 0.02) / 0.46))
+    assert (least, fast, slow) == pytest.approx((3600, 2 * 3600, 2.02 * 3600))
+    assert planned.expected_tokens_per_second == pytest.approx(4096 / 2.02)
+    assert planned.expected_mfu == pytest.approx(150 / 197 / 2.02)
+    assert planned.cycle_shares == pytest.approx({"matrix products": 0.75, "elementwise": 0.25})
     # Eight chips for an hour.
     assert planned.run_dollars[0] == pytest.approx(8 * 1.2)
     page = " ".join(render(planned).split())
     assert "at least 1 s, compute-bound (roofline: compute 1 s, HBM 100 ms, interconnect 20 ms)" in page
     assert "4,096 tokens/s/chip at that bound, 2,048 without padding; MFU 76 %" in page
+    assert "expect 2 s, 2,028 tokens/s/chip; MFU 38 % (cycles that the compiler estimates, at 1.5 GHz;" in page
+    assert "cycles matrix products 75 %, elementwise 25 %" in page
     assert "at least $9.60" in page and "us-central1, 2026-11 (list)" in page
 
 
@@ -153,7 +159,7 @@ def test_variants_are_a_table():
     lines = render(plan(program(), trials=trials)).splitlines()
     start = lines.index("Pareto front of the variants tried (speed, HBM)")
     assert [line.split() for line in lines[start + 1 : start + 4]] == [
-        ["batch", "mesh", "peak", "HBM", "fits", "step", "at", "least", "tokens/s/chip"],
+        ["batch", "mesh", "peak", "HBM", "fits", "expected", "step", "tokens/s/chip"],
         ["16", "12.00", "GB", "yes", "1.5", "s", "9,000"],
         ["8", "fsdp", "?", "?", "?", "?"],
     ]
