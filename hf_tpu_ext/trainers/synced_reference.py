@@ -25,9 +25,10 @@ class _SyncOneByOne(SyncRefModelCallback):
         super().__init__(ref_model=ref_model, accelerator=accelerator)
         self._trainer = trainer
 
-    def sync_target_model(self, model: nn.Module, target_model: nn.Module, alpha: float) -> None:
-        with self._trainer.layers.one_by_one():
-            super().sync_target_model(model, target_model, alpha)
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.ref_model_sync_steps == 0:
+            with self._trainer.layers.one_by_one():
+                super().on_step_end(args, state, control, **kwargs)
 
 
 class SyncedReferenceMixin:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from preference import Case, assert_same_numbers, train, trainer_for
 
+from hf_tpu_ext.trainers import layers
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
@@ -112,10 +114,9 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_layers_as_one_loop_train_as_upstreams(xla, models, tmp_path, monkeypatch, name):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    case = LOOPS[name]
-    case = replace(case, settings={**case.settings, "scan_layers": "on"}, model_config={"num_hidden_layers": 4})
-    case = replace(case, steps=8)
-    trainer = train(case, models, ours=True)
-    assert trainer.layers.stack is not None
-    assert trainer.counted[-1].replays == case.settings.get("gradient_accumulation_steps", 1)
+    monkeypatch.setattr(layers, "_LEAST_LAYERS", 4)
+    case = replace(LOOPS[name], model_config={"num_hidden_layers": 4}, steps=8)
+    trainer = trainer_for(case, models, ours=True)
+    trainer.train()
+    assert trainer.layers.stack is not None and trainer.watch.recompiles == 0
     assert_same_numbers(case, trainer.state.log_history, train(case, models, ours=False).state.log_history)
