@@ -44,12 +44,16 @@ def draw_preferences(seed: int) -> Case:
         settings |= rng.choice(({}, {"center_rewards_coefficient": 0.1}))
     if case.family != "reward":
         ways = [{}, {}, {"precompute_ref_log_probs": True}]
-        # Weights of a reference that is synchronized go up and down with those of the policy.
-        ways += [] if lora else [{"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5}]
+        ways += [] if lora else 2 * [{"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5}]
         settings |= rng.choice(ways)
     if case.ragged and "max_length" not in settings and rng.random() < 0.5:
         settings["length_buckets"] = [11, 16]
-    return replace(case, lora=lora, settings=settings)
+    # What is for these trainers alone is rarely among so many.
+    own = [
+        name for name, (_, families) in EDITS.items() if case.family in families and not {*families} - {*PREFERENCES}
+    ]
+    edits = tuple(dict.fromkeys((*case.edits, *rng.sample(own, rng.choice((0, 1))))))
+    return replace(case, lora=lora, settings=settings, edits=edits)
 
 
 def _draw(rng: random.Random, seed: int, family: str) -> Case:
