@@ -41,8 +41,8 @@ class StaticShapeCollator:
 
     Padded are the tensors whose first two dimensions are those of `input_ids`; everything else (class labels, scalars,
     non-tensors) passes unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each
-    row, as `KL_input_ids` with `KL_attention_mask`, is padded by itself. Keys that are not in `PAD_VALUES` are padded
-    with 0. No `attention_mask` is added where `collator` yields none.
+    row, as `KL_input_ids` with `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys
+    that are not in `PAD_VALUES` are padded with 0. No `attention_mask` is added where `collator` yields none.
 
     Args:
         collator (`Callable`): Data collator to wrap. It yields at least `input_ids` of shape `(batch, length)`.
@@ -84,9 +84,9 @@ class StaticShapeCollator:
         batch = dict(self.collator(examples))
         if self.count_tokens:
             batch[NUM_TOKENS] = batch["input_ids"].numel()
-        for prefix in [key.removesuffix("input_ids") for key in batch if key.endswith("input_ids")]:
-            shape = batch[f"{prefix}input_ids"].shape[:2]
-            target = self._declared(shape[1])
+        sequences = {key.removesuffix("input_ids"): batch[key].shape[:2] for key in batch if key.endswith("input_ids")}
+        target = self._declared(max((length for _, length in sequences.values()), default=0))
+        for prefix, shape in sequences.items():
             for key, value in batch.items():
                 if key.startswith(prefix) and target > shape[1] and self._is_padded(key, value, shape):
                     batch[key] = _extend(key, value, 1, target, self.pad_token_id)

@@ -8,6 +8,7 @@ from .configs import ExtensionArguments
 from .mixin import TPUTrainerMixin
 from .preference_checks import PreferenceData
 from .reference_log_probs import ReferenceLogProbsMixin
+from .synced_reference import SyncedReferenceMixin
 
 
 @dataclass
@@ -15,7 +16,7 @@ class TPUDPOConfig(ExtensionArguments, DPOConfig):
     """[`~trl.DPOConfig`] with the settings of [`ExtensionArguments`]."""
 
 
-class TPUDPOTrainer(PreferenceData, ReferenceLogProbsMixin, TPUTrainerMixin, DPOTrainer):
+class TPUDPOTrainer(PreferenceData, ReferenceLogProbsMixin, SyncedReferenceMixin, TPUTrainerMixin, DPOTrainer):
     """
     [`~trl.DPOTrainer`] (https://huggingface.co/papers/2305.18290) that trains on TPU, GPU and CPU with the same arguments.
 

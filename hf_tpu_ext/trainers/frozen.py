@@ -31,9 +31,11 @@ class ShortFrozenWeights:
         if trainer.compiled.compute_dtype != torch.bfloat16 or self.in_use is not None:
             yield
             return
+        # A reference that follows the policy changes, whatever its parameters say.
+        others = [] if vars(trainer.args).get("sync_ref_model") else trainer._other_models()
         self.in_use = [
             FrozenWeights(model, trainer.backend, ShardingPlan(model, trainer.chips.mesh).specs)
-            for model in (trainer.model, *trainer._other_models())
+            for model in (trainer.model, *others)
         ]
         try:
             for frozen in self.in_use:

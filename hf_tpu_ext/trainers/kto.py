@@ -8,6 +8,7 @@ from .configs import ExtensionArguments
 from .mixin import TPUTrainerMixin
 from .preference_checks import PreferenceData
 from .reference_log_probs import ReferenceLogProbsMixin
+from .synced_reference import SyncedReferenceMixin
 
 
 @dataclass
@@ -15,7 +16,7 @@ class TPUKTOConfig(ExtensionArguments, KTOConfig):
     """[`~trl.KTOConfig`] with the settings of [`ExtensionArguments`]."""
 
 
-class TPUKTOTrainer(PreferenceData, ReferenceLogProbsMixin, TPUTrainerMixin, KTOTrainer):
+class TPUKTOTrainer(PreferenceData, ReferenceLogProbsMixin, SyncedReferenceMixin, TPUTrainerMixin, KTOTrainer):
     """
     [`~trl.KTOTrainer`] (https://huggingface.co/papers/2402.01306) that trains on TPU, GPU and CPU with the same arguments.
 

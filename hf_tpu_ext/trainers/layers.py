@@ -128,10 +128,19 @@ class LayerScan:
         stays = EVENTS_AT_EVERY_STEP if self._trainer.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
         if not looks or event in stays:
             return call_event(event, *args, **kwargs)
+        with self.one_by_one():
+            return call_event(event, *args, **kwargs)
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Within this context, between two steps, every layer has its own parameters."""
+        if not self._is_stacked:
+            yield
+            return
         self._trainer.steps.end()
         self.end()
         try:
-            return call_event(event, *args, **kwargs)
+            yield
         finally:
             self._take_up_loop()
 

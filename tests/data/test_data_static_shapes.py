@@ -67,6 +67,23 @@ def test_only_tensors_of_batch_and_length_are_padded():
     assert "attention_mask" not in padded
 
 
+@pytest.mark.parametrize(("first", "second"), [(2, 5), (5, 2), (3, 3)])
+def test_two_sequences_of_a_row_have_one_length(first, second):
+    """Each length is one shape, whichever of the two is longer."""
+    batch = {
+        f"{prefix}{name}": torch.ones(2, length, dtype=torch.long)
+        for prefix, length in {"": first, "KL_": second}.items()
+        for name in ("input_ids", "attention_mask")
+    }
+    padded = StaticShapeCollator(returns(batch), [4, 8], PAD)([])
+    length = 8 if max(first, second) > 4 else 4
+    assert {value.shape for value in padded.values()} == {(2, length)}
+    for key, value in padded.items():
+        tokens = batch[key].shape[1]
+        assert (value[:, :tokens] == 1).all()
+        assert (value[:, tokens:] == (PAD if key.endswith("input_ids") else 0)).all()
+
+
 def test_batch_longer_than_every_declared_length():
     collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=PAD), [4, 8], PAD)
     with pytest.raises(ValueError, match=r"9 tokens .* greatest declared length 8.*`max_length=8`.*\[4, 8, 9\]"):

@@ -4,20 +4,59 @@ A grammar of what people write around a trainer: models, losses, data, and code 
 A case is drawn from a seed. It is put together anew for each run, so that nothing is shared between runs but the seed.
 """
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
+from datasets import Dataset
 from differential_edits import COUNT_TOKENS, EDITS, EVENTS
-from differential_models import LENGTH, LOSSES, ROWS, Case, make_model, make_rows
+from differential_models import LENGTH, LOSSES, PREFERENCES, ROWS, Case, make_model, make_rows
+from peft import LoraConfig
+from preference import moved
 from transformers import TrainerCallback
 
 
 def draw_case(seed: int) -> Case:
     """The case of a seed; every third is supervised fine-tuning, of layers that are a loop by default."""
     rng = random.Random(seed)
-    family = "sft" if seed % 3 == 2 else rng.choice(("module", "module", "causal"))
+    return _draw(rng, seed, "sft" if seed % 3 == 2 else rng.choice(("module", "module", "causal")))
+
+
+def draw_preferences(seed: int) -> Case:
+    """The case of a seed, of training with preferences, where each setting that is left out has its default."""
+    rng = random.Random(f"preferences {seed}")
+    case = _draw(rng, seed, ("dpo", "kto", "dpo", "reward")[seed % 4])
+    lora = rng.random() < 0.5
+    settings: dict[str, Any] = {
+        "logging_steps": rng.choice((1, 1, 2, 3)),
+        "gradient_checkpointing": rng.random() < 0.7,
+        "dataloader_drop_last": rng.random() < 0.3,
+    }
+    if case.family == "dpo":
+        settings |= rng.choice(DPO_LOSSES)
+        settings |= rng.choice(({}, {}, {"ld_alpha": 0.3}, {"max_length": 8, "truncation_mode": "keep_end"}))
+    elif case.family == "kto":
+        settings |= rng.choice(({}, {}, {"loss_type": "apo_zero_unpaired"}, {"undesirable_weight": 0.6}))
+    else:
+        settings |= rng.choice(({}, {"center_rewards_coefficient": 0.1}))
+    if case.family != "reward":
+        ways = [{}, {}, {"precompute_ref_log_probs": True}]
+        ways += [] if lora else 2 * [{"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5}]
+        settings |= rng.choice(ways)
+    if case.ragged and "max_length" not in settings and rng.random() < 0.5:
+        settings["length_buckets"] = [11, 16]
+    # What is for these trainers alone is rarely among so many.
+    own = [
+        name for name, (_, families) in EDITS.items() if case.family in families and not {*families} - {*PREFERENCES}
+    ]
+    edits = tuple(dict.fromkeys((*case.edits, *rng.sample(own, rng.choice((0, 1))))))
+    return replace(case, lora=lora, settings=settings, edits=edits)
+
+
+def _draw(rng: random.Random, seed: int, family: str) -> Case:
     names = [name for name, (_, families) in EDITS.items() if family in families]
     edits = tuple(rng.sample(names, rng.choice((1, 1, 2, 3))))
     evaluates = "prediction_step" in edits or rng.random() < 0.3
@@ -34,8 +73,19 @@ def draw_case(seed: int) -> Case:
         # Steps of a shape are replayed from the third on.
         steps=rng.choice((8, 9)),
         evaluates=evaluates,
-        ragged=family == "sft" and not COUNT_TOKENS & {*edits} and rng.random() < 0.3,
+        ragged=family in RAGGED and not COUNT_TOKENS & {*edits} and rng.random() < RAGGED[family],
     )
+
+
+RAGGED = {"sft": 0.3, **dict.fromkeys(PREFERENCES, 0.7)}
+DPO_LOSSES: list[dict[str, Any]] = [
+    {},
+    *({"loss_type": name} for name in ("hinge", "ipo", "apo_zero", "sppo_hard", "nca_pair", "aot", "bco_pair")),
+    {"loss_type": "robust", "label_smoothing": 0.1},
+    {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    {"use_weighting": True},
+    {"f_divergence_type": "js_divergence"},
+]
 
 
 class Run:
@@ -96,7 +146,7 @@ class Run:
         with self.undo:
             self.trainer = cls(
                 self.model,
-                args,
+                args=args,
                 train_dataset=self.as_dataset(make_rows(self.case, ROWS, 0)),
                 eval_dataset=self.as_dataset(make_rows(self.case, 7, 1)),
                 callbacks=self.callbacks,
@@ -107,11 +157,15 @@ class Run:
             self.trainer.train()
 
     def as_dataset(self, rows: list[dict[str, Any]]):
-        if self.case.family != "sft":
-            return rows
-        from datasets import Dataset
+        return Dataset.from_list(rows) if self.case.family in ("sft", *PREFERENCES) else rows
 
-        return Dataset.from_list(rows)
+    def more(self) -> dict[str, Any]:
+        """What a trainer of preferences is made of besides: an adapter, or a reference."""
+        if self.case.lora:
+            task = "SEQ_CLS" if self.case.family == "reward" else "CAUSAL_LM"
+            targets = ["k_proj", "v_proj"]
+            return {"peft_config": LoraConfig(task, r=4, target_modules=targets, init_lora_weights=False)}
+        return {} if self.case.family == "reward" else {"ref_model": moved(copy.deepcopy(self.model))}
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the run that are the same for all trainers."""
@@ -134,8 +188,9 @@ class Run:
             **(dict(eval_strategy="steps", eval_steps=3) if case.evaluates else {}),
             **(dict(label_names=[case.target]) if case.family == "module" else {}),
             **(dict(max_length=LENGTH) if case.family == "sft" else {}),
+            **(dict(max_length=16) if case.family in PREFERENCES else {}),
         )
-        return {**given, **self.config}
+        return {**given, **self.config, **case.settings}
 
 
 # ---- Comparison ----
@@ -155,12 +210,13 @@ def numbers_of(run: Run) -> Iterator[tuple[str, float]]:
 
 
 def difference(run: Run, reference: Run) -> str | None:
-    """The first number that is not that of the reference, to 1e-5 of it."""
+    """The first number that is not that of the reference, to 1e-5 of it; of preferences, whose are differences, to 1e-5."""
+    least = 1e-5 if run.case.family in PREFERENCES else 1e-7
     ours, theirs = list(numbers_of(run)), list(numbers_of(reference))
     if [name for name, _ in ours] != [name for name, _ in theirs]:
         return f"other numbers: {sorted({*dict(ours)} ^ {*dict(theirs)})}"
     for (name, mine), (_, other) in zip(ours, theirs, strict=True):
-        if not abs(mine - other) <= max(1e-5 * abs(other), 1e-7):
+        if not abs(mine - other) <= max(1e-5 * abs(other), least):
             return f"{name} is {mine}, and {other} with upstream's trainer"
     return None
 

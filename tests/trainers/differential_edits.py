@@ -8,7 +8,7 @@ from unittest import mock
 
 import differential_models
 import torch
-from differential_models import FAMILIES, ROWS, Net, head_of, is_in_layer, layers_of
+from differential_models import FAMILIES, PREFERENCES, ROWS, Net, head_of, is_in_layer, layers_of
 from torch import nn
 
 
@@ -22,6 +22,7 @@ EVERY_EVENT = (
     "on_optimizer_step",
     "on_train_end",
 )
+ALL = (*FAMILIES, *PREFERENCES)
 #: What users' code may do, by name, and the families of models that it is for.
 EDITS: dict[str, tuple[Callable, tuple[str, ...]]] = {}
 # With these, rows have one length: they count tokens that are masked.
@@ -32,7 +33,7 @@ def edit(*families: str, counts_tokens: bool = False) -> Callable:
     """Add a function to [`EDITS`]."""
 
     def add(function):
-        EDITS[function.__name__] = (function, families or FAMILIES)
+        EDITS[function.__name__] = (function, families or ALL)
         if counts_tokens:
             COUNT_TOKENS.add(function.__name__)
         return function
@@ -72,7 +73,7 @@ def attribute(run):
     run.later(lambda trainer: change())
 
 
-@edit("causal", "sft", counts_tokens=True)
+@edit("causal", "sft", *PREFERENCES, counts_tokens=True)
 def attribute_of_a_layer(run):
     def change(model, what):
         match what:
@@ -201,7 +202,8 @@ def hook_of_a_parameter(run):
         return gradient * (0.5 if len(calls) > 5 else 2)
 
     def register(trainer):
-        head_of(run.model).weight.register_hook(halve)
+        weights = [value for value in run.model.parameters() if value.requires_grad]
+        (weights[-1] if run.case.lora else head_of(run.model).weight).register_hook(halve)
 
     run.once_made(register) if run.draw(True, False) else run.later(register)
 
@@ -390,4 +392,45 @@ for _name, _mixin in {
     "decay_names": DecaysALayer,
     "prediction_step": OwnPrediction,
 }.items():
-    EDITS[_name] = (partial(_add, _mixin), FAMILIES)
+    EDITS[_name] = (partial(_add, _mixin), ALL)
+
+
+# ---- Preferences ----
+
+
+@edit(*PREFERENCES)
+def attribute_of_the_trainer(run):
+    names = {"dpo": ("beta", "label_smoothing"), "kto": ("beta", "desirable_weight"), "reward": ("coefficient",)}
+    name, value = run.draw(*names[run.case.family]), run.draw(0.05, 0.3)
+
+    def change(trainer):
+        if name == "coefficient":
+            trainer.args.center_rewards_coefficient = value
+        else:
+            setattr(trainer, name, value)
+
+    run.later(change)
+
+
+@edit("dpo", "kto")
+def reference_changed(run):
+    def change(trainer):
+        # With an adapter, and where its log-probs are known ahead, there is none of its own.
+        model = run.model if trainer.ref_model is None else trainer.ref_model
+        with torch.no_grad():
+            layers_of(model)[0].input_layernorm.weight.mul_(0.9)
+
+    run.later(change)
+
+
+class OwnMetric:
+    def compute_loss(self, *args, **kwargs):
+        result = super().compute_loss(*args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        self._metrics["train" if self.model.training else "eval"]["own"].append(2 * loss.item())
+        return result
+
+
+@edit(*PREFERENCES)
+def metric(run):
+    run.mixins.append(OwnMetric)

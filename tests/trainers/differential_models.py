@@ -2,19 +2,23 @@
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.trainer_utils import unwrap_peft_model
 
 
 ROWS, LENGTH, WORDS = 13, 10, 30
 # Of the tokenizer, whose last token is the one that rows are padded with.
 TOKENS = 259
 FAMILIES = ("module", "causal", "sft")
+PREFERENCES = ("dpo", "kto", "reward")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class Case:
     steps: int
     evaluates: bool
     ragged: bool
+    #: Of preferences: fields of the config, and whether an adapter is trained.
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
+    lora: bool = False
     #: What the edits drew, for the message of a failure.
     drawn: list[str] = field(default_factory=list, compare=False)
 
@@ -41,7 +48,8 @@ class Case:
         return (
             f"seed {self.seed}: {self.family}{f' ({kind})' if self.family == 'module' else ''}, batches of "
             f"{self.batch_size} x {self.accumulation}, {self.steps} steps, weight_decay={self.weight_decay}"
-            f"{', evaluates' if self.evaluates else ''}{', ragged' if self.ragged else ''}: {'; '.join(self.drawn)}"
+            f"{', evaluates' if self.evaluates else ''}{', ragged' if self.ragged else ''}"
+            f"{', LoRA' if self.lora else ''}{f', {self.settings}' if self.settings else ''}: {'; '.join(self.drawn)}"
         )
 
 
@@ -113,23 +121,26 @@ class Net(nn.Module):
 
 
 @cache
-def _causal() -> nn.Module:
+def _transformer(auto: type = AutoModelForCausalLM, **more) -> nn.Module:
     sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     config = AutoConfig.for_model(
         "qwen3", vocab_size=TOKENS, num_hidden_layers=2, max_position_embeddings=32, pad_token_id=0, **sizes
     )
+    config.update(more)
     # The usual 0.02 suits widths of a thousand and more.
     config.initializer_range = 0.1
     config.bos_token_id = config.eos_token_id = None
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return auto.from_config(config, dtype=torch.float32)
 
 
 def make_model(case: Case) -> nn.Module:
     if case.family == "module":
         torch.manual_seed(case.seed)
         return Net(case.loss, case.tokens)
-    return copy.deepcopy(_causal())
+    if case.family == "reward":
+        return copy.deepcopy(_transformer(AutoModelForSequenceClassification, num_labels=1, pad_token_id=TOKENS - 1))
+    return copy.deepcopy(_transformer())
 
 
 def make_rows(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
@@ -146,10 +157,23 @@ def make_rows(case: Case, count: int, seed: int) -> list[dict[str, Any]]:
             }
             for _ in range(count)
         ]
+    if case.family in PREFERENCES:
+        return [_preference(case, index, ids) for index in range(count)]
     rows = [ids(LENGTH - index % 3 if case.ragged else LENGTH) for index in range(count)]
     if case.family == "sft":
         return [{"input_ids": row.tolist()} for row in rows]
     return [{"input_ids": row, "labels": row.clone()} for row in rows]
+
+
+def _preference(case: Case, index: int, ids: Callable[[int], torch.Tensor]) -> dict[str, Any]:
+    def text(length, change):
+        return "".join(chr(ord("a") + token % 26) for token in ids(length - index % change if case.ragged else length))
+
+    prompt, chosen, rejected = text(5, 2), f"+{text(5, 3)}", f"-{text(6, 4)}"
+    if case.family != "kto":
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    label = index % 3 != 0
+    return {"prompt": prompt, "completion": chosen if label else rejected, "label": label}
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
@@ -157,7 +181,9 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    return model.head if isinstance(model, Net) else model.lm_head
+    if isinstance(model, Net):
+        return model.head
+    return model.score if isinstance(unwrap_peft_model(model), GenericForSequenceClassification) else model.lm_head
 
 
 def is_in_layer(name: str, index: int) -> bool:

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from preference import Case, trainer_for
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
 
 
 MAX_STEPS = 8
+PREFERENCES = ("dpo", "kto", "reward")
+SAVES = dict(save_strategy="steps", save_steps=2, save_total_limit=1, logging_steps=1)
 
 
 class _StepBegins(TrainerCallback):
@@ -23,18 +26,13 @@ class _StepBegins(TrainerCallback):
         self._reach(f"step {state.global_step + 1}")
 
 
-class _SaysWhereItIs(TPUSFTTrainer):
-    def _save_rng_state(self, output_dir):
-        super()._save_rng_state(output_dir)
-        # Everything but the trainer's state is written.
-        self.reach(f"save {self.state.global_step}")
-
-
-def train(model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], None]) -> None:
+def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], None]) -> None:
     """
-    Train a whole model, with noise drawn on the device, from the newest whole checkpoint if there is one.
+    Train from the newest whole checkpoint if there is one, with random numbers drawn on the device.
 
     Args:
+        kind (`str`):
+            `"sft"` trains a whole model; the names of [`PREFERENCES`] an adapter, over accumulated gradients.
         model_dir (`str` or `Path`):
             Directory of the model to start from.
         output_dir (`str` or `Path`):
@@ -42,13 +40,26 @@ def train(model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], 
         reach (`Callable`):
             Called with `"step N"` where a step begins, and with `"save N"` towards the end of a save.
     """
+    make = _fine_tuning if kind == "sft" else _preferences
+    trainer = make(kind, str(model_dir), str(output_dir), [_StepBegins(reach)])
+    save_rng_state = trainer._save_rng_state
+
+    def save_and_say(output_dir):
+        save_rng_state(output_dir)
+        # Everything but the trainer's state is written.
+        reach(f"save {trainer.state.global_step}")
+
+    trainer._save_rng_state = save_and_say
+    trainer.train(resume_from_checkpoint=bool(checkpoints_by_step(output_dir)))
+    trainer.save_model()
+
+
+def _fine_tuning(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> TPUSFTTrainer:
     config = TPUSFTConfig(
-        output_dir=str(output_dir),
-        per_device_train_batch_size=4,
+        output_dir=output_dir,
+        **SAVES,
         max_steps=MAX_STEPS,
-        save_steps=2,
-        save_total_limit=1,
-        logging_steps=1,
+        per_device_train_batch_size=4,
         learning_rate=1e-3,
         neftune_noise_alpha=5.0,
         gradient_checkpointing=False,
@@ -59,16 +70,30 @@ def train(model_dir: str | Path, output_dir: str | Path, reach: Callable[[str], 
         run_report=False,
     )
     rows = [{"prompt": f"{n} to the fifth?", "completion": str(n**5)} for n in range(22)]
-    trainer = _SaysWhereItIs(
+    return TPUSFTTrainer(
         AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
         config,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         train_dataset=Dataset.from_list(rows),
-        callbacks=[_StepBegins(reach)],
+        callbacks=callbacks,
     )
-    trainer.reach = reach
-    trainer.train(resume_from_checkpoint=bool(checkpoints_by_step(output_dir)))
-    trainer.save_model()
+
+
+def _preferences(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:
+    case = Case(
+        kind,
+        {
+            **SAVES,
+            "output_dir": output_dir,
+            "gradient_accumulation_steps": 2,
+            "disable_dropout": False,
+            "dataloader_drop_last": True,
+        },
+        lora="new",
+        lora_dropout=0.1,
+        steps=MAX_STEPS,
+    )
+    return trainer_for(case, Path(model_dir), ours=True, callbacks=callbacks)
 
 
 def _say_and_wait(moment: str) -> None:

@@ -144,7 +144,7 @@ def _model_dir(base: Path, family: str, **config) -> str:
     return str(make_model(base / name, family, **{**sizes, **config}))
 
 
-def _moved(model):
+def moved(model):
     """The model with other weights, near enough for the exponentials of some losses to be of the size of their logarithms."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
     elif case.lora == "given":
         kwargs["model"] = get_peft_model(kwargs["model"], lora)
     elif case.reference and case.kind != "reward":
-        kwargs["ref_model"] = _moved(_load(case, directory))
+        kwargs["ref_model"] = moved(_load(case, directory))
     if case.evaluates:
         kwargs["eval_dataset"] = rows_for(case.kind, case.data, 7, seed=1)
     kwargs |= {

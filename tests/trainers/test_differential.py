@@ -1,7 +1,10 @@
 """Drawn user code trains as with upstream's trainer: every logged number, with default settings and step by step."""
 
+import datasets
 import pytest
-from differential import Run, as_before, difference, draw_case
+from differential import Run, as_before, difference, draw_case, draw_preferences
+from differential_models import PREFERENCES
+from preference import OURS, STOCK
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -14,6 +17,7 @@ from hf_tpu_ext.trainers.layers import LayerScan
 
 
 SEEDS, BY_DEFAULT = 300, 30
+PREFERENCE_SEEDS, PREFERENCES_BY_DEFAULT = 100, 5
 STEP_BY_STEP = dict(step_replay=False, scan_layers="off")
 
 
@@ -26,13 +30,20 @@ def tokenizer(tmp_path_factory):
 def train(xla, tokenizer, tmp_path, monkeypatch):
     # Two layers are a loop by default: eight take minutes to compile one by one, as often as drawn code wants it.
     monkeypatch.setattr(layers, "_LEAST_LAYERS", 2)
+    # Of log-probs of references.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
     def train(case, ours, **settings):
         run = Run(case)
         given = {"output_dir": str(tmp_path), **run.arguments(), **settings}
         if ours:
             given["run_report"] = False
-        if case.family == "sft":
+        if case.family in PREFERENCES:
+            trainer_cls, config_cls = (OURS if ours else STOCK)[case.family]
+            kwargs = {"processing_class": tokenizer, **run.more()}
+            if not ours:
+                given.pop("length_buckets", None)
+        elif case.family == "sft":
             trainer_cls, config_cls = (TPUSFTTrainer, TPUSFTConfig) if ours else (SFTTrainer, SFTConfig)
             kwargs = {"processing_class": tokenizer}
         else:
@@ -45,8 +56,7 @@ def train(xla, tokenizer, tmp_path, monkeypatch):
     return train
 
 
-def check(train, seed):
-    case = draw_case(seed)
+def check(train, case):
     reference = train(case, ours=False, use_cpu=True)
     for settings in ({}, STEP_BY_STEP):
         found = difference(train(case, ours=True, **settings), reference)
@@ -57,7 +67,18 @@ def check(train, seed):
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= BY_DEFAULT else []) for seed in range(SEEDS)]
 )
 def test_users_code_trains_as_upstreams(train, seed):
-    check(train, seed)
+    check(train, draw_case(seed))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.slow] if seed >= PREFERENCES_BY_DEFAULT else [])
+        for seed in range(PREFERENCE_SEEDS)
+    ],
+)
+def test_preferences_train_as_upstreams(train, seed):
+    check(train, draw_preferences(seed))
 
 
 # ---- What it finds ----
@@ -87,4 +108,4 @@ def keep_the_loop(monkeypatch):
 def test_a_mend_that_is_missing_is_found(train, monkeypatch, break_it, seed):
     break_it(monkeypatch)
     with pytest.raises(AssertionError, match="with default settings"):
-        check(train, seed)
+        check(train, draw_case(seed))

@@ -1,5 +1,6 @@
 """A run that is killed again and again, with SIGKILL, ends with the weights of the run that never was."""
 
+import json
 import random
 import signal
 import subprocess
@@ -9,11 +10,12 @@ import time
 import kill_driver
 import pytest
 import torch
+from differential import TIMED
 
 
-def train_and_kill(model_dir, output_dir, kill_at, delay):
+def train_and_kill(kind, model_dir, output_dir, kill_at, delay):
     """Train in a process of its own, and kill it at `kill_at`: in a save at once, in a step after `delay` seconds."""
-    command = [sys.executable, kill_driver.__file__, str(model_dir), str(output_dir)]
+    command = [sys.executable, kill_driver.__file__, kind, str(model_dir), str(output_dir)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if not line.startswith("reached "):
@@ -31,32 +33,53 @@ def train_and_kill(model_dir, output_dir, kill_at, delay):
     assert process.returncode == -signal.SIGKILL
 
 
+def without_times(entry):
+    return {key: value for key, value in entry.items() if not any(word in key for word in TIMED)}
+
+
+def times(kind, name, steps, saves, marks=()):
+    return pytest.param(kind, steps, saves, marks=marks, id=f"{kind}-{name}")
+
+
 @pytest.mark.parametrize(
-    ("steps", "saves"), [(1, 1), pytest.param(3, 2, marks=pytest.mark.slow)], ids=["twice", "five-times"]
+    ("kind", "steps", "saves"),
+    [
+        times("sft", "twice", 1, 1),
+        times("dpo", "twice", 1, 1),
+        *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in ("sft", *kill_driver.PREFERENCES)),
+    ],
 )
-def test_killed_run_ends_with_the_same_weights(xla, tiny_model, tmp_path, steps, saves):
+def test_killed_run_ends_with_the_same_weights(xla, tiny_model, tmp_path, kind, steps, saves):
     """Killed at random moments of steps, and in saves: the checkpoint that was being written is left without its end."""
+    models = tiny_model if kind == "sft" else tmp_path
     moments = []
-    kill_driver.train(tiny_model, tmp_path / "undisturbed", moments.append)
+    kill_driver.train(kind, models, tmp_path / "undisturbed", moments.append)
 
     rng = random.Random(steps)
     killed_at = rng.sample([moment for moment in moments if moment.startswith("step")], steps)
     killed_at += rng.sample([moment for moment in moments if moment.startswith("save")], saves)
     for moment in sorted(killed_at, key=moments.index):
-        train_and_kill(tiny_model, tmp_path / "killed", moment, delay=rng.uniform(0, 0.02))
+        train_and_kill(kind, models, tmp_path / "killed", moment, delay=rng.uniform(0, 0.02))
         if moment.startswith("save"):
             name = f"checkpoint-{moment.removeprefix('save ')}"
             half_written = tmp_path / "killed" / f"_tmp-{name}" / name
             assert (half_written / "optimizer.pt").exists() and not (half_written / "trainer_state.json").exists()
             assert not (tmp_path / "killed" / name).exists()
     moments_of_last = []
-    kill_driver.train(tiny_model, tmp_path / "killed", moments_of_last.append)
+    kill_driver.train(kind, models, tmp_path / "killed", moments_of_last.append)
     assert len(moments_of_last) < len(moments)
 
     last = f"checkpoint-{kill_driver.MAX_STEPS}"
-    for name in ("model.safetensors", f"{last}/model.safetensors"):
+    weights = "model.safetensors" if kind == "sft" else "adapter_model.safetensors"
+    for name in (weights, f"{last}/{weights}"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     killed, undisturbed = (
         torch.load(tmp_path / run / last / "optimizer.pt", weights_only=True) for run in ("killed", "undisturbed")
     )
     torch.testing.assert_close(killed["state"], undisturbed["state"], rtol=0, atol=0)
+    killed, undisturbed = (
+        json.loads((tmp_path / run / last / "trainer_state.json").read_text()) for run in ("killed", "undisturbed")
+    )
+    assert [without_times(entry) for entry in killed["log_history"]] == [
+        without_times(entry) for entry in undisturbed["log_history"]
+    ]

@@ -133,6 +133,7 @@ CASES = {
     "kto-weights": Case("kto", {"desirable_weight": 1.5, "undesirable_weight": 0.7, "beta": 0.3}),
     "kto-blocks": Case("kto", data="blocks", evaluates=True),
     "kto-blocks-apo": Case("kto", {"loss_type": "apo_zero_unpaired"}, data="blocks"),
+    "kto-buckets": Case("kto", {"length_buckets": [24, 34, 48]}, evaluates=True),
     "kto-sync": Case("kto", {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.9}),
     "kto-lora-accumulated": Case("kto", {"gradient_accumulation_steps": 4}, lora="new", evaluates=True),
     "kto-lora-dropout": Case("kto", {"disable_dropout": True}, lora="new", lora_dropout=0.5),
