@@ -184,7 +184,9 @@ class Backend(ABC):
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:
         """Context in which the forward pass computes in `dtype`, or that of its inputs; weights stay as they are."""
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        # The cache would hand a weight that was cast without a graph, as KTO's KL term does before the policy runs, to a pass
+        # with one, and the weight would have no gradient. A compiler casts a weight once however often it is asked to.
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     @property
     def checkpoint_function(self) -> Callable | None:

@@ -203,6 +203,17 @@ def test_autocast_computes_in_the_dtype_and_keeps_the_weights(backend):
     assert layer.weight.dtype == torch.float32
 
 
+def test_autocast_does_not_remember_weights_that_were_cast_without_a_graph(backend):
+    layer = backend.place(nn.Linear(4, 4))
+    inputs = backend.send(torch.ones(2, 4))
+    with backend.autocast(torch.bfloat16):
+        with torch.no_grad():
+            layer(inputs)
+        loss = layer(inputs).sum()
+    loss.backward()
+    assert backend.fetch(layer.weight.grad).abs().max() > 0
+
+
 def test_random_state_is_repeatable(xla):
     xla.set_rng_state(1234)
     assert xla.rng_state() == 1234
