@@ -44,7 +44,9 @@ def draw_preferences(seed: int) -> Case:
         settings |= rng.choice(({}, {"center_rewards_coefficient": 0.1}))
     if case.family != "reward":
         ways = [{}, {}, {"precompute_ref_log_probs": True}]
-        ways += [] if lora else 2 * [{"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5}]
+        # Upstream pairs the parameters of both models, of which an edit may leave some out.
+        if not lora and "attribute_of_a_layer" not in case.edits:
+            ways += 2 * [{"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5}]
         settings |= rng.choice(ways)
     if case.ragged and "max_length" not in settings and rng.random() < 0.5:
         settings["length_buckets"] = [11, 16]
