@@ -1,10 +1,10 @@
 """
 What the compiler for TPU makes of the training steps of models that people train: `hf-tpu plan` of each.
 
-    python tests/benchmarks/tpu_plans.py [--only WORDS] [--write-docs]
+    python tests/benchmarks/tpu_plans.py [--only WORDS] [--tables NAME ...] [--write-docs]
 
 Models are given by their configuration alone; nothing is downloaded and nothing is run. With `--write-docs` the tables go into
-docs/plan.md, and the page of one plan into README.md.
+docs/plan.md, and the page of one plan into README.md. `--tables` makes some of these alone.
 """
 
 import json
@@ -110,11 +110,6 @@ CASES = [
     _qwen3("LoRA, 4 rows, scan_layers: off", **LORA, scan_layers="off"),
     _qwen3("LoRA, 4 rows, rematerialization: dots", **LORA, rematerialization="dots"),
     _qwen3("LoRA, 4 rows, rematerialization: none", **LORA, rematerialization="none"),
-    _qwen3("LoRA, 8 rows", **LORA | {"per_device_train_batch_size": "8"}),
-    _qwen3("DPO, LoRA, 4 pairs", "dpo", **LORA),
-    _qwen3("DPO, LoRA, 4 pairs, precompute_ref_log_probs", "dpo", **LORA, precompute_ref_log_probs="true"),
-    _qwen3("KTO, LoRA, 8 completions", "kto", **LORA | {"per_device_train_batch_size": "8"}),
-    _qwen3("reward model, LoRA, 4 pairs", "reward", **LORA, lora_task_type="SEQ_CLS"),
     _qwen3("LoRA, 32 rows", **LORA | {"per_device_train_batch_size": "32"}),
     _qwen3("full, 4 rows"),
     _qwen3("full, 4 rows, scan_layers: off", scan_layers="off"),
@@ -146,6 +141,16 @@ CASES = [
     ),
 ]
 
+# Beside as many rows of fine-tuning.
+PREFERENCES = [
+    _qwen3("LoRA, 8 rows", **LORA | {"per_device_train_batch_size": "8"}),
+    _qwen3("DPO, LoRA, 4 pairs", "dpo", **LORA),
+    _qwen3("DPO, LoRA, 4 pairs, precompute_ref_log_probs", "dpo", **LORA, precompute_ref_log_probs="true"),
+    _qwen3("KTO, LoRA, 8 completions", "kto", **LORA | {"per_device_train_batch_size": "8"}),
+    _qwen3("reward model, LoRA, 4 pairs", "reward", **LORA, lora_task_type="SEQ_CLS"),
+]
+#: What may be made, and where a table is in docs/plan.md.
+TABLES = {"tpu_plans": CASES, "preference_plans": PREFERENCES}
 
 # The page in README.md. The data is not read, so the number of steps is said.
 PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-1", settings={"max_steps": "1000"})
@@ -256,31 +261,51 @@ def make_row(case: Case, planned: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    """Run the benchmark and print its table."""
-    parser = make_parser(__doc__, DOCUMENT)
-    parser.add_argument("--only", metavar="WORDS", default="", help="plan only the runs whose row has these words")
-    arguments = parser.parse_args()
+def make_table(cases: list[Case]) -> tuple[str, list[dict]]:
+    """
+    Plan runs.
+
+    Args:
+        cases (`list[Case]`):
+            The runs.
+
+    Returns:
+        `tuple[str, list[dict]]`: A Markdown table, and the plans.
+    """
     lines = [
         "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least | is expected to take | cycles |",
         "|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     measured = []
-    for case in CASES:
-        if arguments.only not in f"{case.model} {case.title} {case.topology}":
-            continue
+    for case in cases:
         with tempfile.TemporaryDirectory() as directory:
             planned, _ = plan(case, Path(directory))
         measured.append(planned)
         lines.append(make_row(case, planned))
         print(lines[-1], file=sys.stderr, flush=True)
     versions = ", ".join(f"{name} {version}" for name, version in measured[0]["versions"].items())
-    block = "\n".join([*lines, "", f"{versions}; `python tests/benchmarks/tpu_plans.py`"])
-    print(block)
+    return "\n".join([*lines, "", f"{versions}; `python tests/benchmarks/tpu_plans.py`"]), measured
+
+
+def main() -> None:
+    """Run the benchmark and print its tables."""
+    parser = make_parser(__doc__, DOCUMENT)
+    parser.add_argument("--only", metavar="WORDS", default="", help="plan only the runs whose row has these words")
+    names = [*TABLES, "page"]
+    parser.add_argument("--tables", nargs="+", choices=names, default=names, help="what to make, by default all")
+    arguments = parser.parse_args()
+    measured = {}
+    for name in (name for name in TABLES if name in arguments.tables):
+        cases = [case for case in TABLES[name] if arguments.only in f"{case.model} {case.title} {case.topology}"]
+        if not cases:
+            continue
+        block, measured[name] = make_table(cases)
+        print(block)
+        if arguments.write:
+            write_block(DOCUMENT, name, block)
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
-    if arguments.write:
-        write_block(DOCUMENT, "tpu_plans", block)
+    if arguments.write and "page" in arguments.tables:
         with tempfile.TemporaryDirectory() as directory:
             _, page = plan(PAGE, Path(directory), "--config", PAGE.title)
         command = f"hf-tpu plan --config {PAGE.title} --topology {PAGE.topology} --seq-lengths {PAGE.length} --max_steps 1000"
