@@ -268,7 +268,7 @@ def table(measured: dict[str, dict[str, Any]], steps: int) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__, DOCUMENT)
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run (default: 30)")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run (default: 24)")
     arguments = parser.parse_args()
     measured = measure(arguments.steps)
     publish(arguments, DOCUMENT, "preferences", table(measured, arguments.steps), measured)
