@@ -150,6 +150,8 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
     elif command == "pretrain":
         # Documents are cut into rows: here is more than enough text for one.
         rows = [{"text": "a " * (2 * length)} for length in lengths]
+    elif command == "reward":
+        rows = [{column: [1] * length for column in ("chosen_ids", "rejected_ids")} for length in lengths]
     else:
         # Words of a token each, or of more. A prompt of one word, and the end-of-sequence token behind the completion.
         rows = [{"prompt": "a", "chosen": " a" * (length - 2), "rejected": " b" * (length - 2)} for length in lengths]

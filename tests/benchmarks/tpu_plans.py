@@ -147,7 +147,6 @@ PREFERENCES = [
     _qwen3("DPO, LoRA, 4 pairs", "dpo", **LORA),
     _qwen3("DPO, LoRA, 4 pairs, precompute_ref_log_probs", "dpo", **LORA, precompute_ref_log_probs="true"),
     _qwen3("KTO, LoRA, 8 completions", "kto", **LORA | {"per_device_train_batch_size": "8"}),
-    _qwen3("reward model, LoRA, 4 pairs", "reward", **LORA, lora_task_type="SEQ_CLS"),
 ]
 #: What may be made, and where a table is in docs/plan.md.
 TABLES = {"tpu_plans": CASES, "preference_plans": PREFERENCES}
