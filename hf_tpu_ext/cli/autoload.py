@@ -16,6 +16,8 @@ _ON = {"1", "true", "yes", "on"}
 _OFF = {"0", "false", "no", "off"}
 #: Commands of `trl` that train, and the trainers of their scripts. `SFTTrainer` is replaced by `TPUSFTTrainer`, and so on.
 TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "reward": "RewardTrainer", "kto": "KTOTrainer"}
+# Where TRL defines them.
+_MODULES = {f"trl.trainer.{command}_trainer": trainer for command, trainer in TRAINERS.items()}
 
 
 def autoload() -> None:
@@ -97,7 +99,7 @@ class _TrainerSwap:
     """
 
     def find_spec(self, name, path=None, target=None):
-        if name not in {_module_of(command) for command in TRAINERS}:
+        if name not in _MODULES:
             return None
         sys.meta_path.remove(self)
         # A script that imports our trainers chooses between them and upstream's by itself; and while they are being
@@ -111,13 +113,9 @@ class _TrainerSwap:
             exec_module(module)
             from hf_tpu_ext import trainers
 
-            for command, trainer in TRAINERS.items():
-                for place in (_module_of(command), "trl.trainer", "trl"):
+            for defined_in, trainer in _MODULES.items():
+                for place in (defined_in, "trl.trainer", "trl"):
                     setattr(sys.modules[place], trainer, vars(trainers)[f"TPU{trainer}"])
 
         spec.loader.exec_module = exec_and_swap
         return spec
-
-
-def _module_of(command: str) -> str:
-    return f"trl.trainer.{command}_trainer"

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..formatting import count
+from ..formatting import count, dtype_name
 from .recipe import RecipeParser, open_recipe
 
 
@@ -199,7 +199,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
         top_k=top_k,
         temperatures=tuple(sorted({float(temperature) for temperature in temperatures})),
         max_length=training_args.max_length,
-        compute_dtype=str(compute_dtype or torch.float32).removeprefix("torch."),
+        compute_dtype=dtype_name(compute_dtype or torch.float32),
         compact=cache_args.compact,
         dataset_hash=sequences.hash,
         sequences=len(sequences.keys),

@@ -6,7 +6,8 @@ import sys
 import traceback
 
 from .. import __version__
-from . import cache_teacher, doctor, export, plan, prepare, pretrain, report, warmup
+from . import cache_teacher, doctor, export, plan, prepare, report, warmup
+from .commands import COMMANDS
 from .trl_scripts import SCRIPTS
 
 
@@ -21,8 +22,7 @@ first steps:
 
 #: Sub-commands that read a recipe; their arguments are its keys.
 _TRAINING = {
-    **{command: script.run for command, script in SCRIPTS.items()},
-    "pretrain": pretrain.run,
+    **{name: command.run for name, command in COMMANDS.items()},
     "cache-teacher": cache_teacher.run,
     "warmup": warmup.run,
     "plan": plan.run,

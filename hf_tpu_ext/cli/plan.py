@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..examples.jsonl import write_splits
-from . import pretrain
+from .commands import COMMANDS, take_command
 from .recipe import OptionParser, Recipe, load_recipe
-from .trl_scripts import SCRIPTS
 
 
 DESCRIPTION = """\
@@ -48,7 +47,6 @@ _OF_THE_DATA = (
     "formatting_func",
 )
 _SEARCHED = ("rematerialization", "mesh", "per_device_train_batch_size")
-_COMMANDS = {**SCRIPTS, "pretrain": pretrain}
 # These say on what a run is, and that is what --topology says.
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
 
@@ -78,14 +76,13 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def run(argv: list[str]) -> int:
     """Plan a recipe, and return the exit status: `0` if it fits, `1` if it does not, `2` if that could not be told."""
-    named = [argv[0]] if argv[:1] and argv[0] in _COMMANDS else []
-    command = named[0] if named else "sft"
-    options, rest = _options(argv[len(named) :])
+    command, title, rest = take_command("plan", argv)
+    options, rest = _options(rest)
 
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
-    recipe = load_recipe(rest, _COMMANDS[command].tiny_data)
+    recipe = load_recipe(rest, COMMANDS[command].tiny_data)
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
 
@@ -109,11 +106,8 @@ def run(argv: list[str]) -> int:
 
         def make(changes: dict[str, str]):
             changed = replace(recipe, argv=[*recipe.argv, *_words(changes)])
-            title = " ".join(["plan", *named])
             try:
-                programs, traced = trace_run(
-                    lambda adapt: _COMMANDS[command].train(changed, title, DESCRIPTION, adapt)
-                )
+                programs, traced = trace_run(lambda adapt: COMMANDS[command].train(changed, title, DESCRIPTION, adapt))
             except OSError as error:
                 raise ValueError(
                     f"{error}\nA plan needs the model's configuration and tokenizer. The data can be left out: "

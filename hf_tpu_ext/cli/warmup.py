@@ -4,9 +4,8 @@ import tempfile
 from functools import partial
 
 from ..formatting import format_size
-from . import pretrain
+from .commands import COMMANDS, take_command
 from .recipe import open_recipe
-from .trl_scripts import SCRIPTS
 
 
 DESCRIPTION = """\
@@ -25,24 +24,20 @@ steps, output_dir, run_name and the order of the data may change. For a recipe o
   hf-tpu warmup dpo --config recipes/dpo_lora_qwen3.yaml
   hf-tpu warmup pretrain --config recipes/pretrain_tinystories.yaml
 """
-_COMMANDS = {**SCRIPTS, "pretrain": pretrain}
 
 
 def run(argv: list[str]) -> None:
     """Compile the programs of the recipe that the arguments after `hf-tpu warmup` name."""
-    named = [argv[0]] if argv[:1] and argv[0] in _COMMANDS else []
-    command = named[0] if named else "sft"
-    module = _COMMANDS[command]
-    recipe = open_recipe(argv[len(named) :], module.tiny_data)
+    command, title, rest = take_command("warmup", argv)
+    recipe = open_recipe(rest, COMMANDS[command].tiny_data)
 
     from ..callbacks.run_lines import describe_cache_use
     from ..trainers.warm_up import WarmedUp, WarmUpMixin
 
     with tempfile.TemporaryDirectory() as directory:
         try:
-            module.train(
-                recipe, " ".join(["warmup", *named]), DESCRIPTION, partial(WarmUpMixin.over, output_dir=directory)
-            )
+            adapt = partial(WarmUpMixin.over, output_dir=directory)
+            COMMANDS[command].train(recipe, title, DESCRIPTION, adapt)
         except WarmedUp as done:
             print(_table(done.programs))
             print(describe_cache_use(done.cache))

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from .. import __version__
 from ..backends import select_backend
+from ..formatting import dtype_name
 from .files import REPORT_FILE, check_output, check_room, whole_directory
 from .models import merge as merge_adapter
 from .models import open_source
@@ -145,7 +146,7 @@ def export_run(
     if dtype is None:
         if not merge:
             raise ValueError("Give the dtype to convert to: --dtype bfloat16 (float32 and float16 are the others).")
-        dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+        dtype = dtype_name(config.dtype or torch.float32)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: weights are written in {', '.join(DTYPES)}. Give one of these.")
     auto_class = source.auto_class(config)

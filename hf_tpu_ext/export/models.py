@@ -28,12 +28,8 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
 from transformers.utils import CONFIG_NAME, logging
 
-from ..trainers.base_record import BASE_FILE, find_differences
+from ..trainers.base_record import BASE_FILE, PEFT_PREFIX, find_differences
 from ..trainers.checkpoints import MANIFEST_NAME, find_damage
-
-
-# What PEFT puts before the names of weights of a model.
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ class Source:
     def _load_from_adapter(self, model: PreTrainedModel, names: Collection[str]) -> None:
         """Load weights that the base has not from the adapter. With and without it, a model has one head then."""
         with safe_open(self.directory / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
-            saved = {name: f"{_PREFIX}{name}" for name in names}
+            saved = {name: f"{PEFT_PREFIX}{name}" for name in names}
             if absent := [name for name, key in saved.items() if key not in file.keys()]:  # noqa: SIM118
                 raise ValueError(
                     f"Neither {self.base} nor the adapter in {self.directory} has weights for {', '.join(absent)}. Give the "

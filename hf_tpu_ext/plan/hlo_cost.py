@@ -41,9 +41,10 @@ class Cost:
     What one chip does in one run of a program, and what could not be counted, in words. Bodies of loops count for each
     turn.
 
-    FLOPs are those of matrix products. Cycles are the compiler's own estimate of what each instruction takes, by kind: it
-    knows vector work and layouts, but has none for collectives and kernels. Memory traffic is that of the chip's main memory: tensors that the compiler
-    keeps on the chip are left out, and of a tensor of which a part is taken, the rest.
+    FLOPs are those of matrix products. Memory traffic is that of the chip's main memory: tensors that the compiler
+    keeps on the chip are left out, and of a tensor of which a part is taken, the rest. Cycles are the compiler's own
+    estimate of what each instruction takes, by kind: it knows vector work and layouts, but has none for collectives and
+    kernels.
     """
 
     matrix_flops: int

@@ -15,7 +15,8 @@ from ..formatting import dtype_name
 
 #: Beside the adapter's own files.
 BASE_FILE = "base_model.json"
-_PREFIX = "base_model.model."
+#: What PEFT puts before the names of weights of a model.
+PEFT_PREFIX = "base_model.model."
 # Elements of a weight that are looked at: a model that was trained otherwise differs in nearly all.
 _SAMPLE = 4096
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -33,7 +34,9 @@ def find_frozen(model: nn.Module) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if name.startswith(_PREFIX) and not parameter.requires_grad and not (changes_base and ".base_layer." in name)
+        if name.startswith(PEFT_PREFIX)
+        and not parameter.requires_grad
+        and not (changes_base and ".base_layer." in name)
     ]
 
 
@@ -44,7 +47,7 @@ def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Ten
         dtype = dtype_name(weight.dtype)
         if dtype in _DTYPES and weight.numel():
             # PEFT wraps modules that it adds to, or trains a copy of.
-            name = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
+            name = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
             found[name] = {"shape": list(weight.shape), "dtype": dtype, "hash": _hash(weight, dtype)}
     write_atomically(Path(directory) / BASE_FILE, json.dumps({"base_model": model_name, "weights": found}, indent=1))
 

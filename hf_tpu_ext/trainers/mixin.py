@@ -287,15 +287,23 @@ class TPUTrainerMixin(
         if not self.backend.static_shapes:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with (
-            static_masks(inputs.pop("segment_ids", None)),
-            head_computed_by(partial(score_tokens, self.backend)),
-            self.chips.tokens_stay_on_chips(),
+            self.models_compiled(inputs.pop("segment_ids", None)),
             self.chips.summed(self.accelerator),
             self._micro_steps_as_data({} if self.model.training else self._data_of_evaluation()),
-            checkpointing_left_on(type(self)),
             self.metrics.deferred(),
         ):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @contextmanager
+    def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+        """Within this context, upstream's code runs models in static shapes; `segment_ids` as in [`static_masks`]."""
+        with (
+            static_masks(segment_ids),
+            head_computed_by(partial(score_tokens, self.backend)),
+            self.chips.tokens_stay_on_chips(),
+            checkpointing_left_on(type(self)),
+        ):
+            yield
 
     @contextmanager
     def _micro_steps_as_data(self, sent: dict[str, torch.Tensor]) -> Iterator[None]:

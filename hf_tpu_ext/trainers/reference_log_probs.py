@@ -1,7 +1,7 @@
 """Log-probs of a preference trainer's reference, computed ahead of training (`precompute_ref_log_probs`) and kept."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ..atomic_write import write_atomically
-from ..step.attention import static_masks
-from ..step.looped_head import head_computed_by, score_tokens
-from .upstream import checkpointing_left_on, upstream_names
+from .upstream import upstream_names
 
 
 # Batches whose log-probs are fetched and written together: what a run that is killed loses.
@@ -135,19 +133,25 @@ class ReferenceLogProbsMixin:
     def compute_ref_log_probs(self, model, inputs) -> tuple[Tensor | None, ...]:
         if not self.backend.static_shapes:
             return super().compute_ref_log_probs(model, inputs)
-        with (
-            self.compute_loss_context_manager(),
-            static_masks(None),
-            head_computed_by(partial(score_tokens, self.backend)),
-            self.chips.tokens_stay_on_chips(),
-            checkpointing_left_on(type(self)),
-        ):
+        with self.compute_loss_context_manager(), self.models_compiled():
             computed = super().compute_ref_log_probs(model, self._send_rows(inputs))
         self.end_program("reference step", "reference log-probs before training")
         return computed
 
     def _rows_for_reference(self, dataset: Dataset, name: str, rows: int) -> tuple[Dataset, Path]:
         """Rows for batches of `rows`, and the directory of their log-probs, by everything that they depend on."""
+        digest = blake2b(self._hash_of_reference, digest_size=16)
+        columns = sorted(column for column in dataset.column_names if column.endswith("_ids"))
+        for table in dataset.with_format("arrow", columns=columns).iter(10_000):
+            for batch in table.combine_chunks().to_batches():
+                digest.update(batch.serialize())
+        settings = (self.data_collator, self.compiled.compute_dtype, vars(self.args).get("ld_alpha"))
+        digest.update(Hasher.hash(settings).encode())
+        return dataset, Path(datasets.config.HF_DATASETS_CACHE) / "reference_log_probs" / digest.hexdigest()
+
+    @cached_property
+    def _hash_of_reference(self) -> bytes:
+        """Of all weights of the reference, which stay as they are while log-probs of it are asked for."""
         digest = blake2b(digest_size=16)
         model = self.ref_model or self.model
         # The reference goes without the adapter that is trained.
@@ -156,13 +160,7 @@ class ReferenceLogProbsMixin:
         for key, value in sorted(self.backend.fetch(weights).items()):
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        columns = sorted(column for column in dataset.column_names if column.endswith("_ids"))
-        for table in dataset.with_format("arrow", columns=columns).iter(10_000):
-            for batch in table.combine_chunks().to_batches():
-                digest.update(batch.serialize())
-        settings = (self.data_collator, self.compiled.compute_dtype, vars(self.args).get("ld_alpha"))
-        digest.update(Hasher.hash(settings).encode())
-        return dataset, Path(datasets.config.HF_DATASETS_CACHE) / "reference_log_probs" / digest.hexdigest()
+        return digest.digest()
 
 
 def _rows_of(path: Path) -> int:

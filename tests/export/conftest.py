@@ -10,43 +10,55 @@ from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 
 
-def train(base, output_dir, peft_config, **settings):
-    data = make_arithmetic(base.parent / "data", 64)
-    args = TPUSFTConfig(
-        str(output_dir),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_length=64,
-        max_steps=10,
-        save_steps=5,
-        report_to="none",
-        run_report=False,
-        disable_tqdm=True,
-        **settings,
-    )
-    trainer = TPUSFTTrainer(
-        str(base), args, train_dataset=load_dataset(str(data), split="train"), peft_config=peft_config
-    )
-    trainer.train()
-    trainer.save_model()
-    return output_dir
-
-
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("base") / "model")
 
 
 @pytest.fixture(scope="session")
-def lora_run(base, tmp_path_factory):
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    return train(base, tmp_path_factory.mktemp("runs") / "lora", lora, learning_rate=1e-2)
+def train_with(base):
+    """Trains the base with a trainer, and gives the directory of the run."""
+
+    def train_with(trainer_cls, config_cls, data, output_dir, peft_config=None, **settings):
+        args = config_cls(
+            str(output_dir),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            run_report=False,
+            disable_tqdm=True,
+            **settings,
+        )
+        trainer = trainer_cls(
+            str(base), args, train_dataset=load_dataset(str(data), split="train"), peft_config=peft_config
+        )
+        trainer.train()
+        trainer.save_model()
+        return output_dir
+
+    return train_with
 
 
 @pytest.fixture(scope="session")
-def full_run(base, tmp_path_factory):
-    return train(base, tmp_path_factory.mktemp("runs") / "full", None, learning_rate=1e-3)
+def fine_tune(base, train_with):
+    def fine_tune(output_dir, peft_config=None, **settings):
+        data = make_arithmetic(base.parent / "data", 64)
+        settings |= {"max_length": 64, "max_steps": 10, "save_steps": 5}
+        return train_with(TPUSFTTrainer, TPUSFTConfig, data, output_dir, peft_config, **settings)
+
+    return fine_tune
+
+
+@pytest.fixture(scope="session")
+def lora_run(fine_tune, tmp_path_factory):
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return fine_tune(tmp_path_factory.mktemp("runs") / "lora", lora, learning_rate=1e-2)
+
+
+@pytest.fixture(scope="session")
+def full_run(fine_tune, tmp_path_factory):
+    return fine_tune(tmp_path_factory.mktemp("runs") / "full", learning_rate=1e-3)
 
 
 @pytest.fixture

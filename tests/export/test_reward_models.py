@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from datasets import load_dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -18,31 +17,19 @@ from hf_tpu_ext.export.proof import ANSWERS
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="SEQ_CLS")
 
 
-def train(base, output_dir, peft_config=None):
-    args = TPURewardConfig(
-        str(output_dir),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_length=96,
-        max_steps=6,
-        learning_rate=1e-2 if peft_config else 1e-3,
-        report_to="none",
-        run_report=False,
-        disable_tqdm=True,
-    )
-    data = make_preferences(base.parent / "preferences", 64)
-    trainer = TPURewardTrainer(
-        str(base), args, train_dataset=load_dataset(str(data), split="train"), peft_config=peft_config
-    )
-    trainer.train()
-    trainer.save_model()
-    return output_dir
+@pytest.fixture(scope="module")
+def train(base, train_with):
+    def train(output_dir, peft_config=None):
+        settings = {"max_length": 96, "max_steps": 6, "learning_rate": 1e-2 if peft_config else 1e-3}
+        data = make_preferences(base.parent / "preferences", 64)
+        return train_with(TPURewardTrainer, TPURewardConfig, data, output_dir, peft_config, **settings)
+
+    return train
 
 
 @pytest.fixture(scope="module")
-def lora_run(base, tmp_path_factory):
-    return train(base, tmp_path_factory.mktemp("rewards") / "lora", LORA)
+def lora_run(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("rewards") / "lora", LORA)
 
 
 def scores_of(model):
@@ -84,8 +71,8 @@ def test_a_merged_reward_model_is_the_trained_one(lora_run, base, capsys):
     assert report["scores"]["exported"] == pytest.approx(report["scores"]["trained"], abs=1e-5)
 
 
-def test_a_trained_reward_model_is_converted(base, tmp_path):
-    run_dir = train(base, tmp_path / "full")
+def test_a_trained_reward_model_is_converted(train, tmp_path):
+    run_dir = train(tmp_path / "full")
     export = export_run(run_dir, dtype="bfloat16")
     assert export.good and 0 < export.exported.max_abs < 0.05
     trained, written = load(run_dir), load(export.output_dir)
