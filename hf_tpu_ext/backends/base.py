@@ -12,6 +12,7 @@ from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
 from .counters import Counters
 from .insight import Insight
+from .kernels import Kernels
 from .loops import Loops
 from .manual_sharding import ManualSharding
 from .program import Programs
@@ -55,8 +56,6 @@ class Backend(ABC):
     own_optimizer: bool = False
     #: Whether transformers and accelerate do not know the device: arguments are adapted, and the model placed, for them.
     unknown_upstream: bool = False
-    #: The attention that models compute with, as transformers names it, or `None` for the one that the caller chose.
-    attention: str | None = None
 
     # ---- What is not asked of every accelerator, in protocols of its own ----
 
@@ -64,6 +63,8 @@ class Backend(ABC):
     insight: Insight = Insight()
     #: Loops inside a program.
     loops: Loops = Loops()
+    #: Kernels inside a program.
+    kernels: Kernels = Kernels()
     #: Programs that are recorded and replayed. Only where `traces_steps`.
     programs: Programs
 

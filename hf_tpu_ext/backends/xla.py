@@ -22,6 +22,7 @@ from .detect import local_chips, show_chips, tpu_kind
 from .host import enable_hugepages, peak_of_process
 from .xla_compile_cache import XLACompileCache, metric
 from .xla_insight import XLAInsight
+from .xla_kernels import XLAKernels
 from .xla_loops import XLALoops
 from .xla_programs import XLAPrograms
 from .xla_replay import REPLAYS
@@ -56,7 +57,6 @@ class XLABackend(XLACompileCache):
     shards_by_annotation = True
     own_optimizer = True
     unknown_upstream = True
-    attention = "sliced_eager"
 
     def __init__(self, reason: str, pjrt_device: str):
         super().__init__(reason, pjrt_device)
@@ -75,6 +75,7 @@ class XLABackend(XLACompileCache):
         self._mesh: xs.Mesh | None = None
         self.loops = XLALoops(self)
         self.programs = XLAPrograms(self)
+        self.kernels = XLAKernels(pjrt_device.lower())
 
     @cached_property
     def device(self) -> torch.device:

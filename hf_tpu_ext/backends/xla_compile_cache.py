@@ -29,6 +29,8 @@ class XLACompileCache(Backend):
 
     def use_compile_cache(self, setting: str) -> list[str]:
         root, chosen = cache_root(setting)
+        # Kernels are lowered on the host, and so kept also where programs are not.
+        self.kernels.directory = root and root / "kernels"
         on_host = self._pjrt_device == "CPU"
         if self._compile_cache is not None:
             used = self._compile_cache.directory.parent

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .program import Program
 from .xla import XLABackend
+from .xla_kernels import XLAKernels
 from .xla_programs import XLAPrograms
 from .xla_replay import XLAProgram, XLARecording
 from .xla_sharding import rows_spec
@@ -85,6 +86,7 @@ class TracingBackend(XLABackend):
         super().__init__(f"programs are traced for {num_chips} TPU chips", "CPU")
         super().use_chips(num_chips, "num_chips")
         self.programs = _Programs(self)
+        self.kernels = XLAKernels("tpu")
         self._shardings = WeakIdKeyDictionary()
         # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
         self._owners: dict[int, weakref.ref[torch.Tensor]] = {}

@@ -94,7 +94,9 @@ def run(argv: list[str]) -> int:
     from ..plan.search import search
     from ..plan.trace import trace_run
 
-    recipe.values["backend"] = select_tracing(topology.num_chips).name
+    backend = select_tracing(topology.num_chips)
+    backend.kernels.python = options.compiler
+    recipe.values["backend"] = backend.name
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)

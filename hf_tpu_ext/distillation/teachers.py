@@ -59,10 +59,10 @@ def check_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokeni
 class OnlineTeacher:
     """A frozen model that runs beside the student, in the same program, split over the same mesh."""
 
-    def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int]):
+    def __init__(self, model: nn.Module, backend: Backend, mesh: dict[str, int], attention: str):
         self.model = model.eval().requires_grad_(False)
         add_fused_lm_head(model)
-        place_model(model, backend, mesh)
+        place_model(model, backend, mesh, attention)
 
     def __call__(self, student: nn.Module, inputs: dict[str, Any]) -> Head:
         return run_to_head(self.model, inputs)

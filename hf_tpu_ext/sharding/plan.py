@@ -7,7 +7,7 @@ from torch import nn
 
 from ..backends.base import Backend
 from ..formatting import format_bytes, format_size, name_of_any_layer
-from ..step.attention import attention_for
+from ..step.attention import choose_attention
 from ..step.kernels import use_static_kernels
 from ..step.layer_scan import LayerStack
 from ..step.users_model import accept_cpu_tensors
@@ -133,10 +133,13 @@ class ShardingPlan:
         return "\n".join(table)
 
 
-def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int]) -> ShardingPlan:
-    """Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on."""
+def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attention: str = "auto") -> ShardingPlan:
+    """
+    Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on, with the `attention`
+    as [`~hf_tpu_ext.step.attention.use_attention`] takes it.
+    """
     if backend.static_shapes:
-        use_static_kernels(model, attention_for(backend))
+        use_static_kernels(model, choose_attention(model, backend, attention) if backend.traces_steps else None)
     backend.place(model)
     if backend.traces_steps:
         accept_cpu_tensors(model)

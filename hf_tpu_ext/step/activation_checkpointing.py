@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,24 @@ def use_checkpoint_function(model: nn.Module, function: Callable) -> int:
 
 class Dots(TorchDispatchMode):
     """
-    Context that records in `results` the matrix products with weights, or gives those `recorded` by an earlier context
-    instead of computing them.
+    Context that records in `results` the matrix products with weights and the results of kernels, or gives those `recorded`
+    by an earlier context instead of computing them.
     """
+
+    _entered: ClassVar[list["Dots"]] = []
 
     def __init__(self, recorded: list[Tensor] | None = None):
         super().__init__()
         self.results: list[Tensor] = []
         self._recorded = None if recorded is None else iter(recorded)
+
+    def __enter__(self) -> "Dots":
+        Dots._entered.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *args) -> None:
+        Dots._entered.pop()
+        super().__exit__(*args)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function not in _DOTS:
@@ -55,6 +65,20 @@ class Dots(TorchDispatchMode):
                 result = torch._from_functional_tensor(result)
         self.results.append(result)
         return result
+
+
+def keep_results(
+    compute: Callable[[], tuple[Tensor, Tensor]], otherwise: Callable[[], tuple[Tensor, ...]] | None = None
+) -> tuple[Tensor, ...]:
+    """
+    The two results of a kernel, kept and given again where [`Dots`] are; `otherwise` says what to compute where they are not.
+    """
+    if not Dots._entered:
+        return compute() if otherwise is None else otherwise()
+    dots = Dots._entered[-1]
+    results = compute() if dots._recorded is None else (next(dots._recorded), next(dots._recorded))
+    dots.results += results
+    return results
 
 
 class _KeepDots(torch.autograd.Function):

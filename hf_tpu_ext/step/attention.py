@@ -8,37 +8,70 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
     eager_mask,
     packed_sequence_mask_function,
 )
+from transformers.utils import logging
 
 from ..backends.base import Backend
-from .sliced_attention import SLICE_ELEMENTS, SLICED_EAGER, register_sliced_attention
+from .sliced_attention import SLICE_ELEMENTS, sliced_attention
+from .splash_attention import splash_attention, why_no_splash
+from .token_mask import TokenMask, make_token_mask
 
 
-# What has to be done before models can compute with it.
-_REGISTER = {SLICED_EAGER: register_sliced_attention}
+logger = logging.get_logger(__name__)
+
+#: What can be asked for.
+ATTENTIONS = ("auto", "splash", "slices")
+# What models call them. The first is for models whose own code may look into masks, so these are tensors; the second has a
+# [`TokenMask`] for long rows, the third always.
+_SLICED_EAGER, _SLICED, _SPLASH = "sliced_eager", "sliced", "splash"
+_IMPLEMENTATIONS = {_SLICED_EAGER: sliced_attention, _SLICED: sliced_attention, _SPLASH: splash_attention}
 # What it is computed with, where nobody has asked for more than a mask.
 _SAME_NUMBERS = (None, "eager", "sdpa")
 
 
-def attention_for(backend: Backend) -> str | None:
+def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -> str:
     """
-    Make the attention that a backend asks for known to transformers.
+    Choose the attention that a model is to compute with on a backend, and make it known to transformers.
 
     Args:
+        model ([`~torch.nn.Module`]):
+            The model, or a wrapper of it.
         backend ([`Backend`]):
             The backend in use.
+        wanted (`str`, *optional*, defaults to `"auto"`):
+            One of [`ATTENTIONS`].
 
     Returns:
-        `str` or `None`: Its name from now on; `None` where models keep the one that they have.
+        `str`: Its name from now on.
+
+    Raises:
+        `ValueError`: Splash attention is asked for and not there. The message says what to type.
     """
-    if backend.attention is not None:
-        _REGISTER[backend.attention](backend)
-    return backend.attention
+    for name, function in _IMPLEMENTATIONS.items():
+        AttentionInterface.register(name, partial(function, backend))
+        AttentionMaskInterface.register(name, eager_mask)
+    # The kernel is for TPU. Elsewhere it is interpreted, which is slow.
+    asked = wanted == "splash" or (wanted == "auto" and backend.kernels.platform == "tpu")
+    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    # Such models take masks that are no tensors, and so do not look into them.
+    opaque = isinstance(model, PreTrainedModel) and model._supports_flex_attn
+    reason = None if opaque else f"code of {type(model).__name__} may look into masks"
+    name = _SLICED if reason is None else _SLICED_EAGER
+    if asked:
+        reason = reason or why_no_splash(backend)
+        if reason is None:
+            name = _SPLASH
+        elif wanted == "splash":
+            raise ValueError(f"attention='splash' is not possible: {reason}. Leave it out, or set it to 'slices'.")
+        else:
+            logger.warning_once(f"Attention is computed in slices: {reason}.")
+    return name
 
 
 def attention_to_load_with(asked: str | None) -> tuple[str, list[str]]:
@@ -54,7 +87,7 @@ def attention_to_load_with(asked: str | None) -> tuple[str, list[str]]:
 
 def is_sliced(model: nn.Module) -> bool:
     """Whether a transformers model goes through its attention in slices."""
-    return model.config._attn_implementation == SLICED_EAGER
+    return model.config._attn_implementation in (_SLICED_EAGER, _SLICED)
 
 
 def scores_at_once(count: int, sliced: bool) -> int:
@@ -65,26 +98,34 @@ def scores_at_once(count: int, sliced: bool) -> int:
     return min(count, SLICE_ELEMENTS) if sliced else count
 
 
-def _static_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -> torch.Tensor:
+def _static_mask(
+    name: str, *, mask_function, segment_ids: torch.Tensor | None, q_length: int, **kwargs
+) -> torch.Tensor | TokenMask:
+    if name == _SPLASH or (name == _SLICED and q_length**2 > SLICE_ELEMENTS):
+        given = {key: kwargs[key] for key in ("attention_mask", "batch_size", "kv_length", "device", "dtype")}
+        mask = make_token_mask(mask_function, segment_ids=segment_ids, q_length=q_length, **given)
+        if mask is not None:
+            return mask
     if segment_ids is not None:
         mask_function = and_masks(mask_function, packed_sequence_mask_function(segment_ids))
     # Upstream leaves the mask out where it finds nothing masked, which it reads from the device.
-    return eager_mask(mask_function=mask_function, **{**kwargs, "allow_is_bidirectional_skip": False})
+    settings = {**kwargs, "q_length": q_length, "allow_is_bidirectional_skip": False}
+    return eager_mask(mask_function=mask_function, **settings)
 
 
 @contextmanager
 def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
-    Within this context, models with eager attention, whole or in slices, build their attention masks in a static shape
-    and without reading the device.
+    Within this context, models with eager attention or one of this package's build their attention masks in a static
+    shape and without reading the device.
 
     With `segment_ids` of shape `(batch, length)`, the number of each token's document and 0 for padding, tokens attend
     only within their own document (block-diagonal), on top of whatever pattern the model asks for (causal, sliding
     window). The mask is made once per forward pass by transformers' own mask functions; only the entries that they
     look up for it are replaced meanwhile.
     """
-    names = ("eager", SLICED_EAGER)
-    ALL_MASK_ATTENTION_FUNCTIONS.update(dict.fromkeys(names, partial(_static_mask, segment_ids=segment_ids)))
+    names = ("eager", *_IMPLEMENTATIONS)
+    ALL_MASK_ATTENTION_FUNCTIONS.update({name: partial(_static_mask, name, segment_ids=segment_ids) for name in names})
     try:
         yield
     finally:

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 def use_static_kernels(model: nn.Module, attention: str | None = "eager") -> None:
     """
-    Make a transformers model use the attention, as [`attention_for`] gives it, and the mixture-of-experts code that
-    compile to static shapes. Models inside wrappers such as [`~peft.PeftModel`] are found.
+    Make a transformers model use the attention, where one is given, and the mixture-of-experts code that compile to static
+    shapes. Models inside wrappers such as [`~peft.PeftModel`] are found.
 
     Eager attention is plain matrix products, which XLA fuses: the scaled dot product operator reads the mask on the
     host to leave it out where it can, and does not take part in autocast. Experts become `"batched_mm"`: the default

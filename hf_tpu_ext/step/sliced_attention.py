@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 from ..backends.base import Backend
 from .autocast import current_autocast
+from .token_mask import TokenMask
 
 
-#: What the models call it, in place of `"eager"`.
-SLICED_EAGER = "sliced_eager"
 #: Scores of a slice at most. As many in float32 are 16 MB.
 SLICE_ELEMENTS = 2**22
-# What can be cut, in this order, and the dimensions that it has in query, key, value and mask, and in the output. Rows and
-# heads know nothing of one another. Blocks of queries share keys and values, whose gradients are sums over the blocks.
-_CUTS = (((0, 0, 0, 0), 0), ((1, 1, 1, 1), 2), ((2, None, None, 2), 1))
+# What can be cut, in this order, and the dimensions that it has in query, key, value and mask, or the two parts that a mask is made
+# of, and in the output. Rows and heads know nothing of one another. Blocks of queries share keys and values, whose gradients are
+# sums over the blocks.
+_CUTS = (((0, 0, 0, 0, 0), 0), ((1, 1, 1, 1, 1), 2), ((2, None, None, 2, None), 1))
 
 
 class _Slices(torch.autograd.Function):
@@ -117,20 +115,39 @@ def _choose_parts(query: Tensor, key: Tensor, num_chips: int) -> list[int]:
     return chosen
 
 
-def _sliced_attention(
+def eager_attention(module: nn.Module) -> Callable:
+    """A model's own eager attention, given a module that attends."""
+    # Each model has its own, under this name.
+    return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+
+
+def sliced_attention(
     backend: Backend,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | TokenMask | None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    # Each model has its own, under this name.
-    eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    """
+    Attention of some rows, some heads, or some queries at a time, for [`~transformers.AttentionInterface`].
+
+    A slice is computed by the model's own eager attention, in the forward pass and again in the backward pass, so the numbers
+    are the same, and there are never more scores, probabilities and gradients of them than those of one slice; of a
+    [`TokenMask`] neither are there more masks. Eager attention itself is used where all scores are no more than a slice, on
+    another device than the backend's, with dropout of probabilities, and where attention knows more than queries, keys, values
+    and a mask: sinks, position biases. As with transformers' other implementations there is no `output_attentions`.
+    """
+    eager = eager_attention(module)
     used = {name: value for name, value in kwargs.items() if name in inspect.signature(eager).parameters}
-    given = [query, key, value] if attention_mask is None else [query, key, value, attention_mask]
+    mask, by_token = attention_mask, isinstance(attention_mask, TokenMask)
+    given = [query, key, value]
+    if by_token:
+        given += [mask.queries(), mask.keys()]
+    elif mask is not None:
+        given.append(mask)
     whole = (
         query.device.type != backend.device.type
         # The masks of dropout would have to be drawn again.
@@ -138,34 +155,19 @@ def _sliced_attention(
         # What else there is, by head or by query: sinks, position biases.
         or any(isinstance(value, Tensor) for value in used.values())
         or any(True for _ in module.parameters(recurse=False))
-        or (attention_mask is not None and attention_mask.requires_grad)
+        or any(tensor.requires_grad for tensor in given[3:])
     )
     parts = [] if whole else _choose_parts(query, key, 1 if backend.manual_sharding.active else backend.num_chips)
     if all(count == 1 for count in parts):
-        return eager(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        return eager(
+            module, query, key, value, mask.block(*given[3:]) if by_token else mask, dropout=dropout, **kwargs
+        )
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return eager(module, query, key, value, mask, dropout=0.0, **used)[0]
+    def attend(query: Tensor, key: Tensor, value: Tensor, *of_mask: Tensor) -> Tensor:
+        added = mask.block(*of_mask) if by_token else of_mask[0] if of_mask else None
+        return eager(module, query, key, value, added, dropout=0.0, **used)[0]
 
     for (dims, output_dim), count in reversed(list(zip(_CUTS, parts, strict=True))):
         if count > 1:
             attend = partial(_Slices.apply, attend, dims, output_dim, count, backend)
     return attend(*given), None
-
-
-def register_sliced_attention(backend: Backend) -> None:
-    """
-    Let transformers' models go through their attention in slices: some rows, some heads, or some queries at a time.
-
-    A slice is computed by the model's own eager attention, in the forward pass and again in the backward pass, so the numbers
-    are the same, and there are never more scores, probabilities and gradients of them than those of one slice. Eager
-    attention itself is used where all scores are no more than a slice, on another device than the backend's, with dropout of
-    probabilities, and where attention knows more than queries, keys, values and a mask: sinks, position biases. As with
-    transformers' other implementations there is no `output_attentions`.
-
-    Args:
-        backend ([`Backend`]):
-            The backend in use.
-    """
-    AttentionInterface.register(SLICED_EAGER, partial(_sliced_attention, backend))
-    AttentionMaskInterface.register(SLICED_EAGER, eager_mask)

@@ -74,6 +74,7 @@ class CompiledArguments:
     step_replay: bool | None = None
     rematerialization: str = "none"
     scan_layers: str = "auto"
+    attention: str = "auto"
 
 
 def bind_device(args: TrainingArguments, backend: Backend) -> None:
@@ -193,7 +194,7 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
             "Leave it out: XLA checkpoints whole layers ('every_n_layers' is supported), or what rematerialization says."
         )
     if isinstance(args, ExtensionArguments):
-        adapted.scan_layers = args.scan_layers
+        adapted.scan_layers, adapted.attention = args.scan_layers, args.attention
     asked = args.rematerialization if isinstance(args, ExtensionArguments) else None
     adapted.rematerialization = asked or ("full" if args.gradient_checkpointing else "none")
     set_gradient_checkpointing(args, adapted.rematerialization in ("full", "dots"))

@@ -34,6 +34,10 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
         "mesh": (settings.mesh, about_chips),
         "show_sharding": (settings.show_sharding or None, about_chips),
         "scan_layers": ("on" if settings.scan_layers == "on" else None, "it applies to XLA"),
+        "attention": (
+            None if settings.attention == "auto" else settings.attention,
+            "attn_implementation chooses here",
+        ),
         "rematerialization": (settings.rematerialization, about_xla),
         "step_replay": (settings.step_replay or None, "steps run eagerly"),
         "max_recompiles": (settings.max_recompiles, "nothing is compiled"),

@@ -11,6 +11,7 @@ from trl import SFTConfig
 from ..backends import BACKENDS, select_backend
 from ..distillation.losses import KD_LOSSES
 from ..sharding import parse_mesh
+from ..step.attention import ATTENTIONS
 
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
@@ -85,6 +86,15 @@ class ExtensionArguments:
             "Default: full or none, as gradient_checkpointing says."
         },
     )
+    attention: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention on XLA. 'splash': a kernel that keeps no scores and skips what the mask leaves out. 'slices': "
+            "the model's own attention, some rows, heads or queries at a time. 'auto' is splash on a TPU where it can serve, "
+            "or else slices.",
+            "choices": list(ATTENTIONS),
+        },
+    )
     step_replay: bool | None = field(
         default=None,
         metadata={
@@ -142,6 +152,8 @@ class ExtensionArguments:
             )
         if self.scan_layers not in ("auto", "on", "off"):
             raise ValueError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"Unknown attention={self.attention!r}. Allowed: {', '.join(ATTENTIONS)}.")
         if isinstance(self.compile_cache_dir, bool):
             # YAML reads an unquoted off as false.
             self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"

@@ -64,7 +64,9 @@ class DistillationMixin:
             self._check_top_k(unwrap_peft_model(self.model))
             self.teacher = anchor_teacher
         else:
-            self.teacher = OnlineTeacher(self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh)
+            self.teacher = OnlineTeacher(
+                self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.compiled.attention
+            )
 
     def _load_teacher(self, name: str) -> torch.nn.Module:
         student = unwrap_peft_model(self.model)

@@ -167,7 +167,7 @@ class TPUTrainerMixin(
             if isinstance(model, PreTrainedModel):
                 # Upstream has moved it to the device.
                 model.tie_weights()
-            place_model(model, self.backend, self.chips.mesh)
+            place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         if self._override_returns_loss:
             # What is logged is what it returns to upstream's loop.
@@ -252,7 +252,7 @@ class TPUTrainerMixin(
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
-            self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh)
+            self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         else:
             super()._move_model_to_device(model, device)
 

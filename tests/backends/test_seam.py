@@ -29,7 +29,7 @@ def test_an_eager_device_is_as_upstream_has_it(xla):
     assert len(QUESTIONS) == 6
     for name in QUESTIONS:
         assert getattr(xla, name) is True and not getattr(CPUBackend, name) and not getattr(CUDABackend, name)
-    assert xla.attention is not None and CPUBackend.attention is CUDABackend.attention is None
+    assert xla.kernels.platform == "cpu" and CPUBackend.kernels.platform is CUDABackend.kernels.platform is None
 
 
 @pytest.mark.parametrize("name", QUESTIONS)

@@ -29,7 +29,7 @@ def main():
     expected = attend(eager_attention_forward, (query, key, value), gradient, mask)
     *sent, gradient, mask = backend.send_rows([query, key, value, gradient, mask], rows)
     found = attend(
-        lambda *args, **kwargs: sliced_attention._sliced_attention(backend, *args, **kwargs), sent, gradient, mask
+        lambda *args, **kwargs: sliced_attention.sliced_attention(backend, *args, **kwargs), sent, gradient, mask
     )
     for tensor in found:
         assert tensor.device == backend.device

@@ -18,9 +18,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step import sliced_attention
-from hf_tpu_ext.step.attention import attention_for, static_masks
+from hf_tpu_ext.step.attention import choose_attention, static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
-from hf_tpu_ext.step.sliced_attention import SLICED_EAGER
 
 
 ROWS, LENGTH, WIDTH = 4, 16, 8
@@ -106,7 +105,7 @@ def cut(monkeypatch):
 
 @pytest.fixture
 def sliced(xla):
-    return lambda *args, **kwargs: sliced_attention._sliced_attention(xla, *args, **kwargs)
+    return lambda *args, **kwargs: sliced_attention.sliced_attention(xla, *args, **kwargs)
 
 
 @pytest.mark.parametrize("mask", masks())
@@ -225,7 +224,7 @@ def in_slices(xla, monkeypatch):
     """Makes `forward_and_backward` cut the scores of its 2 rows of 12 tokens."""
 
     def use(model):
-        use_static_kernels(model, attention_for(xla))
+        use_static_kernels(model, choose_attention(model, xla))
 
     def in_slices(elements):
         monkeypatch.setattr("test_layer_stack.use_static_kernels", use)
@@ -251,7 +250,7 @@ def test_masks_are_static(xla, load, in_slices):
     in_slices(12 * 12)
     model = load()
     forward_and_backward(xla, model)
-    assert model.config._attn_implementation == SLICED_EAGER
+    assert model.config._attn_implementation == "sliced"
     ids = torch.arange(24).reshape(2, 12) + 7
     before = xla.counters()
     with static_masks(xla.send(torch.ones_like(ids))):

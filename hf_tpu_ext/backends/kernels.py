@@ -1,0 +1,21 @@
+"""Kernels inside a program: what another compiler made, as one operator."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+
+class Kernels:
+    """No kernels: models compute with what PyTorch has."""
+
+    #: What kernels are lowered for here: `"tpu"`, or `"cpu"` where they are interpreted. `None`: there are none.
+    platform: str | None = None
+    #: The Python that lowers them.
+    python: str = sys.executable
+    #: Where they are kept, if anywhere.
+    directory: Path | None = None
+
+    def call(self, program: bytes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Call a serialized program with device tensors. Autograd does not follow it. It is traced like an operator."""
+        raise NotImplementedError

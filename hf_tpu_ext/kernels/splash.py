@@ -1,0 +1,112 @@
+"""Splash attention: which kernel, and its programs."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import requires
+from pathlib import Path
+
+from ..atomic_write import write_atomically
+
+
+_SCRIPT = Path(__file__).with_name("lower_splash.py")
+_PROGRAMS = ("infer", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class SplashAttention:
+    """
+    Causal attention of a shape, by jax's kernel for TPU.
+
+    Args:
+        rows (`int`):
+            Rows of the batch on a chip.
+        heads (`int`), kv_heads (`int`):
+            Heads of the queries, and of keys and values.
+        length (`int`):
+            Tokens of a row. Lengths that are no multiple of 128 are padded within the kernel's program.
+        head_dim (`int`):
+            Width of a head.
+        dtype (`str`):
+            Of queries, keys and values: `"bfloat16"` or `"float32"`. Scores are float32.
+        window (`int`, *optional*):
+            How many tokens a token sees, itself included. Default: all before it.
+        soft_cap (`float`, *optional*):
+            Scores are `soft_cap * tanh(scores / soft_cap)`.
+        platform (`str`, *optional*, defaults to `"tpu"`):
+            `"cpu"` is the same kernel, interpreted.
+    """
+
+    rows: int
+    heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    dtype: str
+    window: int | None = None
+    soft_cap: float | None = None
+    platform: str = "tpu"
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How kernels are lowered: by which Python, which has jax, and the directory that keeps them, if there is one."""
+
+    python: str = sys.executable
+    directory: Path | None = None
+
+
+def jax_versions() -> dict[str, str]:
+    """The versions of jax and jaxlib whose kernels the libtpu of torch_xla reads, as torch_xla's extras have them."""
+    found = (re.fullmatch(r"(jax|jaxlib)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext"))
+    return {match[1]: match[2] for match in found if match}
+
+
+@cache
+def why_not_lowered(python: str) -> str | None:
+    """Why a Python, given by its path, cannot lower kernels, and what to type; `None` if it can."""
+    wanted = jax_versions()
+    script = "from importlib.metadata import version; print(version('jax'), version('jaxlib'))"
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True)
+    if done.returncode == 0 and done.stdout.split() == list(wanted.values()):
+        return None
+    found = f"jax {done.stdout.split()[0]} is" if done.returncode == 0 else "jax is not"
+    return f"{found} installed, and kernels need: pip install {' '.join(f'{n}=={v}' for n, v in wanted.items())}"
+
+
+@cache
+def lower(kernel: SplashAttention, how: Lowering) -> dict[str, bytes]:
+    """
+    Lower a kernel to HLO, or read it where it is kept.
+
+    Returns:
+        `dict[str, bytes]`: Serialized `HloModuleProto`s, the same in every process: `"infer"` takes query, key and value of
+        shape `(rows, heads, length, head_dim)`, the query already scaled, and integers `(rows, length)`, of which only equal
+        ones attend to one another, and gives the output; `"forward"` also the logarithms of the sums of exponentials, float32
+        `(rows, heads, length)`; `"backward"` takes all these and the output's gradient, and gives those of query, key, value.
+
+    Raises:
+        `RuntimeError`: jax does not lower it. What it says is in the message.
+    """
+    request = json.dumps(asdict(kernel), sort_keys=True)
+    key = hashlib.sha256("\n".join([request, str(jax_versions()), _SCRIPT.read_text(encoding="utf-8")]).encode())
+    kept = None if how.directory is None else how.directory / key.hexdigest()[:32]
+    if kept is not None and all((kept / f"{name}.pb").exists() for name in _PROGRAMS):
+        return {name: (kept / f"{name}.pb").read_bytes() for name in _PROGRAMS}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "request.json").write_text(request, encoding="utf-8")
+        done = subprocess.run([how.python, str(_SCRIPT), name], stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{kernel} cannot be lowered:\n{done.stderr[-2000:]}")
+        programs = {name: (directory / f"{name}.pb").read_bytes() for name in _PROGRAMS}
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        for name, program in programs.items():
+            write_atomically(kept / f"{name}.pb", program)
+    return programs

@@ -1,0 +1,135 @@
+"""Splash attention: jax's kernel for TPU, inside the program."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..backends.base import Backend
+from ..kernels.splash import Lowering, SplashAttention, lower, why_not_lowered
+from .activation_checkpointing import keep_results
+from .autocast import matmul_dtype
+from .sliced_attention import eager_attention, sliced_attention
+from .token_mask import TokenMask
+
+
+logger = logging.get_logger(__name__)
+
+#: Widths of heads that the compiler for TPU takes.
+HEAD_DIMS = range(64, 257, 32)
+_DTYPES = {"tpu": (torch.bfloat16,), "cpu": (torch.bfloat16, torch.float32)}
+
+
+def why_no_splash(backend: Backend) -> str | None:
+    """Why splash attention cannot be computed on a backend, and what to type, as half a sentence; `None` if it can."""
+    if backend.kernels.platform is None:
+        return f"there are no kernels on {backend.name}"
+    return why_not_lowered(backend.kernels.python)
+
+
+class _Splash(torch.autograd.Function):
+    """Keeps the output and the sums of exponentials, from which the backward pass computes the probabilities anew."""
+
+    @staticmethod
+    def forward(ctx, backend: Backend, kernel: SplashAttention, *tensors: Tensor) -> Tensor:
+        ctx.backend, ctx.kernel = backend, kernel
+        output, sums = keep_results(lambda: _call(backend, kernel, "forward", tensors))
+        ctx.save_for_backward(*tensors, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        found = _call(ctx.backend, ctx.kernel, "backward", (*ctx.saved_tensors, gradient))
+        return None, None, *found, None
+
+
+def _call(backend: Backend, kernel: SplashAttention, program: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Each chip computes its own rows: of a kernel, the partitioner knows nothing and would gather them all."""
+    how = Lowering(backend.kernels.python, backend.kernels.directory)
+    sharding = backend.manual_sharding
+    if sharding.active:
+        return backend.kernels.call(lower(kernel, how)[program], tensors)
+    shards = tuple(sharding.full_to_shard(tensor, by_rows=True) for tensor in tensors)
+    return tuple(map(sharding.shard_to_full, backend.kernels.call(lower(kernel, how)[program], shards)))
+
+
+def splash_attention(
+    backend: Backend,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | TokenMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """
+    Attention by a kernel, for [`~transformers.AttentionInterface`]: scores are computed block by block, those that the mask
+    leaves out are not, and none are kept. Where the kernel cannot serve, attention goes in slices, and a line says why.
+    """
+    settings = {"scaling": scaling} | ({} if softcap is None else {"softcap": softcap})
+    dtype = matmul_dtype(query)
+    reason = _why_not(backend, module, query, key, value, attention_mask, dtype, dropout, kwargs)
+    if reason is not None:
+        logger.warning_once(f"Attention of {type(module).__name__} is computed in slices: {reason}.")
+        return sliced_attention(
+            backend, module, query, key, value, attention_mask, dropout=dropout, **settings, **kwargs
+        )
+    rows, heads, length, head_dim = query.shape
+    chips = 1 if backend.manual_sharding.active else backend.num_chips
+    kernel = SplashAttention(
+        rows // chips,
+        heads,
+        key.shape[1],
+        length,
+        head_dim,
+        str(dtype).removeprefix("torch."),
+        attention_mask.window,
+        softcap,
+        backend.kernels.platform,
+    )
+    # Scaled before it is rounded.
+    tensors = ((query * (head_dim**-0.5 if scaling is None else scaling)).to(dtype), key.to(dtype), value.to(dtype))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        output = _Splash.apply(backend, kernel, *tensors, attention_mask.documents)
+    else:
+        output = keep_results(
+            lambda: _call(backend, kernel, "forward", (*tensors, attention_mask.documents)),
+            otherwise=lambda: _call(backend, kernel, "infer", (*tensors, attention_mask.documents)),
+        )[0]
+    return output.transpose(1, 2), None
+
+
+def _why_not(
+    backend: Backend,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | TokenMask | None,
+    dtype: torch.dtype,
+    dropout: float,
+    others: dict[str, Any],
+) -> str | None:
+    rows, _, _, head_dim = query.shape
+    known = inspect.signature(eager_attention(module)).parameters
+    more = [name for name, given in others.items() if name in known and given is not None and name != "sliding_window"]
+    if not isinstance(attention_mask, TokenMask):
+        return "its mask is another than causal, sliding window, packed or padded"
+    if query.device.type != backend.device.type:
+        return f"it runs on {query.device.type}"
+    if dropout > 0 and module.training:
+        return f"attention_dropout={dropout}, and the kernel has none"
+    if more or any(True for _ in module.parameters(recurse=False)):
+        return f"the kernel knows nothing of {', '.join(more) or 'its own parameters'}"
+    if dtype not in _DTYPES[backend.kernels.platform]:
+        return f"the kernel computes in bfloat16, and this model in {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS or value.shape[-1] != head_dim:
+        return f"the kernel takes heads of {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1} in steps of {HEAD_DIMS.step}"
+    if not backend.manual_sharding.active and rows % backend.num_chips:
+        return f"{rows} rows do not divide by {backend.num_chips} chips"
+    return None
