@@ -16,6 +16,13 @@ class Kernels:
     #: Where they are kept, if anywhere.
     directory: Path | None = None
 
+    def round_down(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        Round float32 towards zero, to numbers that bfloat16 holds, and keep it float32. A compiler that may compute more
+        exactly than it was told would leave out a conversion there and back.
+        """
+        raise NotImplementedError
+
     def call(self, program: bytes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Call a serialized program with device tensors. Autograd does not follow it. It is traced like an operator."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch_xla
@@ -14,7 +15,17 @@ from .base import Backend
 from .loops import Loops
 
 
-_Builder = xla_scan.Builder
+class _Builder(xla_scan.Builder):
+    """Counts turns in 32 bits. TPUs have no more, and the compiler for them follows no others: it would fill results with zeros."""
+
+    def add_param(self, val: torch.Tensor) -> int:
+        if not self._params:
+            val = torch.zeros((), dtype=torch.int32, device=val.device)
+        return super().add_param(val)
+
+
+xla_scan.Builder = _Builder
+xla_scan.xb = SimpleNamespace(**{**vars(xb), "Type": SimpleNamespace(**{**vars(xb.Type), "S64": xb.Type.S32})})
 
 
 def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:

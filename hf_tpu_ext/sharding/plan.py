@@ -10,6 +10,7 @@ from ..formatting import format_bytes, format_size, name_of_any_layer
 from ..step.attention import choose_attention
 from ..step.kernels import use_static_kernels
 from ..step.layer_scan import LayerStack
+from ..step.rope import use_matrix_rope
 from ..step.users_model import accept_cpu_tensors
 
 
@@ -140,6 +141,8 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attent
     """
     if backend.static_shapes:
         use_static_kernels(model, choose_attention(model, backend, attention) if backend.traces_steps else None)
+    if backend.kernels.platform == "tpu":
+        use_matrix_rope(model, backend)
     backend.place(model)
     if backend.traces_steps:
         accept_cpu_tensors(model)

@@ -17,6 +17,8 @@ from .autocast import current_autocast
 POLICIES = ("none", "full", "dots")
 # Products with weights. Those of attention, `bmm`, are as large as the square of the length, and computed again.
 _DOTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# Sums of fewer products, as those of the second factor of an adapter, are computed again sooner than written and read.
+_LEAST_SUMMED = 256
 
 
 def use_checkpoint_function(model: nn.Module, function: Callable) -> int:
@@ -54,7 +56,7 @@ class Dots(TorchDispatchMode):
         super().__exit__(*args)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function not in _DOTS:
+        if function not in _DOTS or args[-1].shape[0] < _LEAST_SUMMED:
             return function(*args, **(kwargs or {}))
         if self._recorded is None:
             result = function(*args, **(kwargs or {}))
