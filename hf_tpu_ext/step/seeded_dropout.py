@@ -37,7 +37,7 @@ def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 
 
     Args:
         tensor (`torch.Tensor` of shape `(..., width)`):
-            What to drop elements of. Those that are kept are divided by `1 - p`, with `p` the probability to be dropped.
+            What to drop elements of. Those that are kept are multiplied by `1 / (1 - p)`, with `p` the probability to be dropped.
         seed, chip (`torch.Tensor` of shape `()`, int32):
             The seed, and the number of the chip whose rows these are, where each chip has as many of its own.
     """
@@ -50,7 +50,9 @@ def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 
     # Multiply-shift hashing (Dietzfelbinger et al., 1997): of a product of odd numbers, here drawn for rows and columns, the
     # high bits are as good as drawn. A whole hash of each element would take the compiler for TPU much longer.
     bits = (_scramble(seed + place * _BY_ROW) | 1) * (_scramble(seed + columns * _BY_COLUMN) | 1)
-    return tensor * (bits >= round(p * 2**32) - 2**31) / (1 - p)
+    # As upstream's noise: 0, or the factor that keeps the mean.
+    kept = torch.full((), 1 / (1 - p), dtype=tensor.dtype, device=tensor.device)
+    return tensor * torch.where(bits >= round(p * 2**32) - 2**31, kept, torch.zeros_like(kept))
 
 
 def draw_seeds(backend: Backend, count: int) -> Tensor:
