@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .program import Program
 from .xla import XLABackend
+from .xla_insight import XLAInsight
 from .xla_programs import XLAPrograms
 from .xla_replay import XLAProgram, XLARecording
 from .xla_sharding import rows_spec
@@ -72,6 +73,12 @@ class _Programs(XLAPrograms):
         pass
 
 
+class _Insight(XLAInsight):
+    def note_lines(self, on: bool) -> None:
+        # Names of operations are written together with lines.
+        super().note_lines(True)
+
+
 class TracingBackend(XLABackend):
     """
     XLA on the host, by which programs are traced as for the chips of a TPU, and not run.
@@ -85,6 +92,8 @@ class TracingBackend(XLABackend):
         super().__init__(f"programs are traced for {num_chips} TPU chips", "CPU")
         super().use_chips(num_chips, "num_chips")
         self.programs = _Programs(self)
+        self.insight = _Insight()
+        self.insight.note_lines(True)
         self._shardings = WeakIdKeyDictionary()
         # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
         self._owners: dict[int, weakref.ref[torch.Tensor]] = {}

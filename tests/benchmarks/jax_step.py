@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from hf_tpu_ext.plan.hlo_parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, scope_of
 from hf_tpu_ext.plan.tpu_compiler import set_environment, write_compiled
 
 
@@ -47,6 +48,11 @@ RANK, SCALE = 8, 32 / 8
 SMALL = 2**20
 
 _Arrays = dict[str, Any]
+
+
+def part(name: str) -> Callable[[Callable], Callable]:
+    """Make what a function computes a part of the model, which cycles are counted by."""
+    return jax.named_scope(scope_of(name))
 
 
 @dataclass(frozen=True)
@@ -159,19 +165,25 @@ class Step:
 
     # ---- Forward ----
 
+    @part(LAYER)
     def linear(self, layer: _Arrays, name: str, hidden: jax.Array) -> jax.Array:
         """Apply a matrix of a layer, with its adapter."""
         hidden = hidden.astype(self.dtype)
         made = hidden @ layer[name].astype(self.dtype)
-        if self.lora:
-            first, second = (layer[f"{name}_{part}"].astype(self.dtype) for part in "ab")
-            made += (hidden @ first) @ second * SCALE
-        return made
+        return made + self.adapter(layer, name, hidden) if self.lora else made
 
+    @part(ADAPTERS)
+    def adapter(self, layer: _Arrays, name: str, hidden: jax.Array) -> jax.Array:
+        """Apply the adapter of a matrix."""
+        first, second = (layer[f"{name}_{letter}"].astype(self.dtype) for letter in "ab")
+        return (hidden @ first) @ second * SCALE
+
+    @part(ROPE_AND_NORMS)
     def norm(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
         """Normalize in float32."""
         return rms_norm(hidden.astype(jnp.float32), weight, self.config["rms_norm_eps"]).astype(hidden.dtype)
 
+    @part(ROPE_AND_NORMS)
     def attention(self, layer: _Arrays, angles: tuple[jax.Array, jax.Array], hidden: jax.Array) -> jax.Array:
         """Attention of a layer."""
 
@@ -184,14 +196,17 @@ class Step:
 
         query, key = (rotate(heads(name).astype(jnp.float32), *angles).astype(self.dtype) for name in "qk")
         by_heads = partial(jnp.swapaxes, axis1=1, axis2=2)
-        made = self.attend(by_heads(query * self.head_dim**-0.5), by_heads(key), by_heads(heads("v")))
+        attend = part(ATTENTION)(self.attend)
+        made = attend(by_heads(query * self.head_dim**-0.5), by_heads(key), by_heads(heads("v")))
         return self.linear(layer, "o_proj", by_heads(made).reshape(*hidden.shape[:2], -1))
 
+    @part(LAYER)
     def mlp(self, layer: _Arrays, hidden: jax.Array) -> jax.Array:
         """MLP of a layer."""
         gate = jax.nn.silu(self.linear(layer, "gate_proj", hidden))
         return self.linear(layer, "down_proj", gate * self.linear(layer, "up_proj", hidden))
 
+    @part(HEAD)
     def loss_sum(self, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
         """Sum of the cross entropy, of one block of tokens after the other, whose logits the backward pass makes again."""
 
@@ -236,8 +251,9 @@ class Step:
     def update(self, trained: _Arrays, state: Any, frozen: _Arrays, input_ids: jax.Array, labels: jax.Array) -> tuple:
         """One step: the trained weights and the state after it, and the loss."""
         loss, gradients = jax.value_and_grad(self.loss)(trained, frozen, input_ids, labels)
-        changes, state = self.optimizer.update(gradients, state, trained)
-        return optax.apply_updates(trained, changes), state, loss
+        with part(OPTIMIZER):
+            changes, state = self.optimizer.update(gradients, state, trained)
+            return optax.apply_updates(trained, changes), state, loss
 
     def compile(self) -> jax.stages.Compiled:
         """Compile the step for the chips of the mesh."""

@@ -10,10 +10,11 @@ docs/plan.md.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tables import make_parser, publish
@@ -22,9 +23,11 @@ from tpu_plans import DOCUMENT, LORA, ROOT, Case, make_model, plan
 from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.compiler import required_versions
-from hf_tpu_ext.plan.hlo_cost import measure_cost
+from hf_tpu_ext.plan.hlo_cost import Cost, measure_cost
 
 
+# Of tokens that a kernel of the step in JAX takes at once: `jax_step.BLOCK`.
+BLOCK = 512
 FULL = {"rematerialization": "full"}
 # The step in JAX has no dropout.
 ADAPTERS = LORA | {"lora_dropout": "0"}
@@ -49,6 +52,10 @@ CASES = [
 ]
 
 
+# Matrix products of jax's splash attention, by what is in the names of its kernels.
+PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+
+
 @dataclass(frozen=True)
 class Program:
     """
@@ -56,7 +63,9 @@ class Program:
 
     Args:
         cycles (`dict[str, int]`):
-            As the compiler estimates them for a step on one chip, by kind of instruction, with the turns of loops.
+            As the compiler estimates them for a step on one chip, by part of the model, with the turns of loops.
+        kernel_cycles (`int`):
+            What kernels take at the peak rate: the compiler has no estimate of them.
         temporary_bytes (`int`):
             What a chip holds besides arguments and results.
         cpu_seconds (`float`):
@@ -66,15 +75,16 @@ class Program:
     """
 
     cycles: dict[str, int]
+    kernel_cycles: int
     temporary_bytes: int
     cpu_seconds: float
     matrix_flops: int
 
     def row(self, *first: str) -> str:
         """Write the row of a Markdown table, after its first cells."""
-        total = sum(self.cycles.values())
-        kinds = ", ".join(f"{name} {cycles / 1e6:.0f}" for name, cycles in self.cycles.items())
-        cells = [f"{total / 1e6:.0f} M", kinds, format_bytes(self.temporary_bytes), f"{self.cpu_seconds:.0f}"]
+        parts = ", ".join(f"{name} {cycles / 1e6:.0f}" for name, cycles in self.cycles.items())
+        cycles = [f"{number / 1e6:.0f} M" for number in (sum(self.cycles.values()), self.kernel_cycles)]
+        cells = [*cycles, parts, format_bytes(self.temporary_bytes), f"{self.cpu_seconds:.0f}"]
         return f"| {' | '.join([*first, *cells])} |"
 
 
@@ -95,8 +105,8 @@ def compile_ours(case: Case, directory: Path) -> Program:
     (program,) = planned["programs"]
     if program["error"] is not None:
         raise RuntimeError(f"The compiler refused {case}: {program['error'][:2000]}")
-    cost = program["cost"]
-    return Program(cost["cycles"], program["memory"]["temp"], program["cpu_seconds"], cost["matrix_flops"])
+    values = {field.name: program["cost"][field.name] for field in fields(Cost)}
+    return _make_program(Cost(**values), program["memory"], program["cpu_seconds"], case)
 
 
 def compile_jax(case: Case, directory: Path) -> Program:
@@ -128,8 +138,29 @@ def compile_jax(case: Case, directory: Path) -> Program:
     result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
     if "error" in result:
         raise RuntimeError(f"The compiler refused {case}: {result['error'][:2000]}")
-    cost = measure_cost((directory / "optimized.txt").read_text(encoding="utf-8"))
-    return Program(cost.cycles, result["memory"]["temp"], result["cpu_seconds"], cost.matrix_flops)
+    text = (directory / "optimized.txt").read_text(encoding="utf-8")
+    cost = measure_cost(_name_kernels(text, case, options["config"]))
+    return _make_program(cost, result["memory"], result["cpu_seconds"], case)
+
+
+def _name_kernels(text: str, case: Case, config: dict) -> str:
+    """Name the kernels of a program with their arithmetic: of the blocks of scores that a causal mask lets through."""
+    blocks = case.length // BLOCK
+    scores = BLOCK**2 * blocks * (blocks + 1) // 2
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rows = int(case.settings["per_device_train_batch_size"])
+    flops = 2 * rows * config["num_attention_heads"] * scores * head_dim
+
+    def named(match: re.Match) -> str:
+        return f"attention_kernel[flops={PRODUCTS[match[1]] * flops}]/{match[0]}"
+
+    return re.sub(r"(?<=/)splash_mha_(fwd|dkv|dq)", named, text)
+
+
+def _make_program(cost: Cost, memory: dict[str, int], cpu_seconds: float, case: Case) -> Program:
+    chip = find_topology(case.topology).chip
+    kernel_cycles = round(cost.kernel_flops / chip.flops_per_second * chip.clock_hz)
+    return Program(cost.cycles, kernel_cycles, memory["temp"], cpu_seconds, cost.matrix_flops)
 
 
 def main() -> None:
@@ -138,8 +169,8 @@ def main() -> None:
     parser.add_argument("--only", metavar="WORDS", default="", help="compile only the runs whose row has these words")
     arguments = parser.parse_args()
     lines = [
-        "| model | run | on | step | cycles | millions of them by kind | temporary memory | CPU seconds to compile |",
-        "|---|---|---|---|---:|---|---:|---:|",
+        "| model | run | on | step | cycles | of kernels, at the peak rate | millions of cycles by part | temporary memory | CPU seconds to compile |",
+        "|---|---|---|---|---:|---:|---|---:|---:|",
     ]
     measured = []
     for case in CASES:
