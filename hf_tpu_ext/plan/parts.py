@@ -46,7 +46,7 @@ class Parts:
                 stack.callback(handle.remove)
             upstream = AttentionInterface.get_interface
             stack.callback(setattr, AttentionInterface, "get_interface", upstream)
-            AttentionInterface.get_interface = lambda *args: self.part(ATTENTION, upstream(*args))
+            AttentionInterface.get_interface = lambda *args, **named: self.part(ATTENTION, upstream(*args, **named))
             yield
 
     def part(self, name: str, function: Callable) -> Callable:
@@ -90,12 +90,12 @@ class Parts:
         if above == ADAPTERS:
             return ADAPTERS
         if kind.endswith(("Norm", "RotaryEmbedding", "Attention")):
-            # Of attention, what is neither in its layers nor in its function.
+            # Of attention, what is neither in its own modules nor in its function.
             return ROPE_AND_NORMS
         if isinstance(module, PreTrainedModel):
             # What is around the layers, and they.
             return LAYER if module.base_model is module else HEAD
-        return LAYER if isinstance(module, nn.Linear) and above != HEAD else above
+        return LAYER if above == ROPE_AND_NORMS else above
 
     def _note_gradients(self, node: Any, part: str, first: int) -> None:
         """Note the gradients of what was recorded from a number on and is of no part yet."""

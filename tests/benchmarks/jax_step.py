@@ -37,7 +37,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from jax_loop import make_angles, rms_norm, rotate  # noqa: E402
 
 
-BLOCK = 512
 POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -66,11 +65,13 @@ class Step:
         rows (`int`):
             Rows of a batch, on all chips.
         length (`int`):
-            Tokens of a row, a multiple of 128.
+            Tokens of a row.
         lora (`bool`):
             Whether adapters are trained in float32 beside weights in bfloat16, or weights in float32.
         rematerialization (`str`):
             One of [`POLICIES`].
+        block (`int`):
+            Tokens that attention and the loss take at once: a multiple of 128 that divides the length.
         mesh ([`~jax.sharding.Mesh`]):
             The chips. Rows and large weights are split over them.
         interpret (`bool`, *optional*, defaults to `False`):
@@ -84,6 +85,7 @@ class Step:
     length: int
     lora: bool
     rematerialization: str
+    block: int
     mesh: Mesh
     interpret: bool = False
     dtype: Any = jnp.bfloat16
@@ -110,12 +112,11 @@ class Step:
     @cached_property
     def attend(self) -> Callable[..., jax.Array]:
         """Causal attention, of queries `(rows, heads, length, head_dim)`, and of keys and values."""
-        block = max(size for size in range(128, min(BLOCK, self.length) + 1, 128) if self.length % size == 0)
         names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
         causal = masks.CausalMask((self.length, self.length))
         kernel = splash.make_splash_mha(
             masks.MultiHeadMask([causal] * self.config["num_attention_heads"]),
-            block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+            block_sizes=splash.BlockSizes(**{f"block_{name}": self.block for name in names}),
             head_shards=1,
             q_seq_shards=1,
             interpret=self.interpret,
@@ -217,8 +218,7 @@ class Step:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
             return total + losses.sum(where=labels >= 0), None
 
-        size = min(BLOCK, labels.size)
-        blocks = hidden.astype(self.dtype).reshape(-1, size, hidden.shape[-1]), labels.reshape(-1, size)
+        blocks = hidden.astype(self.dtype).reshape(-1, self.block, hidden.shape[-1]), labels.reshape(-1, self.block)
         total, _ = jax.lax.scan(block, jnp.zeros(()), blocks)
         return jax.lax.psum(total, "data")
 
@@ -231,6 +231,9 @@ class Step:
 
         @partial(jax.checkpoint, policy=POLICIES[self.rematerialization], prevent_cse=False)
         def turn(hidden, layer):
+            if self.mesh.size > 1:
+                # Weights are gathered before their products, which the compiler would do part by part otherwise, and slower.
+                layer = jax.lax.with_sharding_constraint(layer, NamedSharding(self.mesh, P()))
             hidden += self.attention(layer, angles, self.norm(hidden, layer["input_layernorm"]))
             hidden += self.mlp(layer, self.norm(hidden, layer["post_attention_layernorm"]))
             return jax.lax.with_sharding_constraint(hidden, by_rows), None

@@ -23,7 +23,7 @@ directory = Path(sys.argv[1])
 config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
 saved, batch = (load_file(directory / f"{name}.safetensors") for name in ("model", "batch"))
 mesh = Mesh(np.array(jax.devices()[:1]), "data")
-step = Step(config, *batch["input_ids"].shape, False, "full", mesh, interpret=True, dtype=jnp.float32)
+step = Step(config, *batch["input_ids"].shape, False, "full", 128, mesh, interpret=True, dtype=jnp.float32)
 
 
 def find(name: str) -> np.ndarray:

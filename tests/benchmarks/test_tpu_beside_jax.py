@@ -56,6 +56,10 @@ def test_the_step_in_jax_compiles_for_tpu(case, tmp_path):
     small = replace(case, sizes=MODELS["qwen3"] | {"head_dim": 128})
     program = compile_jax(small, tmp_path)
     assert sum(program.cycles.values()) > 0 and program.temporary_bytes > 0
+    # Forward twice, and backward: products of the blocks of scores on and below the diagonal, of each head.
+    flops = (2 * 2 + 4 + 3) * 2 * (4 * 4) * (3 * 512**2) * 128 * 2
+    assert program.kernel_cycles == pytest.approx(flops / 197e12 * 1.5e9, rel=0.01)
+    assert {"attention", "head", "adapters", "optimizer"} <= program.cycles.keys()
     (config,) = (AutoConfig.from_pretrained(path.parent) for path in tmp_path.glob("*/config.json"))
     sizes = read_dimensions(config)
     adapters = 8 * sizes.layers * (7 * sizes.hidden + 2 * sizes.queries + 2 * 2 * 128 + 3 * sizes.intermediate)

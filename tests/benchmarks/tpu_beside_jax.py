@@ -26,7 +26,7 @@ from hf_tpu_ext.plan.compiler import required_versions
 from hf_tpu_ext.plan.hlo_cost import Cost, measure_cost
 
 
-# Of tokens that a kernel of the step in JAX takes at once: `jax_step.BLOCK`.
+# Of tokens, in the step in JAX.
 BLOCK = 512
 FULL = {"rematerialization": "full"}
 # The step in JAX has no dropout.
@@ -82,7 +82,7 @@ class Program:
 
     def row(self, *first: str) -> str:
         """Write the row of a Markdown table, after its first cells."""
-        parts = ", ".join(f"{name} {cycles / 1e6:.0f}" for name, cycles in self.cycles.items())
+        parts = ", ".join(f"{name} {cycles / 1e6:.0f}" for name, cycles in self.cycles.items() if cycles > 5e5)
         cycles = [f"{number / 1e6:.0f} M" for number in (sum(self.cycles.values()), self.kernel_cycles)]
         cells = [*cycles, parts, format_bytes(self.temporary_bytes), f"{self.cpu_seconds:.0f}"]
         return f"| {' | '.join([*first, *cells])} |"
@@ -130,6 +130,7 @@ def compile_jax(case: Case, directory: Path) -> Program:
         "length": case.length,
         "lora": "use_peft" in case.settings,
         "rematerialization": case.settings["rematerialization"],
+        "block": BLOCK,
         "topology": topology.compiler_options,
     }
     (directory / "options.json").write_text(json.dumps(options), encoding="utf-8")
