@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .program import Program
 from .xla import XLABackend
+from .xla_insight import XLAInsight
 from .xla_kernels import XLAKernels
 from .xla_programs import XLAPrograms
 from .xla_replay import XLAProgram, XLARecording
@@ -73,6 +74,12 @@ class _Programs(XLAPrograms):
         pass
 
 
+class _Insight(XLAInsight):
+    def note_lines(self, on: bool) -> None:
+        # Names of operations are written together with lines.
+        super().note_lines(True)
+
+
 class TracingBackend(XLABackend):
     """
     XLA on the host, by which programs are traced as for the chips of a TPU, and not run.
@@ -87,6 +94,8 @@ class TracingBackend(XLABackend):
         super().use_chips(num_chips, "num_chips")
         self.programs = _Programs(self)
         self.kernels = XLAKernels("tpu")
+        self.insight = _Insight()
+        self.insight.note_lines(True)
         self._shardings = WeakIdKeyDictionary()
         # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
         self._owners: dict[int, weakref.ref[torch.Tensor]] = {}

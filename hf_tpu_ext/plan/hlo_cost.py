@@ -9,6 +9,7 @@ from functools import cache
 
 from .hlo import Instruction, Module, Shape, find_collectives, parse_module
 from .hlo_loops import count_turns
+from .hlo_parts import LAYER, part_of
 
 
 #: Instructions that move nothing, or whose traffic is counted elsewhere: in what they call, at the other end of a pair.
@@ -18,8 +19,11 @@ _FREE = set(
 )
 _SLICES = {"dynamic-slice", "gather", "slice"}
 _MOVES = _SLICES | set("broadcast concatenate copy dynamic-update-slice pad reshape reverse scatter transpose".split())
-#: Kernels that are programs of their own: what they do is not in the text.
+_PRODUCTS = {"convolution", "dot"}
+_LAYOUT, _BROADCASTS = "copies and layout", "broadcasts"
+#: Kernels that are programs of their own: what they do is not in the text, but for the arithmetic that they are named with.
 _KERNEL = 'custom_call_target="tpu_custom_call"'
+_KERNEL_FLOPS = re.compile(r'metadata=\{[^}]*?op_name="[^"]*\battention_kernel\[flops=(\d+)\]')
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Cost:
 
     FLOPs are those of matrix products. Memory traffic is that of the chip's main memory: tensors that the compiler
     keeps on the chip are left out, and of a tensor of which a part is taken, the rest. Cycles are the compiler's own
-    estimate of what each instruction takes, by kind: it knows vector work and layouts, but has none for collectives and
-    kernels.
+    estimate of what each instruction takes, by part of the model, or kind of instruction: it knows vector work and layouts,
+    but has none for collectives and kernels. Of kernels there are the FLOPs that they are named with.
     """
 
     matrix_flops: int
@@ -52,6 +56,7 @@ class Cost:
     exchanges: list[Exchange]
     unknown: list[str]
     cycles: dict[str, int] = field(default_factory=dict)
+    kernel_flops: int = 0
 
     @property
     def link_bytes(self) -> int:
@@ -62,11 +67,11 @@ class Cost:
 def measure_cost(text: str) -> Cost:
     """
     Count what a program, an optimized HLO module, does. Loops whose number of turns is not in the program count once,
-    kernels not at all; `unknown` names them.
+    kernels that are not named with their FLOPs (`attention_kernel[flops=N]`) not at all; `unknown` names them.
     """
     module = parse_module(text)
     runs, unknown = _count_runs(module)
-    matrix_flops = memory_bytes = 0
+    matrix_flops = memory_bytes = kernel_flops = 0
     cycles: Counter[str] = Counter()
     for (computation, fused), times in runs.items():
         lines = module.computations[computation]
@@ -75,10 +80,14 @@ def measure_cost(text: str) -> Cost:
             if not fused:
                 memory_bytes += times * _memory_bytes(line, lines, module)
                 if estimated := re.search(r'"estimated_cycles":"(\d+)"', line.rest):
-                    cycles[_kind(line, module)] += times * int(estimated[1])
+                    cycles[_class(line, module)] += times * int(estimated[1])
             if _KERNEL in line.rest:
-                unknown[f"what the kernel {line.name} does"] += 1
-    return Cost(matrix_flops, memory_bytes, _exchanges(module, runs), list(unknown), dict(cycles.most_common()))
+                if named := _KERNEL_FLOPS.search(line.rest):
+                    kernel_flops += times * int(named[1])
+                else:
+                    unknown[f"what the kernel {line.name} does"] += 1
+    exchanges, cycles = _exchanges(module, runs), dict(cycles.most_common())
+    return Cost(matrix_flops, memory_bytes, exchanges, list(unknown), cycles, kernel_flops)
 
 
 def _count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
@@ -105,20 +114,40 @@ def _count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]
     return runs, unknown
 
 
-def _kind(line: Instruction, module: Module) -> str:
-    """What an instruction, or all that it fuses, is mostly about."""
-    opcodes, computations = {line.opcode}, list(line.called) if line.opcode == "fusion" else []
+def _class(line: Instruction, module: Module) -> str:
+    """What cycles of an instruction are counted as: layout and broadcasts by themselves, the rest by part where it is known."""
+    fused = list(_fused(line, module))
+    kind = _kind({line.opcode, *(inner.opcode for inner, _ in fused)})
+    if kind in (_LAYOUT, _BROADCASTS):
+        return kind
+    # Of what is fused, the largest product says it, or else the whole, or most of it.
+    products = [item for item in fused if item[0].opcode in _PRODUCTS]
+    parts = [part_of(inner) for inner, _ in sorted(products, key=lambda item: _matrix_flops(*item))[-1:]]
+    parts.append(part_of(line))
+    parts += [part for part, _ in Counter(part_of(inner) for inner, _ in fused).most_common()]
+    part = next((part for part in parts if part is not None), LAYER)
+    return kind if part == LAYER else part
+
+
+def _fused(line: Instruction, module: Module) -> Iterator[tuple[Instruction, dict[str, Instruction]]]:
+    """What an instruction fuses, each with the instructions around it."""
+    computations = list(line.called) if line.opcode == "fusion" else []
     for computation in computations:
-        for inner in module.computations[computation].values():
-            opcodes.add(inner.opcode)
+        lines = module.computations[computation]
+        for inner in lines.values():
+            yield inner, lines
             computations += inner.called if inner.opcode == "fusion" else []
-    if opcodes & {"dot", "convolution"}:
+
+
+def _kind(opcodes: set[str]) -> str:
+    """What an instruction is mostly about, by what it does and fuses."""
+    if opcodes & _PRODUCTS:
         return "matrix products"
     opcodes -= _FREE | {"fusion", "convert", "iota"}
     if opcodes <= {"broadcast"}:
-        return "broadcasts"
+        return _BROADCASTS
     if opcodes <= _MOVES:
-        return "copies and layout"
+        return _LAYOUT
     return "reductions" if "reduce" in opcodes else "elementwise"
 
 

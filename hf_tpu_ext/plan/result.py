@@ -11,6 +11,7 @@ from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .hlo_cost import Cost
+from .hlo_parts import ATTENTION
 from .programs import KEPT, CompiledProgram
 
 
@@ -26,7 +27,7 @@ class Roofline:
     The least seconds that a chip needs for something, by what limits it: matrix products at the peak rate, memory
     traffic at full bandwidth, sending over the links of the chip that has fewest; and the least of all, of each
     program the longest of the three. `cycles` is the time of the cycles that the compiler estimates, which has no
-    collectives.
+    collectives, and of kernels, `kernels`, at the peak rate.
     """
 
     arithmetic: float
@@ -34,6 +35,7 @@ class Roofline:
     links: float
     seconds: float
     cycles: float
+    kernels: float = 0.0
 
     @property
     def wall(self) -> str:
@@ -51,10 +53,11 @@ def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) ->
     Bound the time of programs that run one after the other, given the cost of each on a chip and how often it runs.
     """
     chip, exchange = topology.chip, topology.exchange_bytes_per_second
-    arithmetic = memory = links = seconds = cycles = 0.0
+    arithmetic = memory = links = seconds = cycles = kernels = 0.0
     for cost, runs in costs:
+        in_kernels = cost.kernel_flops / chip.flops_per_second
         times = (
-            cost.matrix_flops / chip.flops_per_second,
+            cost.matrix_flops / chip.flops_per_second + in_kernels,
             cost.memory_bytes / chip.memory_bytes_per_second,
             cost.link_bytes / exchange if cost.link_bytes else 0.0,
         )
@@ -62,8 +65,9 @@ def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) ->
             total + runs * time for total, time in zip((arithmetic, memory, links), times, strict=True)
         )
         seconds += runs * max(times)
-        cycles += runs * sum(cost.cycles.values()) / chip.clock_hz
-    return Roofline(arithmetic, memory, links, seconds, cycles)
+        kernels += runs * in_kernels
+        cycles += runs * (sum(cost.cycles.values()) / chip.clock_hz + in_kernels)
+    return Roofline(arithmetic, memory, links, seconds, cycles, kernels)
 
 
 @dataclass(frozen=True)
@@ -199,12 +203,22 @@ class Plan:
 
     @property
     def cycle_shares(self) -> dict[str, float]:
-        """Which share of the cycles of an optimizer step each kind of instruction takes, largest first."""
+        """
+        Which share of the cycles of an optimizer step each part of the model, or kind of instruction, takes, largest first.
+        Attention has those of kernels.
+        """
         cycles: Counter[str] = Counter()
         for program, runs in self.longest:
             cycles.update({kind: runs * number for kind, number in program.cost.cycles.items()})
+        chip = self.topology.chip
+        cycles[ATTENTION] += round(self.kernel_flops / chip.flops_per_second * chip.clock_hz)
         total = cycles.total()
         return {kind: number / total for kind, number in cycles.most_common() if number}
+
+    @property
+    def kernel_flops(self) -> int:
+        """Arithmetic of the kernels of an optimizer step on a chip."""
+        return sum(runs * program.cost.kernel_flops for program, runs in self.longest)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -225,7 +239,8 @@ class Plan:
         """Matrix arithmetic of the compiled programs of a step over the analytic figure."""
         if self.roofline is None or any(program.expected_flops is None for program, _ in self.longest):
             return None
-        done = sum(runs * program.cost.matrix_flops for program, runs in self.longest) * self.topology.num_chips
+        done = self.kernel_flops + sum(runs * program.cost.matrix_flops for program, runs in self.longest)
+        done *= self.topology.num_chips
         return done / sum(runs * program.expected_flops for program, runs in self.longest)
 
     @property

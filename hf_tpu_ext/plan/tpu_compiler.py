@@ -14,8 +14,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -28,6 +30,13 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 MEMORY = ("argument", "output", "alias", "generated_code")
+
+
+def set_environment() -> None:
+    """Set what libtpu reads when it is loaded, to compile and do nothing else."""
+    os.environ |= ENVIRONMENT
+    # torch_xla leaves the path of another libtpu there.
+    os.environ.pop("TPU_LIBRARY_PATH", None)
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -84,20 +93,13 @@ def compile_program(program: bytes, topology: dict):
     return chips[0].client.compile(program, xla_client.DeviceList(tuple(chips)), options)
 
 
-def main(directory: Path) -> None:
-    """Compile the program of a directory, where the result goes, too."""
-    options = json.loads((directory / "options.json").read_text(encoding="utf-8"))
-    os.environ |= ENVIRONMENT
-    # torch_xla leaves the path of another libtpu there.
-    os.environ.pop("TPU_LIBRARY_PATH", None)
-    shardings = {int(index): sharding for index, sharding in options["shardings"].items()}
-    program = read_program((directory / "program.pb").read_bytes(), options["donated"], shardings)
-
+def write_compiled(compile_it: Callable[[], Any], directory: Path) -> None:
+    """Write what the compiler makes of a program, or its error, and the time that it takes."""
     from jax.errors import JaxRuntimeError
 
     start, cpu_start = time.monotonic(), time.process_time()
     try:
-        executable = compile_program(program, options["topology"])
+        executable = compile_it()
     except JaxRuntimeError as error:
         result = {"error": str(error)}
     else:
@@ -111,6 +113,15 @@ def main(directory: Path) -> None:
     result["seconds"] = time.monotonic() - start
     result["cpu_seconds"] = time.process_time() - cpu_start
     (directory / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def main(directory: Path) -> None:
+    """Compile the program of a directory, where the result goes, too."""
+    options = json.loads((directory / "options.json").read_text(encoding="utf-8"))
+    set_environment()
+    shardings = {int(index): sharding for index, sharding in options["shardings"].items()}
+    program = read_program((directory / "program.pb").read_bytes(), options["donated"], shardings)
+    write_compiled(lambda: compile_program(program, options["topology"]), directory)
 
 
 if __name__ == "__main__":

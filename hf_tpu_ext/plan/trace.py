@@ -20,6 +20,8 @@ from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
 from ..trainers.run_facts import find_facts
+from .hlo_parts import OPTIMIZER
+from .parts import Parts
 from .programs import Argument, TracedProgram
 
 
@@ -128,7 +130,9 @@ class TracingMixin(EveryLengthMixin):
         """
         self._num_rows = None if self._train_lengths is None else len(self._train_lengths)
         self.pop_callback(ShowSamples)
-        with tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm) as self._bar:
+        bar = tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm)
+        self._parts = Parts(self.backend.insight)
+        with bar as self._bar, self._parts.noted():
             self.train_every_length()
 
     def _describe_run(self) -> Run:
@@ -177,6 +181,9 @@ class TracingMixin(EveryLengthMixin):
             )
             self._bar.update()
         return module
+
+    def _clip_grad_norm(self, model):
+        return self._parts.part(OPTIMIZER, super()._clip_grad_norm)(model)
 
     def _roles(self) -> dict[int, str]:
         """What tensors are for, by their identity."""

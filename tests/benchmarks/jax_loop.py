@@ -39,22 +39,38 @@ def rms_norm(hidden: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return weight * hidden * jax.lax.rsqrt(jnp.square(hidden).mean(-1, keepdims=True) + eps)
 
 
-def rotate(heads: jax.Array, theta: float) -> jax.Array:
+def make_angles(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """
+    Make the cosines and sines that queries and keys are turned by.
+
+    Args:
+        length (`int`):
+            Tokens of a row.
+        head_dim (`int`):
+            Width of a head.
+        theta (`float`):
+            Base of the wavelengths.
+
+    Returns:
+        `tuple[jax.Array, jax.Array]`: Each of shape `(1, length, 1, head_dim / 2)`.
+    """
+    angles = jnp.outer(jnp.arange(length), theta ** (-jnp.arange(0, head_dim, 2) / head_dim))[None, :, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(heads: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """
     Turn queries or keys by their positions.
 
     Args:
         heads (`jax.Array` of shape `(batch, length, num_heads, head_dim)`):
             Queries or keys.
-        theta (`float`):
-            Base of the wavelengths.
+        cos, sin (`jax.Array` of shape `(1, length, 1, head_dim / 2)`):
+            From [`make_angles`].
 
     Returns:
         `jax.Array`: Of the shape of `heads`.
     """
-    length, head_dim = heads.shape[1], heads.shape[3]
-    angles = jnp.outer(jnp.arange(length), theta ** (-jnp.arange(0, head_dim, 2) / head_dim))[None, :, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(heads, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -76,6 +92,7 @@ def forward(weights: dict[str, jax.Array], input_ids: jax.Array, config: dict[st
     """
     batch, length = input_ids.shape
     head_dim, theta = config["head_dim"], config["rope_parameters"]["rope_theta"]
+    angles = make_angles(length, head_dim, theta)
     causal = jnp.tril(jnp.ones((length, length), dtype=bool))
 
     def norm(hidden: jax.Array, name: str) -> jax.Array:
@@ -88,8 +105,8 @@ def forward(weights: dict[str, jax.Array], input_ids: jax.Array, config: dict[st
         return linear(hidden, name).reshape(batch, length, -1, head_dim)
 
     def attention(hidden: jax.Array, name: str) -> jax.Array:
-        query = rotate(norm(heads(hidden, f"{name}.q_proj"), f"{name}.q_norm"), theta)
-        key = rotate(norm(heads(hidden, f"{name}.k_proj"), f"{name}.k_norm"), theta)
+        query = rotate(norm(heads(hidden, f"{name}.q_proj"), f"{name}.q_norm"), *angles)
+        key = rotate(norm(heads(hidden, f"{name}.k_proj"), f"{name}.k_norm"), *angles)
         # Each head of keys and values serves a group of queries that stand side by side.
         query = query.reshape(batch, length, config["num_key_value_heads"], -1, head_dim)
         scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, key) / head_dim**0.5

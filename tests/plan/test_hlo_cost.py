@@ -103,6 +103,52 @@ def test_cycles_are_the_compilers_by_kind_and_for_each_turn_of_a_loop():
     }
 
 
+def named(*scopes):
+    return f'metadata={{op_type="aten__mm" op_name="{"/".join(scopes)}" source_file="m.py" source_line=1}}'
+
+
+def test_cycles_are_by_part_of_the_model_where_the_program_names_it():
+    dot = "dot(%x, %x), lhs_contracting_dims={}, rhs_contracting_dims={}"
+    fused = {
+        # A product of 8 x 8, to which one of 8 is added.
+        "base": [
+            f"%large = f32[8,8] {dot}, {named('[layer].1', 'aten__mm')}",
+            f"ROOT %small = f32[8] {dot}, {named('[layer].1', '[adapters].2', 'aten__mm')}",
+        ],
+        "adapter": [f"ROOT %small.1 = f32[8] {dot}, {named('[layer].1', '[adapters].2', 'aten__mm')}"],
+        "norm": [
+            f"%one = f32[8] add(%x, %x), {named('[layer].1', 'aten__add')}",
+            f"%two = f32[8] rsqrt(%x), {named('[rope and norms].3', 'aten__rsqrt')}",
+            f"ROOT %three = f32[8] multiply(%two, %x), {named('[rope and norms].3', 'aten__mul')}",
+        ],
+        "layout": [f"ROOT %turned = f32[8] transpose(%x), dimensions={{0}}, {named('[attention].4', 'aten__t')}"],
+    }
+    before = "".join(
+        f"%{name} (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n"
+        + "".join(f"  {line}\n" for line in lines)
+        + "}\n\n"
+        for name, lines in fused.items()
+    )
+    cost = program(
+        "%p = f32[8] parameter(0)",
+        *(
+            f"%{name}.1 = f32[8] fusion(%p), kind=kLoop, calls=%{name}, {estimate(cycles)}"
+            for name, cycles in zip(fused, (1000, 200, 30, 4), strict=True)
+        ),
+        f"%soft = f32[8] exponential(%p), {named('jit(step)', 'transpose(jvp([attention]))', 'exp')}, {estimate(500)}",
+        f"ROOT %sum = f32[8] add(%p, %p), {named('optimizer', 'aten__add')}, {estimate(60)}",
+        before=before,
+    )
+    assert cost.cycles == {
+        "matrix products": 1000,
+        "attention": 500,
+        "adapters": 200,
+        "elementwise": 60,
+        "rope and norms": 30,
+        "copies and layout": 4,
+    }
+
+
 def test_what_is_kept_on_the_chip_is_not_memory_traffic():
     loop = measure("loop_v5e_1")
     # At least: the weights and the input are read, the gradient of the weights is written.
@@ -244,3 +290,24 @@ def test_what_cannot_be_counted_is_said():
         'ROOT %attend = f32[16]{0} custom-call(%p), custom_call_target="tpu_custom_call"',
     )
     assert cost.unknown == ["what the kernel attend does"]
+
+
+def test_kernels_that_are_named_with_their_arithmetic_count_for_each_turn_of_a_loop():
+    def kernel(name, *scopes):
+        return f'{name} = f32[8] custom-call(%y), custom_call_target="tpu_custom_call", {named(*scopes)}'
+
+    before = (
+        "%body (y: f32[8]) -> f32[8] {\n  %y = f32[8] parameter(0)\n"
+        f"  {kernel('%forward', 'jit(f)', 'vmap(attention_kernel[flops=1000])', 'pallas_call')}\n"
+        f"  {kernel('%other', 'jit(f)', 'gmm', 'pallas_call')}\n"
+        f"  ROOT {kernel('%backward', '[layer].4', 'attention_kernel[flops=30]', 'splash_mha_dq')}\n}}\n\n"
+        "%goes_on (z: f32[8]) -> pred[] {\n  %z = f32[8] parameter(0)\n  ROOT %yes = pred[] constant(true)\n}\n\n"
+    )
+    cost = program(
+        "%p = f32[8] parameter(0)",
+        'ROOT %loop = f32[8] while(%p), condition=%goes_on, body=%body, backend_config={"known_trip_count":{"n":"3"}}',
+        before=before,
+    )
+    assert cost.kernel_flops == 3 * 1030
+    assert cost.unknown == ["what the kernel other does"]
+    assert cost.cycles == {}

@@ -119,6 +119,19 @@ def test_time_and_cost():
     assert "at least $9.60" in page and "us-central1, 2026-11 (list)" in page
 
 
+def test_kernels_are_in_the_expected_time():
+    # Half a second at the peak rate.
+    planned = plan(program(cost=replace(COST, kernel_flops=985 * 10**11)))
+    assert planned.roofline.arithmetic == pytest.approx(1.5)
+    assert planned.roofline.expected_seconds == pytest.approx((2.5, 2.52))
+    # At 1.5 GHz.
+    assert planned.cycle_shares == pytest.approx({"matrix products": 0.6, "elementwise": 0.2, "attention": 0.2})
+    assert planned.flops_ratio == pytest.approx(8 * 1.5 * 197e12 / (8 * 190e12))
+    page = " ".join(render(planned).split())
+    assert "kernels: 98.5 TFLOP, 500 ms, counted analytically at the peak rate" in page
+    assert "kernels:" not in render(plan(program()))
+
+
 def test_micro_steps_of_an_optimizer_step():
     planned = plan(program(), MICRO_STEP, gradient_accumulation_steps=4)
     assert planned.roofline.seconds == pytest.approx(4)

@@ -1,0 +1,119 @@
+"""Notes in traced programs of which part of the model each operation is, forward and backward."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..backends.insight import Insight
+from .hlo_parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, scope_of
+
+
+class Parts:
+    """
+    Names, while programs are traced, the operations of each part of a model, and those of their gradients. The programs
+    are the same but for these names.
+
+    Args:
+        insight ([`~hf_tpu_ext.backends.insight.Insight`]):
+            Names operations.
+    """
+
+    def __init__(self, insight: Insight):
+        self._insight = insight
+        # What is being run: a part, the module if it is one, autograd's number at its start, and what ends the naming.
+        self._open: list[tuple[str, Any, int, Any]] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within this context, modules and attention functions are noted."""
+        with ExitStack() as stack:
+            handles = (
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+                register_optimizer_step_pre_hook(lambda *_: self._begin(OPTIMIZER)),
+                register_optimizer_step_post_hook(lambda *_: self._end(None)),
+            )
+            for handle in handles:
+                stack.callback(handle.remove)
+            upstream = AttentionInterface.get_interface
+            stack.callback(setattr, AttentionInterface, "get_interface", upstream)
+            AttentionInterface.get_interface = lambda *args, **named: self.part(ATTENTION, upstream(*args, **named))
+            yield
+
+    def part(self, name: str, function: Callable) -> Callable:
+        """Make what a function computes a part."""
+
+        @wraps(function)
+        def run(*args, **kwargs):
+            self._begin(name)
+            made = None
+            try:
+                made = function(*args, **kwargs)
+            finally:
+                self._end(made)
+            return made
+
+        return run
+
+    def _begin(self, part: str, module: nn.Module | None = None) -> None:
+        number = torch.autograd._get_sequence_nr()
+        self._open.append((part, module, number, self._insight.name_operations(scope_of(part))))
+
+    def _end(self, made: Any) -> None:
+        part, _, first, _ = self._open.pop()
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                self._note_gradients(tensor.grad_fn, part, first)
+
+    def _enter_module(self, module: nn.Module, args: tuple) -> None:
+        self._begin(self._part_of(module), module)
+
+    def _leave_module(self, module: nn.Module, args: tuple, made: Any) -> None:
+        self._end(made)
+
+    def _part_of(self, module: nn.Module) -> str:
+        above, around = (self._open[-1][0], self._open[-1][1]) if self._open else (HEAD, None)
+        kind = type(module).__name__
+        if isinstance(module, BaseTunerLayer):
+            return ADAPTERS
+        if isinstance(around, BaseTunerLayer) and module is around.base_layer:
+            return LAYER
+        if above == ADAPTERS:
+            return ADAPTERS
+        if kind.endswith(("Norm", "RotaryEmbedding", "Attention")):
+            # Of attention, what is neither in its own modules nor in its function.
+            return ROPE_AND_NORMS
+        if isinstance(module, PreTrainedModel):
+            # What is around the layers, and they.
+            return LAYER if module.base_model is module else HEAD
+        return LAYER if above == ROPE_AND_NORMS else above
+
+    def _note_gradients(self, node: Any, part: str, first: int) -> None:
+        """Note the gradients of what was recorded from a number on and is of no part yet."""
+        waiting, seen = [node], set()
+        while waiting:
+            node = waiting.pop()
+            # Parameters have the largest of all numbers.
+            if node is None or node in seen or node._sequence_nr() < first or not node.next_functions:
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if "part" not in node.metadata:
+                node.metadata["part"] = part
+                node.register_prehook(partial(self._begin_gradient, part))
+                node.register_hook(self._end_gradient)
+
+    def _begin_gradient(self, part: str, gradients: tuple) -> None:
+        self._begin(part)
+
+    def _end_gradient(self, *gradients: tuple) -> None:
+        self._end(None)

@@ -1,0 +1,193 @@
+"""
+What the compiler for TPU makes of a training step of this package, beside one of the same model, batch and rematerialization
+written by hand in JAX (`jax_step.py`): the cycles that it estimates, memory, and the time to compile.
+
+    python tests/benchmarks/tpu_beside_jax.py [--only WORDS] [--write-docs]
+
+Models are given by their configuration alone; nothing is downloaded and nothing is run. With `--write-docs` the table goes into
+docs/plan.md.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from tables import make_parser, publish
+from tpu_plans import DOCUMENT, LORA, ROOT, Case, make_model, plan
+
+from hf_tpu_ext.formatting import format_bytes
+from hf_tpu_ext.hardware.topologies import find_topology
+from hf_tpu_ext.plan.compiler import required_versions
+from hf_tpu_ext.plan.hlo_cost import Cost, measure_cost
+
+
+# Of tokens, in the step in JAX.
+BLOCK = 512
+FULL = {"rematerialization": "full"}
+# The step in JAX has no dropout.
+ADAPTERS = LORA | {"lora_dropout": "0"}
+
+
+def _case(rows: int, length: int, kind: str = "LoRA", model: str = "Qwen3-0.6B", **settings: str) -> Case:
+    settings = FULL | settings
+    title = f"{kind}, {rows} x {length}, {settings['rematerialization']} rematerialization"
+    adapters = ADAPTERS if kind == "LoRA" else {}
+    topology = "v5e-8" if "mesh" in settings else "v5e-1"
+    return Case(title, model, topology, length, adapters | {"per_device_train_batch_size": str(rows)} | settings)
+
+
+CASES = [
+    _case(4, 1024),
+    _case(1, 8192),
+    _case(1, 32768),
+    _case(32, 1024),
+    _case(4, 1024, rematerialization="dots"),
+    _case(4, 1024, "full"),
+    _case(4, 1024, model="Qwen2.5-7B", mesh="fsdp"),
+]
+
+
+# Matrix products of jax's splash attention, by what is in the names of its kernels.
+PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+
+
+@dataclass(frozen=True)
+class Program:
+    """
+    A compiled training step.
+
+    Args:
+        cycles (`dict[str, int]`):
+            As the compiler estimates them for a step on one chip, by part of the model, with the turns of loops.
+        kernel_cycles (`int`):
+            What kernels take at the peak rate: the compiler has no estimate of them.
+        temporary_bytes (`int`):
+            What a chip holds besides arguments and results.
+        cpu_seconds (`float`):
+            Processor time to compile.
+        matrix_flops (`int`):
+            Arithmetic of matrix products on one chip, without kernels.
+    """
+
+    cycles: dict[str, int]
+    kernel_cycles: int
+    temporary_bytes: int
+    cpu_seconds: float
+    matrix_flops: int
+
+    def row(self, *first: str) -> str:
+        """Write the row of a Markdown table, after its first cells."""
+        parts = ", ".join(f"{name} {cycles / 1e6:.0f}" for name, cycles in self.cycles.items() if cycles > 5e5)
+        cycles = [f"{number / 1e6:.0f} M" for number in (sum(self.cycles.values()), self.kernel_cycles)]
+        cells = [*cycles, parts, format_bytes(self.temporary_bytes), f"{self.cpu_seconds:.0f}"]
+        return f"| {' | '.join([*first, *cells])} |"
+
+
+def compile_ours(case: Case, directory: Path) -> Program:
+    """
+    Compile the step of this package, with `hf-tpu plan`.
+
+    Args:
+        case ([`Case`]):
+            The run.
+        directory (`Path`):
+            Where its model and the plan go.
+
+    Returns:
+        [`Program`]: What the compiler made.
+    """
+    planned, _ = plan(case, directory)
+    (program,) = planned["programs"]
+    if program["error"] is not None:
+        raise RuntimeError(f"The compiler refused {case}: {program['error'][:2000]}")
+    values = {field.name: program["cost"][field.name] for field in fields(Cost)}
+    return _make_program(Cost(**values), program["memory"], program["cpu_seconds"], case)
+
+
+def compile_jax(case: Case, directory: Path) -> Program:
+    """
+    Compile the step in JAX.
+
+    Args:
+        case ([`Case`]):
+            The run.
+        directory (`Path`):
+            Where its model and the results go.
+
+    Returns:
+        [`Program`]: What the compiler made.
+    """
+    topology = find_topology(case.topology)
+    model = make_model(case.model, directory, **case.sizes)
+    options = {
+        "config": json.loads((model / "config.json").read_text(encoding="utf-8")),
+        "rows": int(case.settings["per_device_train_batch_size"]) * topology.num_chips,
+        "length": case.length,
+        "lora": "use_peft" in case.settings,
+        "rematerialization": case.settings["rematerialization"],
+        "block": BLOCK,
+        "topology": topology.compiler_options,
+    }
+    (directory / "options.json").write_text(json.dumps(options), encoding="utf-8")
+    script = Path(__file__).with_name("jax_step.py")
+    subprocess.run([sys.executable, script, directory], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    if "error" in result:
+        raise RuntimeError(f"The compiler refused {case}: {result['error'][:2000]}")
+    text = (directory / "optimized.txt").read_text(encoding="utf-8")
+    cost = measure_cost(_name_kernels(text, case, options["config"]))
+    return _make_program(cost, result["memory"], result["cpu_seconds"], case)
+
+
+def _name_kernels(text: str, case: Case, config: dict) -> str:
+    """Name the kernels of a program with their arithmetic: of the blocks of scores that a causal mask lets through."""
+    blocks = case.length // BLOCK
+    scores = BLOCK**2 * blocks * (blocks + 1) // 2
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rows = int(case.settings["per_device_train_batch_size"])
+    flops = 2 * rows * config["num_attention_heads"] * scores * head_dim
+
+    def named(match: re.Match) -> str:
+        return f"attention_kernel[flops={PRODUCTS[match[1]] * flops}]/{match[0]}"
+
+    return re.sub(r"(?<=/)splash_mha_(fwd|dkv|dq)", named, text)
+
+
+def _make_program(cost: Cost, memory: dict[str, int], cpu_seconds: float, case: Case) -> Program:
+    chip = find_topology(case.topology).chip
+    kernel_cycles = round(cost.kernel_flops / chip.flops_per_second * chip.clock_hz)
+    return Program(cost.cycles, kernel_cycles, memory["temp"], cpu_seconds, cost.matrix_flops)
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = make_parser(__doc__, DOCUMENT)
+    parser.add_argument("--only", metavar="WORDS", default="", help="compile only the runs whose row has these words")
+    arguments = parser.parse_args()
+    lines = [
+        "| model | run | on | step | cycles | of kernels, at the peak rate | millions of cycles by part | temporary memory | CPU seconds to compile |",
+        "|---|---|---|---|---:|---:|---|---:|---:|",
+    ]
+    measured = []
+    for case in CASES:
+        run = [case.model, case.title, case.topology]
+        if arguments.only not in " ".join(run):
+            continue
+        for step, compile_step in (("this package", compile_ours), ("JAX", compile_jax)):
+            with tempfile.TemporaryDirectory() as directory:
+                program = compile_step(case, Path(directory))
+            measured.append({"run": run, "step": step, **vars(program)})
+            lines.append(program.row(*run, step))
+            print(lines[-1], file=sys.stderr, flush=True)
+    versions = ", ".join(f"{name} {version}" for name, version in required_versions().items())
+    lines += ["", f"{versions}; `python tests/benchmarks/tpu_beside_jax.py`"]
+    publish(arguments, DOCUMENT, "tpu_beside_jax", "\n".join(lines), measured)
+
+
+if __name__ == "__main__":
+    main()
