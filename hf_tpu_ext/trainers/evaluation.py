@@ -75,7 +75,7 @@ class CompiledEvaluation:
         if self.backend.static_shapes:
             # It may be another dataset than before, or another batch size.
             self.expect_batches("eval")
-        with self.frozen.in_bfloat16(), self.chips.split_activations():
+        with self.models_as_run():
             if not self.backend.metrics_on_device:
                 return super().evaluation_loop(dataloader, *arguments)
             if loss_only:

@@ -18,6 +18,7 @@ from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunLines
 from ..data import StaticShapeCollator
 from ..sharding.plan import place_model
+from ..step.adapters import adapters_scaled_inside
 from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens
@@ -445,14 +446,20 @@ class TPUTrainerMixin(
             self.expect_batches("train")
         with (
             self.stopping_when_told(),
-            self.frozen.in_bfloat16(),
-            self.chips.split_activations(),
+            self.models_as_run(),
             self.copies.real(),
         ):
             try:
                 return super().train(checkpoint, *args, **kwargs)
             finally:
                 self._end_run()
+
+    @contextmanager
+    def models_as_run(self) -> Iterator[None]:
+        """Within this context models compute as they do in programs: what training, evaluation and predictions share."""
+        adapted = [self.model] if self.backend.traces_steps else []
+        with self.frozen.in_bfloat16(), self.chips.split_activations(), adapters_scaled_inside(adapted):
+            yield
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
