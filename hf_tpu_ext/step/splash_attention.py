@@ -37,12 +37,22 @@ class _Splash(torch.autograd.Function):
         ctx.backend, ctx.kernel = backend, kernel
         output, sums = keep_results(lambda: _call(backend, kernel, "forward", tensors))
         ctx.save_for_backward(*tensors, output, sums)
-        return output
+        return _by_token(backend, output)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
-        found = _call(ctx.backend, ctx.kernel, "backward", (*ctx.saved_tensors, gradient))
+        found = _call(ctx.backend, ctx.kernel, "backward", (*ctx.saved_tensors, gradient.transpose(1, 2)))
         return None, None, *found, None
+
+
+def _by_token(backend: Backend, output: Tensor) -> Tensor:
+    """
+    Put the heads of a token one behind the other, once: the compiler for TPU would do it for everyone who reads the output, in a
+    layout that takes longer.
+    """
+    tokens = output.transpose(1, 2).flatten(2)
+    backend.separate([tokens])
+    return tokens.unflatten(2, (output.shape[1], -1))
 
 
 def _call(backend: Backend, kernel: SplashAttention, program: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -97,11 +107,12 @@ def splash_attention(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         output = _Splash.apply(backend, kernel, *tensors, attention_mask.documents)
     else:
-        output = keep_results(
+        found = keep_results(
             lambda: _call(backend, kernel, "forward", (*tensors, attention_mask.documents)),
             otherwise=lambda: _call(backend, kernel, "infer", (*tensors, attention_mask.documents)),
-        )[0]
-    return output.transpose(1, 2), None
+        )
+        output = _by_token(backend, found[0])
+    return output, None
 
 
 def _why_not(
