@@ -83,7 +83,7 @@ def _analytic_flops(run: Run, program: CompiledProgram) -> tuple[float | None, f
     adapters = run.trained_parameters if run.trained_parameters < run.parameters else None
     flops = partial(step_flops, dimensions, program.batch_shape, adapters)
     again = "head" if run.rematerialization == "none" else run.rematerialization
-    return flops(), flops(again, sliced_attention=run.sliced_attention)
+    return flops(), flops(again, sliced_attention=run.attention == "slices")
 
 
 def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
@@ -101,7 +101,7 @@ def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
     }
     if chips > 1:
         facts["chips"] = describe_mesh(run.mesh)
-    facts["rematerialization"] = run.rematerialization
+    facts |= {"rematerialization": run.rematerialization, "attention": run.attention}
     if run.rows is not None:
         facts["data"] = f"{run.rows:,} rows"
     if run.token_share is not None:

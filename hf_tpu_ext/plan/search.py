@@ -14,7 +14,11 @@ from .result import Plan, Trial
 
 
 # Of what is computed again, from nothing to most.
-_CHOICES = {"mesh": ("data", "fsdp"), "rematerialization": ("none", "dots", "full")}
+_CHOICES = {
+    "mesh": ("data", "fsdp"),
+    "attention": ("splash", "slices"),
+    "rematerialization": ("none", "dots", "full"),
+}
 _ROWS = "per_device_train_batch_size"
 # A batch that is so much larger is not looked for.
 _NEAR = 1.1
@@ -38,7 +42,7 @@ def search(
         plan ([`Plan`]):
             The plan of the run as it is.
         settings (`Mapping[str, str]`):
-            Its `rematerialization`, `per_device_train_batch_size` and, on several chips, `mesh`.
+            Its `rematerialization`, `attention`, `per_device_train_batch_size` and, on several chips, `mesh`.
         varied (`Collection[str]`):
             Names of those that are to be tried; the others stay.
         make (`Callable[[dict[str, str]], Plan]`):

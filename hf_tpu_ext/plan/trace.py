@@ -57,8 +57,8 @@ class Run:
             Share of the tokens in batches that are not padding, where the data was read.
         other_passes (`bool`):
             Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
-        sliced_attention (`bool`):
-            Whether attention goes through its scores slice by slice.
+        attention (`str`):
+            `"splash"` or `"slices"`.
     """
 
     config: PreTrainedConfig
@@ -74,12 +74,12 @@ class Run:
     max_steps: int | None
     token_share: float | None
     other_passes: bool
-    sliced_attention: bool
+    attention: str
 
     @property
     def settings(self) -> dict[str, str]:
         """What a [search][hf_tpu_ext.plan.search.search] varies, as it is in this run."""
-        settings = {"rematerialization": self.rematerialization}
+        settings = {"rematerialization": self.rematerialization, "attention": self.attention}
         axes = {axis: size for axis, size in self.mesh.items() if size > 1}
         if axes:
             # One axis takes all chips, and is named as a search names it.
@@ -156,7 +156,7 @@ class TracingMixin(EveryLengthMixin):
             max_steps=self._max_steps,
             token_share=facts.token_share,
             other_passes=self._runs_other_passes,
-            sliced_attention=is_sliced(self.model),
+            attention="slices" if is_sliced(self.model) else "splash",
         )
 
     def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
