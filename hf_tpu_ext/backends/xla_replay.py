@@ -1,7 +1,11 @@
 """Running a compiled program again by its handle: torch_xla's calls for it, all in this file."""
 
-from collections.abc import Collection, Sequence
+import gc
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 
 import torch
 import torch_xla
@@ -9,6 +13,7 @@ import torch_xla.core.xla_model as xm
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from .program import CannotReplay, Program, Recording
+from .xla_pending import pending
 
 
 _XLAC = torch_xla._XLAC
@@ -44,6 +49,21 @@ def _count_draws(before: int, after: int) -> int:
 
 def _is_seed(tensor_id: int) -> bool:
     return tensor_id == _XLAC._get_seed_info_id()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """
+    Context that makes and drops a tensor for each result of a program. Hundreds of them have the garbage collector run two or
+    three times a step, over everything there is, for nothing.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -238,16 +258,33 @@ class XLAProgram(Program):
             # Not `_replace_xla_tensor`, which leaves the old value to tensors that are views of what `Module.to` made.
             state[index].data = result
 
+    @cached_property
+    def _own_inputs(self) -> list[torch.Tensor | _Seed]:
+        """Inputs that are neither state nor data, in the order of the arguments."""
+        return [slot for slot in self.inputs if not isinstance(slot, int)]
+
+    @cached_property
+    def _pick(self) -> itemgetter:
+        """Picks the arguments from those inputs, the state and the data, in C: there may be a thousand and more."""
+        own = iter(range(len(self._own_inputs)))
+        places = [slot + len(self._own_inputs) if isinstance(slot, int) else next(own) for slot in self.inputs]
+        # It would give no tuple for a single one.
+        return itemgetter(*places, 0)
+
     def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
-        places = [*state, *data]
         seed = xm.get_rng_state()
-        inputs = []
-        for slot in self.inputs:
-            if isinstance(slot, _Seed):
-                xm.set_rng_state(_after_draws(seed, slot.draws))
-                slot = _XLAC._get_base_seed_as_tensor(str(self.device))
-            inputs.append(places[slot] if isinstance(slot, int) else slot)
-        self.take(state, _XLAC._run_cached_graph(self.handle, inputs), aliased)
+        own = []
+        for value in self._own_inputs:
+            if isinstance(value, _Seed):
+                xm.set_rng_state(_after_draws(seed, value.draws))
+                value = _XLAC._get_base_seed_as_tensor(str(self.device))
+            own.append(value)
+        *arguments, _ = self._pick([*own, *state, *data])
+        with _uncollected():
+            with pending.unchanged():
+                results = _XLAC._run_cached_graph(self.handle, arguments)
+            self.take(state, results, aliased)
+            del results
         _XLAC._xla_increment_counter(REPLAYS, 1)
         xm.set_rng_state(_after_draws(seed, self.draws))
 
