@@ -15,12 +15,14 @@ class Program(ABC):
     """A compiled program, and where its inputs come from."""
 
     @abstractmethod
-    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
+    def run(
+        self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()
+    ) -> list[torch.Tensor]:
         """
         Run it, without waiting for it. The tensors of `state` are those that it was recorded with, or others in their
         place; afterwards they have their new values. `data` has new values for the data that it was recorded with, in
         the same order, and `aliased` the places in the state of tensors that share their memory with others, which are
-        to have the new values, too.
+        to have the new values, too. Returned are the results that were named besides the state, in the same order.
         """
 
     @abstractmethod
@@ -34,6 +36,10 @@ class Recording(ABC):
     @abstractmethod
     def add_data(self, tensors: Sequence[torch.Tensor]) -> None:
         """Name device tensors that have another value at each run. The trace has not used them yet."""
+
+    @abstractmethod
+    def add_results(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Name device tensors that the trace has made besides the state. Each run makes others."""
 
     @abstractmethod
     def finish(
@@ -93,6 +99,10 @@ class Programs(ABC):
     @abstractmethod
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Places of device tensors that share their memory with others, such as those of a `state_dict()` in use."""
+
+    @abstractmethod
+    def without_base(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A traced tensor that is not a view, and does not hold on to what it is a view of. Others are returned as they are."""
 
     @abstractmethod
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:

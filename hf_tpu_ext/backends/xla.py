@@ -24,6 +24,7 @@ from .xla_compile_cache import XLACompileCache, metric
 from .xla_insight import XLAInsight
 from .xla_kernels import XLAKernels
 from .xla_loops import XLALoops
+from .xla_pending import pending
 from .xla_programs import XLAPrograms
 from .xla_replay import REPLAYS
 from .xla_sharding import ByRank, ConstrainRows, XLAManualSharding, is_split
@@ -176,7 +177,7 @@ class XLABackend(XLACompileCache):
 
     def flush(self) -> None:
         # What was traced and not run yet.
-        if any(torch_xla._XLAC._check_device_tensor_need_materialization(str(self.device))):
+        if pending.any(self.device):
             self._sync()
 
     def wait(self) -> None:
@@ -204,7 +205,8 @@ class XLABackend(XLACompileCache):
     def _send(self, data: Any, by_rows: bool) -> Any:
         sharding = None if self._mesh is None else ByRank(self._mesh, by_rows)
         is_tensor = isinstance(data, torch.Tensor)
-        sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
+        with pending.unchanged():
+            sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
         self.programs.note_sent([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
         return sent[0] if is_tensor else sent
 
@@ -268,6 +270,8 @@ class XLABackend(XLACompileCache):
 
     def separate(self, tensors: list[torch.Tensor]) -> None:
         xm.optimization_barrier_(tensors)
+        # In place, and without a tensor of its own.
+        pending.note(none=False)
 
     def compiles(self) -> int:
         return met.counter_value("UncachedCompile") or 0

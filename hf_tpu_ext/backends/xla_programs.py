@@ -50,6 +50,9 @@ class XLAPrograms(Programs):
         counts = [torch._C._storage_Use_Count(memory_shared(tensor)) for tensor in state]
         return {place for place, count in enumerate(counts) if count > 1}
 
+    def without_base(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type != "xla" or computed([tensor]) else tensor.clone()
+
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
         # To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
         # by a program that knows both.

@@ -1,7 +1,11 @@
 """Running a compiled program again by its handle: torch_xla's calls for it, all in this file."""
 
-from collections.abc import Collection, Sequence
+import gc
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 
 import torch
 import torch_xla
@@ -9,6 +13,7 @@ import torch_xla.core.xla_model as xm
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from .program import CannotReplay, Program, Recording
+from .xla_pending import pending
 
 
 _XLAC = torch_xla._XLAC
@@ -46,6 +51,21 @@ def _is_seed(tensor_id: int) -> bool:
     return tensor_id == _XLAC._get_seed_info_id()
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """
+    Context that makes and drops a tensor for each result of a program. Hundreds of them have the garbage collector run two or
+    three times a step, over everything there is, for nothing.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class _Seed:
     """
@@ -72,6 +92,8 @@ class TracedStep:
     inputs: list[int | torch.Tensor | _Seed]
     #: For each of them, whether a result takes its place.
     updated: list[bool]
+    #: For each result that was named besides the state, its place among state and data, or `None` where it is computed.
+    made: list[int | None]
     #: Random operators in the program, and the state of the random number generator after them.
     draws: int
     seed_after: int
@@ -89,6 +111,7 @@ class XLARecording(Recording):
         self._device = device
         self._state = list(state)
         self._others: set[int] = set()
+        self._made: list[torch.Tensor] = []
         self._seed = xm.get_rng_state()
         xm.wait_device_ops()
         # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
@@ -109,6 +132,14 @@ class XLARecording(Recording):
         """Note tensors that were sent meanwhile. A step that uses one which is not data cannot be run again."""
         self._others.update(self._hold(tensors))
 
+    def add_results(self, tensors: Sequence[torch.Tensor]) -> None:
+        tensors = list(tensors)
+        if any(tensor.device.type != "xla" for tensor in tensors):
+            raise CannotReplay("a result is on the host")
+        if len(set(map(_XLAC._xla_get_tensor_id, tensors))) < len(tensors):
+            raise CannotReplay("two results are the same tensor")
+        self._made = tensors
+
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         self._held += _XLAC._get_tensors_xla_device_data_node(list(tensors))[1]
         return _buffers(tensors)
@@ -122,9 +153,9 @@ class XLARecording(Recording):
                 _XLAC._set_buffer_donation(value, True)
         with alias_with_buffer_donor_config():
             handle = _XLAC._get_graph_hash(traced.results)
-            program = XLAProgram(self._device, handle, traced.inputs, traced.outputs, traced.draws)
+            program = XLAProgram(self._device, handle, traced.inputs, traced.outputs, traced.made, traced.draws)
             _XLAC._xla_warm_up_cache(traced.results, [])
-        program.take(state, _XLAC._run_cached_graph(handle, traced.values), aliased)
+        program.take([*state, *self._made], _XLAC._run_cached_graph(handle, traced.values), aliased)
         xm.set_rng_state(traced.seed_after)
         return program
 
@@ -133,8 +164,9 @@ class XLARecording(Recording):
         Find what the trace depends on and what it makes. Raises `CannotReplay` if that is more than state and data.
         `like` is an earlier program that this one should be.
         """
-        pending = _XLAC._check_tensor_need_materialization(list(state))
-        for before, after, is_pending in zip(self._state, state, pending, strict=True):
+        named = [*state, *self._made]
+        pending = _XLAC._check_tensor_need_materialization(named)
+        for before, after, is_pending in zip(self._state, state, pending[: len(state)], strict=True):
             if before is not after and not is_pending:
                 raise CannotReplay("a tensor of the training state is replaced in the middle of a step")
         outputs = [index for index, is_pending in enumerate(pending) if is_pending]
@@ -144,7 +176,7 @@ class XLARecording(Recording):
                 f"{others} tensors are computed in a step that are not part of the training state, for example by a hook "
                 "or a callback that keeps an activation"
             )
-        results = [state[index] for index in outputs]
+        results = [named[index] for index in outputs]
         ids, values = _XLAC._get_tensors_xla_device_data_node(results)
         seeds = [value for tensor_id, value in zip(ids, values, strict=True) if _is_seed(tensor_id)]
         draws_before = iter(self._draws_before(seeds, [] if like is None else like.seeds))
@@ -163,7 +195,17 @@ class XLARecording(Recording):
             else:
                 inputs.append(self._slots.get(buffer, value))
         updated = [isinstance(slot, int) and slot < len(state) and pending[slot] for slot in inputs]
-        return TracedStep(results, outputs, values, inputs, updated, draws, after)
+        made = self._find_places_of_made(pending[len(state) :])
+        return TracedStep(results, outputs, values, inputs, updated, made, draws, after)
+
+    def _find_places_of_made(self, pending: Sequence[bool]) -> list[int | None]:
+        # Labels, for example, may be those of the batch.
+        computed = [tensor for tensor, is_pending in zip(self._made, pending, strict=True) if not is_pending]
+        places = iter(_buffers(computed))
+        made = [None if is_pending else self._slots.get(next(places), -1) for is_pending in pending]
+        if -1 in made:
+            raise CannotReplay("a result does not depend on the batch")
+        return made
 
     def _find_unmarked_seeds(
         self, ids: list[int], values: list[torch.Tensor], buffers: list[int], draws: int, like: "XLAProgram | None"
@@ -214,6 +256,7 @@ class XLAProgram(Program):
     handle: bytes
     inputs: list[int | torch.Tensor | _Seed]
     outputs: list[int]
+    made: list[int | None]
     draws: int
 
     @property
@@ -229,8 +272,11 @@ class XLAProgram(Program):
     def take(
         self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor], aliased: Collection[int] = ()
     ) -> None:
-        """Give the state its new values. At places in `aliased` are tensors that share their memory with others."""
-        for index, result in zip(self.outputs, results, strict=True):
+        """
+        Give the state its new values, or the first of its outputs. At places in `aliased` are tensors that share their
+        memory with others.
+        """
+        for index, result in zip(self.outputs[: len(results)], results, strict=True):
             if index in aliased:
                 # Slower, and those that share its memory follow.
                 state[index].detach().copy_(result)
@@ -238,23 +284,46 @@ class XLAProgram(Program):
             # Not `_replace_xla_tensor`, which leaves the old value to tensors that are views of what `Module.to` made.
             state[index].data = result
 
-    def run(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> None:
-        places = [*state, *data]
+    @cached_property
+    def _own_inputs(self) -> list[torch.Tensor | _Seed]:
+        """Inputs that are neither state nor data, in the order of the arguments."""
+        return [slot for slot in self.inputs if not isinstance(slot, int)]
+
+    @cached_property
+    def _pick(self) -> itemgetter:
+        """Picks the arguments from those inputs, the state and the data, in C: there may be a thousand and more."""
+        own = iter(range(len(self._own_inputs)))
+        places = [slot + len(self._own_inputs) if isinstance(slot, int) else next(own) for slot in self.inputs]
+        # It would give no tuple for a single one.
+        return itemgetter(*places, 0)
+
+    def run(
+        self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()
+    ) -> list[torch.Tensor]:
         seed = xm.get_rng_state()
-        inputs = []
-        for slot in self.inputs:
-            if isinstance(slot, _Seed):
-                xm.set_rng_state(_after_draws(seed, slot.draws))
-                slot = _XLAC._get_base_seed_as_tensor(str(self.device))
-            inputs.append(places[slot] if isinstance(slot, int) else slot)
-        self.take(state, _XLAC._run_cached_graph(self.handle, inputs), aliased)
+        own = []
+        for value in self._own_inputs:
+            if isinstance(value, _Seed):
+                xm.set_rng_state(_after_draws(seed, value.draws))
+                value = _XLAC._get_base_seed_as_tensor(str(self.device))
+            own.append(value)
+        *arguments, _ = self._pick([*own, *state, *data])
+        with _uncollected():
+            with pending.unchanged():
+                results = _XLAC._run_cached_graph(self.handle, arguments)
+            # Those of the state come first.
+            made = iter(results[len(results) - self.made.count(None) :])
+            self.take(state, results[: len(results) - self.made.count(None)], aliased)
+            del results
         _XLAC._xla_increment_counter(REPLAYS, 1)
         xm.set_rng_state(_after_draws(seed, self.draws))
+        places = [*state, *data]
+        return [next(made) if place is None else places[place] for place in self.made]
 
     def difference(self, other: "XLAProgram") -> str | None:
         if self.handle != other.handle:
             return "the graph has changed"
-        if self.outputs != other.outputs:
+        if (self.outputs, self.made) != (other.outputs, other.made):
             return "the outputs of the graph have changed"
         for mine, theirs in zip(self.inputs, other.inputs, strict=True):
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):

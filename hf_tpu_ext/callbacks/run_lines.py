@@ -97,6 +97,10 @@ def describe_cache_use(cache: CacheUse) -> str:
     found = f"hits: {cache.hits}, misses: {cache.misses}"
     if cache.unreadable:
         found += f", unreadable: {cache.unreadable}"
+    compiled, asked = cache.misses + cache.unreadable, cache.hits + cache.misses + cache.unreadable
+    if asked:
+        graphs = count(asked, "graph")
+        found += f" ({compiled} of {graphs} compiled)" if compiled else " (nothing was compiled)"
     return (
         f"Compilation cache: {found}; compiling: {cache.compile_seconds:.1f} s; {count(cache.programs, 'executable')}, "
         f"{cache.size / 2**20:,.1f} MiB in {cache.directory}"

@@ -9,9 +9,9 @@ from .recipe import open_recipe
 
 
 DESCRIPTION = """\
-Fill the compilation cache with the graphs of a recipe, so that the run itself starts at once. One graph is compiled for
-each length that batches are padded to (max_length, length_buckets), for training and for evaluation; those of a large
-model take minutes each. Use the recipe, and the overrides, of the run:
+Fill the compilation cache with the graphs of a recipe, for the run itself to load; its last lines say whether it did. One
+graph is compiled for each length that batches are padded to (max_length, length_buckets), for training and for
+evaluation; those of a large model take minutes each. Use the recipe, and the overrides, of the run:
 
   hf-tpu warmup --config recipes/sft_lora_qwen3.yaml
   hf-tpu sft    --config recipes/sft_lora_qwen3.yaml

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -18,10 +18,6 @@ class _Update:
 
     def __eq__(self, other: "_Update") -> bool:
         return self.group is other.group and self.parameter is other.parameter and self.state is other.state
-
-
-def _numbers(counters: list[torch.Tensor]) -> list[float]:
-    return torch.stack(counters).tolist() if counters else []
 
 
 class LazyAdamW(torch.optim.AdamW):
@@ -45,14 +41,21 @@ class LazyAdamW(torch.optim.AdamW):
         #: What the last step has updated, and the numbers that it has sent for that.
         self.updated: Sequence[_Update] = ()
         self.sent: torch.Tensor | None = None
-        self._counters: list[torch.Tensor] = []
+        # The parameters for which there was state when it was looked at last, and for how many.
+        self._complete: tuple[list[int], int] = [], 0
         # The state of each parameter as it was known last, and how often it was another.
         self._known: list[dict[str, torch.Tensor]] = []
         self._others = 0
+        # Their step counters: views of one tensor, so that counting is one operator, and reading them another.
+        self._counters: list[torch.Tensor] = []
+        self._counts = torch.zeros(0)
 
     @torch.no_grad()
     def create_state(self) -> None:
         """Create the moments and step counters that are missing, so that the first step is like every other."""
+        parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if (parameters, len(self.state)) == self._complete and all(self.state.values()):
+            return
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state[parameter]:
@@ -62,6 +65,7 @@ class LazyAdamW(torch.optim.AdamW):
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+        self._complete = parameters, len(self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of [`torch.optim.AdamW`]."""
@@ -91,8 +95,9 @@ class LazyAdamW(torch.optim.AdamW):
             if parameter.grad is not None and parameter not in left_out
         ]
         if self.updated:
-            self.sent, row_of = self._count_and_send(self.updated)
-            self._update(self.updated, self.sent, row_of)
+            self.sent, keys = self._count_and_send(self.updated)
+            rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+            self._update(self.updated, self.sent, [rows[key] for key in keys])
         return loss
 
     def settings(self) -> Hashable:
@@ -101,36 +106,52 @@ class LazyAdamW(torch.optim.AdamW):
             (group["betas"], group["eps"], bool(group["weight_decay"]), tuple(map(id, group["params"])))
             for group in self.param_groups
         )
-        if len(self.state) < sum(len(group["params"]) for group in self.param_groups) or not all(self.state.values()):
-            # Somebody has cleared it.
-            self.create_state()
-        if len(self._known) != len(self.state) or not all(map(is_, self._known, self.state.values())):
-            self._known = list(self.state.values())
-            self._counters = [state["step"] for state in self._known]
-            self._others += 1
+        # Somebody may have cleared it.
+        self.create_state()
+        self._follow_state()
+        steps = self._counts.tolist()
         # Which parameters have taken equally many steps.
         seen: dict[float, int] = {}
-        return self._others, groups, tuple(seen.setdefault(step, len(seen)) for step in _numbers(self._counters))
+        pattern = tuple(seen.setdefault(step, len(seen)) for step in steps) if len(set(steps)) > 1 else None
+        return self._others, groups, pattern
 
-    def _rows_of(self, updates: list["_Update"]) -> tuple[list[int], list[tuple[dict[str, Any], float]]]:
-        # Parameters that have taken equally many steps share a row: usually one row per group.
-        rows: dict[tuple[int, float], int] = {}
-        row_of, values = [], []
-        for update, step in zip(updates, _numbers([update.state["step"] for update in updates]), strict=True):
-            row_of.append(rows.setdefault((id(update.group), step), len(values)))
-            if row_of[-1] == len(values):
-                values.append((update.group, step))
-        return row_of, values
+    def _follow_state(self) -> None:
+        """Keep all step counters in one tensor, also where the state is another than before."""
+        states = self.state.values()
+        is_known = len(self._known) == len(states) and all(map(is_, self._known, states))
+        if is_known and all(map(is_, self._counters, map(itemgetter("step"), states))):
+            return
+        if not is_known:
+            self._known = list(states)
+            self._others += 1
+            self._complete = [], 0
+        self._counts = torch.stack([state["step"] for state in self._known]) if self._known else torch.zeros(0)
+        self._counters = list(self._counts.unbind())
+        for state, counter in zip(self._known, self._counters, strict=True):
+            state["step"] = counter
 
-    def _count_and_send(self, updates: list["_Update"]) -> tuple[torch.Tensor, list[int]]:
-        torch._foreach_add_([update.state["step"] for update in updates], 1)
-        row_of, rows = self._rows_of(updates)
+    def _count(self, updates: Sequence[_Update]) -> list[float]:
+        """Count a step of the parameters that are updated. Returns how many each of them has taken."""
+        self._follow_state()
+        if len(updates) == len(self._known) and all(map(is_, map(attrgetter("state"), updates), self._known)):
+            self._counts += 1
+            return self._counts.tolist()
+        counters = [update.state["step"] for update in updates]
+        torch._foreach_add_(counters, 1)
+        return torch.stack(counters).tolist()
+
+    def _count_and_send(self, updates: Sequence[_Update]) -> tuple[torch.Tensor, list[tuple[int, float]]]:
+        """Count a step, and send the numbers that it needs: a row each, by group and count, in the order returned."""
+        groups = {id(update.group): update.group for update in updates}
+        keys = list(zip((id(update.group) for update in updates), self._count(updates), strict=True))
         values = []
-        for group, step in rows:
+        # Parameters that have taken equally many steps share a row: usually one row per group.
+        for number, step in dict.fromkeys(keys):
+            group = groups[number]
             beta1, beta2 = group["betas"]
             learning_rate, decay = group["lr"], group["weight_decay"]
             values.append((1 - learning_rate * decay, learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5))
-        return self._backend.send(torch.tensor(values, dtype=torch.float32)), row_of
+        return self._backend.send(torch.tensor(values, dtype=torch.float32)), keys
 
     def _update(self, updates: list["_Update"], coefficients: torch.Tensor, row_of: list[int]) -> None:
         numbers = [row.unbind() for row in coefficients.unbind()]

@@ -117,6 +117,7 @@ class PythonState:
         self._keys = list(self._keys_now())
         self._keys_of_keyed = list(chain.from_iterable(self._keyed))
         self._values = list(self._values_now())
+        self._identities = _identities(self._values)
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, _PLAIN) or isinstance(value, _CODE):
@@ -196,15 +197,19 @@ class PythonState:
         return chain.from_iterable(chain(self._dicts, self._namespaces))
 
     def _values_now(self) -> Iterator[Any]:
-        of_modules = (map(itemgetter(*names), group) for names, group in self._attributes_of_modules.items())
-        return chain(
-            chain.from_iterable(chain.from_iterable(of_modules)),
-            chain.from_iterable(map(dict.values, self._dicts)),
-            # Those of classes are no dicts.
-            chain.from_iterable(entries.values() for entries in self._namespaces),
-            chain.from_iterable(self._lists),
-            (entries.get(name, _ABSENT) for _, entries, names in self._attributes for name in names),
-            map(type, self._modules),
+        # A single chain over all of them: each takes some nanoseconds for every value.
+        return chain.from_iterable(
+            chain(
+                chain.from_iterable(
+                    map(itemgetter(*names), group) for names, group in self._attributes_of_modules.items()
+                ),
+                map(dict.values, self._dicts),
+                # Those of classes are no dicts.
+                (entries.values() for entries in self._namespaces),
+                self._lists,
+                ([entries.get(name, _ABSENT) for name in names] for _, entries, names in self._attributes),
+                (map(type, self._modules),),
+            )
         )
 
     def _of_tensors_now(self) -> tuple[list[int], Any]:
@@ -229,12 +234,11 @@ class PythonState:
         if any(self._empty) or list(map(len, self._containers())) != self._sizes:
             return False
         try:
-            return all(map(is_, self._values_now(), self._values)) and all(
-                map(is_, chain.from_iterable(self._keyed), self._keys_of_keyed)
-            )
+            same_values = np.array_equal(_identities(self._values_now(), len(self._values)), self._identities)
         except KeyError:
             # An attribute of a module has another name.
             return False
+        return same_values and all(map(is_, chain.from_iterable(self._keyed), self._keys_of_keyed))
 
     def _changed_entry(self) -> str | None:
         for entries in filter(None, self._empty):
@@ -284,6 +288,11 @@ class PythonState:
         names = [name for name, _ in self._tensors.values()]
         changed = [name for name, now, noted in zip(names, versions, self._of_tensors[0], strict=True) if now != noted]
         return f"the tensor {changed[0] if changed else ' or '.join(names)} has other numbers"
+
+
+def _identities(values: Iterable[Any], count: int = -1) -> np.ndarray:
+    """The addresses of values, in order: half the time of comparing them one by one."""
+    return np.frombuffer(np.fromiter(values, dtype=object, count=count), dtype=np.intp)
 
 
 def _compare(owner: str, form: str, entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers.utils import logging
 
 from ..backends.base import Backend
@@ -20,13 +21,17 @@ logger = logging.get_logger(__name__)
 # Steps that have to be recorded anew this often are better traced.
 _MOST_CHANGES = 8
 
+# The place of a tensor in what a step has made.
+_TENSOR = object()
+
 #: The micro-step with the optimizer's update, and those before it that only add to the gradients.
 OPTIMIZER_STEP, MICRO_STEP = "training step", "micro-step"
 
 
-def warn_not_replayed(reason: str) -> None:
-    """Say that steps are not replayed, and why, as half a sentence."""
-    logger.warning(f"Step replay is off, every step is traced: {reason}. step_replay=False silences this line.")
+def warn_not_replayed(reason: str, training: bool = True) -> None:
+    """Say that steps are not replayed, or batches of an evaluation, and why, as half a sentence."""
+    what = "Step replay is off, every step" if training else "Replay of evaluation is off, every batch"
+    logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
 
 
 @dataclass
@@ -34,6 +39,8 @@ class _Recorded:
     program: Program
     updates: Sequence[Any]
     compiles: int
+    #: What the step makes besides the state, with `_TENSOR` in the place of tensors.
+    made: Any = None
     checked: bool = False
 
 
@@ -63,6 +70,8 @@ class StepReplay:
             Context that is entered. It is left from the beginning of each step to its end.
         assume_pure (`bool`, *optional*, defaults to `False`):
             Whether random numbers that are drawn on the host within a step do not matter.
+        training (`bool`, *optional*, defaults to `True`):
+            Whether steps train the model. Otherwise they evaluate it.
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class StepReplay:
         why_not: Callable[[], str | None],
         copies: RealCopies,
         assume_pure: bool = False,
+        training: bool = True,
     ):
         self._backend = backend
         self._models = models
@@ -83,13 +93,14 @@ class StepReplay:
         self._settings = settings
         self._why_not = why_not
         self._assume_pure = assume_pure
+        self._training = training
         self._copies = copies
         self._aliased: set[int] = set()
         self._changes = 0
         self.refused: str | None = None
         self.replays = False
         self.grad_norm = backend.send(torch.zeros(()))
-        models[0].train()
+        models[0].train(training)
         self._forget()
 
     def _forget(self) -> None:
@@ -110,7 +121,7 @@ class StepReplay:
     def refuse(self, reason: str) -> None:
         """Trace every step from now on. The reason is half a sentence."""
         if self.refused is None:
-            warn_not_replayed(reason)
+            warn_not_replayed(reason, self._training)
         self.refused = reason
         self._programs.clear()
 
@@ -118,8 +129,8 @@ class StepReplay:
 
     def begin(self, kind: str, data: dict[str, Any]) -> bool:
         """
-        Begin a `"micro-step"` or a `"training step"`, and say whether it is to be traced. Otherwise nothing is, and
-        `end` runs it. In `data` is what differs from step to step, tensors on the device. Other values there are part
+        Begin a `"micro-step"`, a `"training step"` or the like, and say whether it is to be traced. Otherwise nothing is,
+        and `end` runs it. In `data` is what differs from step to step, tensors on the device. Other values there are part
         of the program.
         """
         self._copies.suspend()
@@ -132,7 +143,7 @@ class StepReplay:
         change = self._python_state.change()
         if change is not None:
             # Upstream does so at each step, and it may undo the change.
-            self._models[0].train()
+            self._models[0].train(self._training)
             change = self._python_state.change()
         if change is None and self._settings() != self._noted:
             change = "the optimizer, its settings or the callbacks have changed"
@@ -182,13 +193,15 @@ class StepReplay:
         run_traced: Callable[..., Program | None],
         updates: Sequence[Any] = (),
         sent: torch.Tensor | None = None,
-    ) -> None:
+        made: Any = None,
+    ) -> Any:
         """
         Run the step: what was traced, or what was recorded before.
 
         `run_traced(run=...)` runs what was traced, and tells those who watch. `updates` is what the optimizer has
         updated in the traced step, for it to find again, and `sent` the numbers that it has sent to the device for
-        this step.
+        this step. `made` is what the trace has made besides the state, with tensors in it; returned is what this step has
+        made.
         """
         if sent is not None:
             self._data.append(sent)
@@ -196,15 +209,17 @@ class StepReplay:
                 self._recording.add_data([sent])
         if self.replays:
             recorded = self._programs[self._key]
-            recorded.program.run(self._state(), self._data, self._find_aliased())
+            tensors = iter(recorded.program.run(self._state(), self._data, self._find_aliased()))
+            made = tree_map(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, recorded.made)
             recorded.compiles = self._backend.compiles()
         elif self._recording is None:
             run_traced(run=self._backend.end_step)
         else:
-            self._run_recorded(run_traced, updates)
+            self._run_recorded(run_traced, updates, made)
             # The step has run code that may keep some.
             self._copies.seen = True
         self._copies.resume()
+        return made
 
     def _find_aliased(self) -> set[int]:
         """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
@@ -212,7 +227,7 @@ class StepReplay:
             self._aliased, self._copies.seen = self._backend.programs.aliased(self._state()), False
         return self._aliased
 
-    def _run_recorded(self, run_traced: Callable[..., Program | None], updates: Sequence[Any]) -> None:
+    def _run_recorded(self, run_traced: Callable[..., Program | None], updates: Sequence[Any], made: Any) -> None:
         before = self._programs.get(self._key)
         like = None if before is None else before.program
         recording, self._recording = self._recording, None
@@ -222,17 +237,21 @@ class StepReplay:
             run_traced(run=self._backend.end_step)
             return
         try:
+            recording.add_results([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)])
             finish = partial(recording.finish, self._state(), like, self._find_aliased())
             program = run_traced(run=finish)
         except CannotReplay as reason:
             self.refuse(str(reason))
             run_traced(run=self._backend.end_step)
             return
+        form = tree_map_only(torch.Tensor, lambda tensor: _TENSOR, made)
         difference = None
         if before is not None:
             difference = program.difference(before.program)
             if before.updates != updates:
                 difference = "the step updates other parameters than before"
+            if before.made != form:
+                difference = "the step makes other results than before"
         if difference is not None and self._key in self._unlike:
             self.refuse(difference)
             return
@@ -240,7 +259,7 @@ class StepReplay:
             # The first step of a run may be another program, which does the same with one operator less.
             self._unlike.add(self._key)
         checked = before is not None and difference is None
-        self._programs[self._key] = _Recorded(program, updates, self._backend.compiles(), checked)
+        self._programs[self._key] = _Recorded(program, updates, self._backend.compiles(), form, checked)
 
     def _why_unlike(self) -> str | None:
         """What the trace did that a replayed step would not do."""

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ..data import count_rows
 from ..step.metrics import DeviceSums
+from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
 from .own_code import is_known, owner_of
 
 
@@ -46,13 +48,17 @@ class CompiledEvaluation:
 
     def _predict(self, model, inputs, ignore_keys) -> tuple[Any, int, int]:
         """What upstream predicts of a batch, on the device; its rows, and the rows that were computed."""
-        with self.copies.not_made():
-            result = super().prediction_step(model, inputs, False, ignore_keys)
-        if self._preprocess_on_device is not None:
-            loss, logits, labels = result
-            result = loss, self._preprocess_on_device(logits, labels), labels
-        self.end_program("prediction step", f"prediction after step {self.state.global_step}")
+        result = self.evaluations.run(
+            PREDICTION_STEP, inputs, partial(self._trace_prediction, model), ignore_keys=ignore_keys
+        )
         return result, find_batch_size(inputs), count_rows(self.watching.batch)
+
+    def _trace_prediction(self, model, inputs, ignore_keys) -> tuple[Any, Any, Any]:
+        with self.copies.not_made():
+            loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+        if self._preprocess_on_device is not None:
+            logits = self._preprocess_on_device(logits, labels)
+        return loss, logits, labels
 
     def _read_predictions(self, predictions: list[tuple[Any, int, int]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
@@ -87,51 +93,57 @@ class CompiledEvaluation:
         model = self._wrap_model(self.model, training=False)
         model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=())
+        sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=("losses",))
         num_samples = 0
-        has_loss = False
-        for inputs in dataloader:
-            rows = find_batch_size(inputs)
-            num_samples += rows
-            loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
-            if loss is not None:
-                has_loss = True
-                # Like upstream: a batch counts by its rows, and losses that are not finite are left out. The row count is
-                # sent as data, for the last batch to be the same program.
-                weight = self.backend.send(torch.tensor(float(rows)))
-                finite = torch.isfinite(loss)
-                sums.add(
-                    loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
-                    rows=torch.where(finite, weight, torch.zeros_like(weight)),
-                )
-            self.end_program("evaluation step", f"evaluation after step {self.state.global_step}")
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        add_loss = partial(self._add_loss, model, sums)
+        with self.evaluations.under_way(model, sums):
+            for inputs in dataloader:
+                rows = find_batch_size(inputs)
+                num_samples += rows
+                # The row count is sent as data, for the last batch to be the same program.
+                self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=torch.tensor(float(rows)))
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.gather_function = self.accelerator.gather_for_metrics
         fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self.metrics.tensors("eval")})
         self.metrics.take("eval", fetched["metrics"])
         metrics = {}
-        if has_loss:
+        if fetched["loss"]["losses"].item():
             rows = fetched["loss"]["rows"].item()
             metrics[f"{metric_key_prefix}_loss"] = fetched["loss"]["loss"].item() / rows if rows else math.nan
         if has_length(dataloader.dataset):
             num_samples = len(dataloader.dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
+    def _add_loss(self, model, sums: DeviceSums, inputs, weight: torch.Tensor) -> None:
+        loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
+        if loss is not None:
+            # Like upstream: a batch counts by its rows, and losses that are not finite are left out.
+            finite = torch.isfinite(loss)
+            sums.add(
+                loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
+                rows=torch.where(finite, weight, torch.zeros_like(weight)),
+                losses=torch.ones_like(weight),
+            )
+
     def _predicting_loop(self, dataloader, arguments: tuple) -> EvalLoopOutput:
         """Upstream's loop, whose predictions are read for many batches at once."""
         # Logits are cut down on the device, in the program that makes them, and not once more on the host.
         self._preprocess_on_device, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        replaying = nullcontext()
         if is_known(owner_of(type(self), "prediction_step").__module__):
             self._made_ahead = deque()
             _, _, ignore_keys, _ = arguments
-            predict = partial(self._predict, self._wrap_model(self.model, training=False), ignore_keys=ignore_keys)
+            model = self._wrap_model(self.model, training=False)
+            replaying = self.evaluations.under_way(model)
+            predict = partial(self._predict, model, ignore_keys=ignore_keys)
             # Metrics of each batch ask the dataloader whether it is the last one.
             most = 1 if self.args.batch_eval_metrics else self.args.eval_accumulation_steps
             dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
             self.gather_function = self._own_rows
         try:
-            output = super().evaluation_loop(dataloader, *arguments)
+            with replaying:
+                output = super().evaluation_loop(dataloader, *arguments)
         finally:
             self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
             self._made_ahead = None

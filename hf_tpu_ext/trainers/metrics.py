@@ -115,6 +115,11 @@ class DeferredMetrics:
         """The sums that a training step changes, always in the same order."""
         return [*self._sums["train"].tensors.values()] if self._sums else []
 
+    @property
+    def evaluation_tensors(self) -> list[Tensor]:
+        """The sums that a batch of an evaluation changes, always in the same order."""
+        return [*self._sums["eval"].tensors.values()] if self._sums else []
+
     def take(self, mode: str, fetched: dict[str, Tensor]) -> None:
         """
         Put the means where upstream's `log` looks for them, and start anew.

@@ -41,6 +41,7 @@ from .configs import ExtensionArguments
 from .copies import WeightCopies
 from .dataset_checks import check_has_rows, named_datasets
 from .evaluation import CompiledEvaluation
+from .evaluation_steps import EvaluationSteps
 from .followed_arguments import FollowedArguments
 from .frozen import ShortFrozenWeights
 from .layers import LayerScan
@@ -175,6 +176,8 @@ class TPUTrainerMixin(
             vars(self)["training_step"] = self._overridden_step
         #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
         self.steps = TrainingSteps(self)
+        #: And each batch of an evaluation of the loss.
+        self.evaluations = EvaluationSteps(self)
         self.callback_handler.callbacks.insert(0, self.steps)
 
     def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
@@ -331,6 +334,8 @@ class TPUTrainerMixin(
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
     def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
+        if self.evaluations.data is not None:
+            return self.evaluations.data
         # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
         steps = self._balances_experts and "current_gradient_accumulation_steps" in vars(self)
         return self.backend.send(self._step_data()) if steps else {}

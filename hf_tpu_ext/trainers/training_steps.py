@@ -15,6 +15,7 @@ from ..step.python_state import PythonState
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP, StepReplay, warn_not_replayed
 from .own_code import (
     HOOKS_OF_ALL_MODULES,
+    METHODS_OF_A_STEP,
     attributes_of_a_step,
     draws_other_layers,
     find_own_code,
@@ -48,6 +49,8 @@ class TrainingSteps(TrainerCallback):
         self._trainer = trainer
         #: What replays the steps of the run under way, or `None`.
         self.replay: StepReplay | None = None
+        #: Why the steps of the last run could not be replayed.
+        self.why_not: str | None = None
         #: Numbers that the step under way has on the device, besides the batch.
         self.data: dict[str, torch.Tensor] = {}
         # The step that has begun and not ended.
@@ -73,6 +76,7 @@ class TrainingSteps(TrainerCallback):
 
     def _begin_run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         trainer = self._trainer
+        trainer.evaluations.forget()
         if isinstance(optimizer, LazyAdamW):
             optimizer.create_state()
         self.keep_gradients()
@@ -107,6 +111,7 @@ class TrainingSteps(TrainerCallback):
         trainer = self._trainer
         self._under_way = None
         self._stop_replay()
+        trainer.evaluations.forget()
         vars(trainer.model).pop("zero_grad", None)
         if self._gradients is not None:
             self._gradients.close()
@@ -234,15 +239,15 @@ class TrainingSteps(TrainerCallback):
             return
         models = [model, *trainer._other_models()]
         why_not = partial(self._why_not_replay, models, assume_pure=wanted is True)
-        reason = why_not()
-        if reason is not None:
-            warn_not_replayed(reason)
+        self.why_not = why_not()
+        if self.why_not is not None:
+            warn_not_replayed(self.why_not)
             return
         self.replay = StepReplay(
             trainer.backend,
             models,
             state=self._tensors,
-            note=partial(self._note_python_state, models),
+            note=partial(self.note_python_state, models),
             settings=self._settings,
             why_not=why_not,
             copies=trainer.copies.context,
@@ -268,7 +273,10 @@ class TrainingSteps(TrainerCallback):
             return None
         return f"{found}; step_replay=True if it does the same at every step"
 
-    def _note_python_state(self, models: Sequence[nn.Module], given: list[torch.Tensor]) -> PythonState:
+    def note_python_state(
+        self, models: Sequence[nn.Module], given: list[torch.Tensor], methods: tuple[str, ...] = METHODS_OF_A_STEP
+    ) -> PythonState:
+        """Note what Python may read in `methods` of the trainer, besides the values of the tensors that are given."""
         roots: dict[str, Any] = {}
         for model in models:
             unwrapped = unwrap_peft_model(model)
@@ -278,9 +286,11 @@ class TrainingSteps(TrainerCallback):
         roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
         roots |= HOOKS_OF_ALL_MODULES
         attributes = {
-            "trainer": (self._trainer, attributes_of_a_step(self._trainer)),
-            "optimizer": (self._optimizer, ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
+            "trainer": (self._trainer, attributes_of_a_step(self._trainer, methods)),
         }
+        if methods is METHODS_OF_A_STEP:
+            hooks = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+            attributes["optimizer"] = self._optimizer, hooks
         namespaces = namespaces_of_a_step(self._trainer, models)
         return PythonState(roots, attributes, namespaces, given, self._trainer.backend.programs.memory_of)
 

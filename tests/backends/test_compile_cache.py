@@ -13,6 +13,7 @@ import pytest
 from hf_tpu_ext.backends import compile_cache
 from hf_tpu_ext.backends.compile_cache import (
     CacheState,
+    CacheUse,
     CompileCache,
     cache_root,
     cache_state,
@@ -20,6 +21,7 @@ from hf_tpu_ext.backends.compile_cache import (
     library_id,
 )
 from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.callbacks.run_lines import describe_cache_use
 
 
 def store(cache, key, size=100):
@@ -237,3 +239,17 @@ def test_directory_of_the_runtime_itself(tmp_path):
         f"compile_cache_dir={tmp_path / 'ours'} has no effect: XLA_PERSISTENT_CACHE_PATH={tmp_path / 'theirs'} is set"
     ]
     assert use is None and len(list((tmp_path / "theirs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "hits, misses, unreadable, says",
+    [
+        (4, 0, 0, "hits: 4, misses: 0 (nothing was compiled); "),
+        (3, 1, 0, "hits: 3, misses: 1 (1 of 4 graphs compiled); "),
+        (0, 0, 1, "hits: 0, misses: 0, unreadable: 1 (1 of 1 graph compiled); "),
+        (0, 0, 0, "hits: 0, misses: 0; "),
+    ],
+)
+def test_a_run_says_what_was_compiled_after_all(tmp_path, hits, misses, unreadable, says):
+    use = CacheUse(tmp_path, 4, 2**20, hits, misses, unreadable, 1.5, None)
+    assert says in describe_cache_use(use)

@@ -1,6 +1,7 @@
 """A program that is recorded once and run by its handle."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -196,3 +197,27 @@ def test_copies_have_buffers_of_their_own(xla, values):
     assert not xla.programs.aliased([tensor])
     held = tensor.detach()
     assert xla.programs.aliased([tensor, cloned]) == {0} and held is not None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_many_tensors_of_a_run_are_no_reason_to_collect_garbage(xla, enabled):
+    state = list(xla.send([torch.zeros(2) for _ in range(50)]))
+    number = xla.send(torch.ones(()))
+    program = record(xla, lambda *tensors: [tensor.add_(tensors[-1]) for tensor in tensors[:-1]], state, [number])
+    xla.wait()
+    threshold = gc.get_threshold()
+    collections = []
+    gc.callbacks.append(note := lambda phase, info: collections.append(phase))
+    gc.collect()
+    try:
+        gc.set_threshold(40)
+        gc.enable() if enabled else gc.disable()
+        collections.clear()
+        program.run(state, [number])
+        assert collections == []
+        assert gc.isenabled() is enabled
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+        gc.callbacks.remove(note)
+    assert [value.tolist() for value in xla.fetch(state)] == [[2.0, 2.0]] * 50

@@ -249,3 +249,25 @@ def test_optimizer_of_other_weights(backend):
     stale = [*model[0].parameters(), nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match="optimizer_cls_and_kwargs=\\(SGD, {'lr': 0.1}\\)"):
         check_optimizer(torch.optim.SGD(stale, lr=0.1), model)
+
+
+def test_counters_that_were_replaced_or_set_are_those_that_count(backend):
+    """All counters are kept in one tensor; whoever puts another in its place is heard."""
+    parameters = make_parameters(make_weights(), backend)
+    optimizer = LazyAdamW(parameters, backend=backend)
+    optimizer.create_state()
+    states = list(optimizer.state.values())
+    before = optimizer.settings()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [state["step"].item() for state in states] == [1, 1, 1]
+    assert optimizer.settings() == before
+    states[0]["step"].fill_(7)
+    states[1]["step"] = torch.tensor(3.0)
+    assert optimizer.settings() != before
+    optimizer.step()
+    assert [state["step"].item() for state in states] == [8, 4, 2]
+    del optimizer.state[parameters[2]]
+    optimizer.step()
+    assert [optimizer.state[parameter]["step"].item() for parameter in parameters] == [9, 5, 1]

@@ -31,7 +31,7 @@ def made(xla, tiny_model, tmp_path_factory, runs_class):
 
 
 def note(trainer):
-    return trainer.steps._note_python_state([trainer.model], [*trainer.model.parameters(), *trainer.model.buffers()])
+    return trainer.steps.note_python_state([trainer.model], [*trainer.model.parameters(), *trainer.model.buffers()])
 
 
 @contextmanager

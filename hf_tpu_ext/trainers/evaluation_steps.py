@@ -1,0 +1,143 @@
+"""The batches of an evaluation: traced, or replayed by the handle of their program."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..step.metrics import DeviceSums
+from ..step.replay import StepReplay, warn_not_replayed
+from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
+from .training_steps import SentBatch
+
+
+#: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
+EVALUATION_STEP, PREDICTION_STEP = "evaluation step", "prediction step"
+
+
+class EvaluationSteps:
+    """
+    Runs the batches of an evaluation, or of a prediction.
+
+    A batch of a shape is traced twice and then replayed, as a training step is, see [`StepReplay`]: also those of further
+    evaluations, until training begins or ends. It is traced where code of the user's runs in it, or in a training step.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._replay: StepReplay | None = None
+        self._sums: DeviceSums | None = None
+        self._settings: Any = None
+        self._under_way = False
+        self._begin_at_batch: Callable[[], None] | None = None
+        # Why batches are traced; the reason that a line has named.
+        self._said: str | None = None
+        #: Numbers that the batch under way has on the device, besides its own.
+        self.data: dict[str, torch.Tensor] | None = None
+
+    @contextmanager
+    def under_way(self, model: nn.Module, sums: DeviceSums | None = None) -> Iterator[None]:
+        """Context of an evaluation of a model, whose losses are added to `sums`, or whose predictions are kept."""
+        # At the first batch, when upstream has prepared the model.
+        self._begin_at_batch = partial(self._begin, model, sums)
+        self._under_way = True
+        try:
+            yield
+        finally:
+            self._under_way = False
+
+    def _begin(self, model: nn.Module, sums: DeviceSums | None) -> None:
+        self._begin_at_batch = None
+        trainer = self._trainer
+        models = [model, *trainer._other_models()]
+        self._sums = sums
+        # Frozen weights are short while they are in use. What cuts predictions down is not where upstream has it.
+        self._settings = (
+            tuple(parameter.dtype for each in models for parameter in each.parameters()),
+            trainer._preprocess_on_device,
+        )
+        if trainer.compiled.step_replay is False:
+            return
+        why_not = partial(self._why_not_replay, models)
+        if (reason := why_not()) is not None:
+            self._replay = None
+            if reason not in (self._said, trainer.steps.why_not):
+                warn_not_replayed(reason, training=False)
+            self._said = reason
+        elif self._replay is None:
+            self._replay = StepReplay(
+                trainer.backend,
+                models,
+                state=self._tensors,
+                note=partial(trainer.steps.note_python_state, models, methods=METHODS_OF_A_PREDICTION),
+                settings=lambda: self._settings,
+                why_not=why_not,
+                copies=trainer.copies.context,
+                assume_pure=trainer.compiled.step_replay is True,
+                training=False,
+            )
+
+    def forget(self) -> None:
+        """Forget what was recorded. A run makes other tensors of the weights."""
+        self._replay = None
+
+    def run(self, kind: str, inputs: dict[str, Any], trace: Callable, **data: Any) -> Any:
+        """
+        Run a batch, and return what `trace(inputs, **data)` makes of it. In `data` are numbers of it on the host, which are
+        sent, and other values, which are part of the program.
+        """
+        trainer = self._trainer
+        if self._under_way and self._begin_at_batch is not None:
+            self._begin_at_batch()
+        what = "evaluation" if kind == EVALUATION_STEP else "prediction"
+        run_traced = partial(trainer.end_program, kind, f"{what} after step {trainer.state.global_step}")
+        sent = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        if self._replay is None or not self._under_way:
+            # A user may also call upstream's `prediction_step`, with the model as it is.
+            made = trace(inputs, **{**data, **trainer.backend.send(sent)})
+            run_traced()
+            return made
+        made = None
+        try:
+            with trainer.copies.not_made():
+                batch = trainer._send_batch(inputs)
+                data |= trainer.backend.send(sent)
+                self.data = trainer._data_of_evaluation()
+            # Names of their own: columns of a batch have any.
+            named = {**batch, **{(kind, name): value for name, value in {**data, **self.data}.items()}}
+            if self._replay.begin(kind, named):
+                traced = trace(SentBatch(batch), **data)
+                made = tree_map_only(torch.Tensor, trainer.backend.programs.without_base, traced)
+                del traced
+            return self._replay.end(run_traced, made=made)
+        finally:
+            self.data = None
+            # Where the trace failed, too.
+            trainer.copies.context.resume()
+
+    # ---- Replay ----
+
+    def _why_not_replay(self, models: list[nn.Module]) -> str | None:
+        trainer = self._trainer
+        if (setting := draws_other_layers(models[0])) is not None:
+            return f"{setting} leaves out other layers at every step"
+        if trainer.compiled.step_replay is True:
+            return None
+        if trainer._preprocess_on_device is not None:
+            found = "preprocess_logits_for_metrics is user code"
+        else:
+            found = find_own_code(trainer, models, METHODS_OF_A_PREDICTION) or find_own_code(trainer, models)
+        return None if found is None else f"{found}; step_replay=True if it does the same at every step"
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """What a batch reads and changes, besides the model; always in the same order."""
+        sums = [] if self._sums is None else self._sums.tensors.values()
+        return [*sums, *self._trainer.metrics.evaluation_tensors]
