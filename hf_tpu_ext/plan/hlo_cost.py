@@ -70,7 +70,7 @@ def measure_cost(text: str) -> Cost:
     kernels that are not named with their FLOPs (`attention_kernel[flops=N]`) not at all; `unknown` names them.
     """
     module = parse_module(text)
-    runs, unknown = _count_runs(module)
+    runs, unknown = count_runs(module)
     matrix_flops = memory_bytes = kernel_flops = 0
     cycles: Counter[str] = Counter()
     for (computation, fused), times in runs.items():
@@ -90,7 +90,7 @@ def measure_cost(text: str) -> Cost:
     return Cost(matrix_flops, memory_bytes, exchanges, list(unknown), cycles, kernel_flops)
 
 
-def _count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
+def count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]:
     """How often each computation runs, apart from those inside of fusions; and what is not known of that."""
     runs: Counter[tuple[str, bool]] = Counter()
     unknown: Counter[str] = Counter()

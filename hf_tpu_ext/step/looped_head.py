@@ -42,6 +42,10 @@ class LoopedLogProbs(torch.autograd.Function):
     Upstream's is a loop of Python, of which XLA sees every turn: the program grows with the tokens and with the
     vocabulary, and with it the memory, since the compiler overlaps the turns. What a turn computes is upstream's, too. The
     backward pass computes each tile of logits anew, and the gradient of a slice of the head in the turn of that slice.
+
+    Of a frozen head, no logits are computed twice. With respect to the hidden state, the gradient of a log-probability is the
+    target's row of the head less the mean of all rows, weighted by their probabilities, which the forward pass sums up as it
+    does the exponentials (as in Rabe & Staats 2021, arXiv:2112.05682: attention whose keys and values are the head's rows).
     """
 
     @staticmethod
@@ -56,21 +60,33 @@ class LoopedLogProbs(torch.autograd.Function):
             "HAS_SOFTCAP": softcap is not None,
             "BLOCK_SIZE": None,
         }
+        # What the derivative of a soft cap is depends on each logit.
+        ctx.factor = (
+            scale / temperature if softcap is None and ctx.needs_input_grad[:3] == (True, False, False) else None
+        )
         wanted = {f"HAS_{name.upper()}": name in outputs for name in OPTIONAL_OUTPUTS}
         (tokens, _), vocabulary = hidden.shape, weight.shape[0]
 
-        def fold(start: Tensor, size: int, constants: tuple, sums: tuple) -> tuple:
+        def fold(start: Tensor, size: int, constants: tuple, carry: tuple) -> tuple:
             hidden, weight, bias, targets = constants
-            tile = _logits(hidden, _rows(weight, start, size, ctx), bias, start, ctx)
+            *sums, mean_row = carry
+            rows = _rows(weight, start, size, ctx)
+            tile = _logits(hidden, rows, bias, start, ctx)
+            largest = sums[0].clone()
             _forward_tile(tile, None, targets - start, *sums, 0, size, **wanted, **ctx.transform)
-            return sums
+            if ctx.factor is not None:
+                weights = torch.exp(tile.float() * scale * (1 / temperature) - sums[0][:, None]).to(ctx.dtype)
+                mean_row = mean_row * torch.exp(largest - sums[0])[:, None] + weights.float() @ rows.float()
+            return (*sums, mean_row)
 
         zero = torch.zeros((tokens,), dtype=torch.float32, device=hidden.device)
         lowest = torch.full_like(zero, -torch.inf)
         # The largest logit z; sums of exp(z), z exp(z), exp(z)**2 and z; the largest before the target, and the target's.
         sums = tuple(start.clone() for start in (lowest, zero, zero, zero, zero, lowest, zero))
-        sums = _over_slices(fold, (hidden, weight, bias, targets), sums, tokens, vocabulary, backend)
-        largest, total, z_total, square_total, z_sum, before_target, target = sums
+        # The mean of the rows, times the sum of exponentials.
+        mean_row = None if ctx.factor is None else torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        sums = _over_slices(fold, (hidden, weight, bias, targets), (*sums, mean_row), tokens, vocabulary, backend)
+        largest, total, z_total, square_total, z_sum, before_target, target, mean_row = sums
         log_total = largest + total.log()
         found = {
             "entropy": log_total - z_total / total,
@@ -79,13 +95,18 @@ class LoopedLogProbs(torch.autograd.Function):
             "is_top1": (target >= largest) & (target > before_target),
         }
         results = tuple(found[name] if name in outputs else None for name in OPTIONAL_OUTPUTS)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_total, found["entropy"])
+        towards_target = None
+        if ctx.factor is not None:
+            towards_target = weight[targets].to(ctx.dtype).float() - mean_row / total[:, None]
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total, found["entropy"], towards_target)
         ctx.mark_non_differentiable(*(result for result in results[1:] if result is not None))
         return target - log_total, *results
 
     @staticmethod
     def backward(ctx, log_probs_grad, entropy_grad, *_):
-        hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, log_total, entropy, towards_target = ctx.saved_tensors
+        if towards_target is not None and entropy_grad is None:
+            return (ctx.factor * log_probs_grad[:, None] * towards_target).to(hidden.dtype), *[None] * 8
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         tokens, vocabulary = hidden.shape[0], weight.shape[0]
 

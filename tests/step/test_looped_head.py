@@ -101,6 +101,44 @@ def test_bfloat16_products_are_as_exact_as_upstreams(xla, batch, monkeypatch):
         assert 1e-6 < error < 1.2 * upstream
 
 
+@pytest.mark.parametrize("by_entropy", [False, True], ids=["log_probs", "and_entropy"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_numbers_of_a_frozen_head(xla, batch, settings, by_entropy):
+    given = batch if by_entropy else {**batch, "by_entropy": torch.zeros(TOKENS)}
+    sent = xla.send({name: tensor.clone() for name, tensor in given.items()})
+    hidden = sent["hidden"].requires_grad_()
+    outputs = score_tokens(xla, hidden, sent["weight"], sent["bias"], sent["targets"], settings[0], 64, *settings[1:])
+    total = (outputs[0] * sent["by_log_prob"]).sum()
+    if by_entropy:
+        total = total + (outputs[1] * sent["by_entropy"]).sum()
+    (gradient,) = torch.autograd.grad(total, [hidden])
+    programs = torch_xla._XLAC._get_xla_tensors_hlo([gradient])
+    assert programs.count(" while(") == (1 if not by_entropy and settings[1] is None else 2)
+    expected = reference(given, *settings)[1][0]
+    assert (xla.fetch(gradient) - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize("sure", [1, 8, 30], ids=["unsure", "half_sure", "sure"])
+def test_a_frozen_head_in_bfloat16_is_as_exact_as_upstream(xla, batch, sure):
+    """Also where the target is so likely that its row and the mean of the rows are nearly the same."""
+    rows = batch["weight"].bfloat16().float()
+    towards = torch.nn.functional.normalize(rows[batch["targets"]], dim=-1)
+    given = {**batch, "weight": rows, "hidden": (batch["hidden"] + sure * towards).bfloat16().float()}
+    exact = reference({**given, "bias": torch.zeros(VOCABULARY), "by_entropy": torch.zeros(TOKENS)}, 1.0, None, 1.0)[
+        1
+    ][0]
+    sent = xla.send({name: tensor.clone() for name, tensor in given.items()})
+
+    def error(apply):
+        hidden = sent["hidden"].detach().requires_grad_()
+        with torch.autocast("xla", torch.bfloat16):
+            log_probs = apply(hidden, sent["weight"], None, sent["targets"], 1.0, 64, None, 1.0, ())[0]
+        (log_probs * sent["by_log_prob"]).sum().backward()
+        return (xla.fetch(hidden.grad) - exact).norm() / exact.norm()
+
+    assert error(lambda *args: score_tokens(xla, *args)) < 1.1 * error(ChunkedLogProbFunction.apply)
+
+
 def test_a_frozen_head_costs_no_gradient(xla, batch):
     """LoRA: only the hidden states have one."""
     programs = {}

@@ -42,7 +42,7 @@ def main(directory: Path) -> None:
 
         programs, _ = trace_run(train)
         traced[name] = {
-            "mesh": trainers[0].mesh,
+            "mesh": trainers[0].chips.mesh,
             "parameters": [asdict(parameter) for parameter in trainers[0].chips.sharding_plan.parameters],
             "programs": [
                 asdict(program) | {"module": base64.b64encode(program.module).decode()} for program in programs
