@@ -81,9 +81,9 @@ def step_flops(
 
     Rematerialization computes again what was not kept: with `"full"` the layers, but not their last product, which
     nothing in a layer's backward pass needs; with `"dots"` attention. Either way, and with `"head"`, the head is then
-    taken to be TRL's fused one, which as a [loop][hf_tpu_ext.step.looped_head] computes its logits again, while
-    otherwise the compiler sees that it has them; and attention in slices computes its scores once more. With `"none"`
-    of these it is what utilization (MFU) is about. Other policies give `None`.
+    taken to be TRL's fused one, which as a [loop][hf_tpu_ext.step.looped_head] computes its logits again unless it is
+    frozen, while otherwise the compiler sees that it has them; and attention in slices computes its scores once more.
+    With `"none"` of these it is what utilization (MFU) is about. Other policies give `None`.
     """
     rows, length = batch_shape
     layers = dimensions.layers * dimensions.matrices
@@ -91,7 +91,7 @@ def step_flops(
     weights = layers + dimensions.embedding
     flops = 2 * weights + attention
     flops += (4 * weights if adapters is None else 2 * weights + 6 * adapters) + 2 * attention
-    always = 2 * dimensions.embedding
+    always = 2 * dimensions.embedding if adapters is None else 0
     scores = rows * dimensions.heads * length**2
     if scores_at_once(scores, sliced_attention) < scores:
         always += attention // 2
