@@ -241,8 +241,8 @@ def make_trainer(trainer_class: type[TPUSFTTrainer], scheme: Scheme, directory: 
         [`TPUSFTTrainer`]: The trainer.
     """
     return trainer_class(
-        str(directory / "model"),
-        TPUSFTConfig(
+        model=str(directory / "model"),
+        args=TPUSFTConfig(
             str(directory / "output"),
             mesh=scheme.mesh,
             gradient_accumulation_steps=scheme.gradient_accumulation_steps,

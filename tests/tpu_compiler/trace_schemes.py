@@ -21,6 +21,7 @@ from schemes import CHIPS, SCHEMES, make_trainer  # noqa: E402
 
 from hf_tpu_ext import TPUSFTTrainer  # noqa: E402
 from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
+from hf_tpu_ext.step import looped_head  # noqa: E402
 
 
 def main(directory: Path) -> None:
@@ -32,6 +33,8 @@ def main(directory: Path) -> None:
             Where model and rows are, and where the programs go.
     """
     select_tracing(CHIPS)
+    # The loop over slices of the head has turns, as with a real vocabulary.
+    looped_head._TILE_ELEMENTS, looped_head._LEAST_SLICE = 1, 64
     traced = {}
     for name, scheme in SCHEMES.items():
         trainers = []
@@ -42,7 +45,7 @@ def main(directory: Path) -> None:
 
         programs, _ = trace_run(train)
         traced[name] = {
-            "mesh": trainers[0].mesh,
+            "mesh": trainers[0].chips.mesh,
             "parameters": [asdict(parameter) for parameter in trainers[0].chips.sharding_plan.parameters],
             "programs": [
                 asdict(program) | {"module": base64.b64encode(program.module).decode()} for program in programs
