@@ -80,3 +80,12 @@ def test_loops_do_not_gather_again(compile_for_tpu, runs, scheme, kind):
     (gathered,) = (exchange.num_bytes for exchange in exchanges if exchange.kind == "all-gather")
     # Forward, backward, and what the backward pass computes anew.
     assert gathered <= 3 * sum(parameter.num_bytes for parameter in runs[scheme].split)
+
+
+def test_layers_in_a_loop_gather_each_weight_at_once(compile_for_tpu):
+    """Not part by part, each beside its part of a product. The gradients of adapters go together."""
+    exchanges = {
+        exchange.kind: exchange.count
+        for exchange in measure_cost(compile_for_tpu("fsdp_in_a_loop", OPTIMIZER_STEP).text).exchanges
+    }
+    assert exchanges.get("collective-permute", 0) <= 2
