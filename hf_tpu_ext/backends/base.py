@@ -149,6 +149,13 @@ class Backend(ABC):
         """
         return tensor
 
+    def gather(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        Make a weight, or its gradient, whole on every chip, where the mesh splits weights: by one collective, at this
+        point of the program. Autograd does not follow.
+        """
+        return weight
+
     # ---- Steps ----
 
     def end_step(self) -> None:  # noqa: B027

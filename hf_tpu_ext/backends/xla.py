@@ -27,7 +27,7 @@ from .xla_loops import XLALoops
 from .xla_pending import pending
 from .xla_programs import XLAPrograms
 from .xla_replay import REPLAYS
-from .xla_sharding import ByRank, ConstrainRows, XLAManualSharding, is_split
+from .xla_sharding import ByRank, ConstrainRows, XLAManualSharding, gathered, is_split
 from .xla_tensors import pickle_from_host
 
 
@@ -162,6 +162,11 @@ class XLABackend(XLACompileCache):
         if self._mesh is None or tensor.shape[0] % self.num_chips:
             return tensor
         return ConstrainRows.apply(tensor, self._mesh)
+
+    def gather(self, weight: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None or self._mesh.shape()["fsdp"] == 1 or weight.ndim < 2:
+            return weight
+        return gathered(weight, self._mesh)
 
     # ---- Steps ----
 

@@ -55,8 +55,8 @@ class XLAPrograms(Programs):
 
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
         # To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
-        # by a program that knows both.
-        self._backend.flush()
+        # by a program that knows both. On several chips, a buffer that is still to be filled has no handle to ask for.
+        self._backend.wait()
         state = computed(state)
         known = {memory_shared(tensor) for tensor in state}
         others = [tensor for tensor in computed(live_tensors()) if memory_shared(tensor) not in known]

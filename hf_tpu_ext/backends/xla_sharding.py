@@ -40,6 +40,11 @@ def _annotated(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor
     return copy
 
 
+def gathered(tensor: torch.Tensor, mesh: xs.Mesh) -> torch.Tensor:
+    """A copy that is whole on every chip."""
+    return _annotated(tensor, mesh, (None,) * tensor.ndim)
+
+
 class ConstrainRows(torch.autograd.Function):
     """Keeps a tensor, and its gradient, split by rows."""
 

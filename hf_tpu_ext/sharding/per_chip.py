@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import trl.trainer.utils
 
 from ..backends.base import Backend
-from ..step.looped_head import head_computed_by
+from ..step.looped_head import head_wrapped_by
 
 
 class FullToShard(torch.autograd.Function):
@@ -68,5 +67,5 @@ def score_tokens_per_chip(backend: Backend) -> Iterator[None]:
     if backend.num_chips == 1:
         yield
         return
-    with head_computed_by(partial(_score_per_chip, backend, trl.trainer.utils._ChunkedLogProbFunction.apply)):
+    with head_wrapped_by(lambda score: partial(_score_per_chip, backend, score)):
         yield

@@ -19,6 +19,8 @@ from .seeded_dropout import draw_seeds, dropouts_seeded
 
 # transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
 _CAPTURES = "transformers.utils.output_capturing"
+# Elements of the smallest weight whose gradient goes to the chips part by part.
+_LEAST_SCATTERED = 2**18
 
 
 class _LayerLoop(torch.autograd.Function):
@@ -80,7 +82,7 @@ class _LayerLoop(torch.autograd.Function):
                     output = ctx.layer(hidden, entries, _restore(ctx, tensors))
                 wanted = [hidden, *(entry for entry in entries if entry.requires_grad)]
                 gradients = torch.autograd.grad(output, wanted, gradient)
-            return (gradients[0], tensors), tuple(gradients[1:])
+            return (gradients[0], tensors), tuple(_summed(ctx.backend, part) for part in gradients[1:])
 
         now = ctx.backend.rng_state()
         ctx.backend.set_rng_state(ctx.rng_state)
@@ -92,9 +94,19 @@ class _LayerLoop(torch.autograd.Function):
 
 
 def _in_turn(backend: Backend, hidden: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a layer computes with, where autocast is on: in another dtype than that of its weights."""
+    """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
     dtype = matmul_dtype(hidden)
-    return tuple(weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
+    weights = (weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
+    # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
+    return tuple(backend.gather(weight) for weight in weights)
+
+
+def _summed(backend: Backend, gradient: Tensor) -> Tensor:
+    """
+    The gradient of a layer's weight. That of a small one is whole on every chip before it is split: one all-reduce takes all
+    of them, where the partitioner would send the parts of each from chip to chip.
+    """
+    return backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
 
 
 def _restore(ctx, tensors: tuple[Tensor, ...]) -> Any:

@@ -1,7 +1,7 @@
 """TRL's fused language model head: another in its place, and one that is a loop, so that memory and graph stay small."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -24,11 +24,16 @@ def head_computed_by(apply: Callable[..., tuple]) -> Iterator[None]:
     Within this context, TRL's fused language model head is computed by `apply`, which is called as
     `trl.kernels.ChunkedLogProbFunction.apply`. The outermost context decides.
     """
-    function = trl.trainer.utils._ChunkedLogProbFunction
-    if isinstance(function, SimpleNamespace):
+    is_decided = isinstance(trl.trainer.utils._ChunkedLogProbFunction, SimpleNamespace)
+    with nullcontext() if is_decided else head_wrapped_by(lambda _: apply):
         yield
-        return
-    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=apply)
+
+
+@contextmanager
+def head_wrapped_by(wrap: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Within this context, TRL's fused language model head is computed by `wrap(apply)` of what computes it outside."""
+    function = trl.trainer.utils._ChunkedLogProbFunction
+    trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=wrap(function.apply))
     try:
         yield
     finally:

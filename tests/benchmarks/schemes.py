@@ -47,6 +47,8 @@ class Scheme:
             Whether adapters are trained instead of the weights.
         saving (`bool`, *optional*, defaults to `False`):
             Whether to compute in bfloat16 and with gradient checkpointing, as TRL does if nothing else is said.
+        scan_layers (`str`, *optional*, defaults to `"auto"`):
+            As in [`TPUSFTConfig`].
     """
 
     title: str
@@ -54,6 +56,7 @@ class Scheme:
     gradient_accumulation_steps: int = 1
     lora: bool = False
     saving: bool = False
+    scan_layers: str = "auto"
 
 
 SCHEMES = {
@@ -245,6 +248,7 @@ def make_trainer(trainer_class: type[TPUSFTTrainer], scheme: Scheme, directory: 
         args=TPUSFTConfig(
             str(directory / "output"),
             mesh=scheme.mesh,
+            scan_layers=scheme.scan_layers,
             gradient_accumulation_steps=scheme.gradient_accumulation_steps,
             per_device_train_batch_size=ROWS_PER_CHIP,
             max_length=LENGTH,

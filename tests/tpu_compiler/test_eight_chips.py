@@ -4,6 +4,7 @@ import pytest
 from schemes import SCHEMES
 
 from hf_tpu_ext.plan.hlo import find_collectives, parse_module
+from hf_tpu_ext.plan.hlo_cost import measure_cost
 from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
 
 
@@ -70,3 +71,21 @@ def test_no_gradient_is_whole_on_a_chip(compile_for_tpu, runs, scheme, kind):
 def test_split_weights_are_gathered(compile_for_tpu, runs, scheme):
     # For both passes, unless the compiler keeps a gathered weight from one to the other.
     assert len(compile_for_tpu(scheme, OPTIMIZER_STEP).gathers) >= len(runs[scheme].split)
+
+
+@pytest.mark.parametrize(("scheme", "kind"), FULLY_SHARDED)
+def test_loops_do_not_gather_again(compile_for_tpu, runs, scheme, kind):
+    """The head is gathered before the loop over its slices; bytes are those of all turns."""
+    exchanges = measure_cost(compile_for_tpu(scheme, kind).text).exchanges
+    (gathered,) = (exchange.num_bytes for exchange in exchanges if exchange.kind == "all-gather")
+    # Forward, backward, and what the backward pass computes anew.
+    assert gathered <= 3 * sum(parameter.num_bytes for parameter in runs[scheme].split)
+
+
+def test_layers_in_a_loop_gather_each_weight_at_once(compile_for_tpu):
+    """Not part by part, each beside its part of a product. The gradients of adapters go together."""
+    exchanges = {
+        exchange.kind: exchange.count
+        for exchange in measure_cost(compile_for_tpu("fsdp_in_a_loop", OPTIMIZER_STEP).text).exchanges
+    }
+    assert exchanges.get("collective-permute", 0) <= 2

@@ -17,10 +17,14 @@ from hf_tpu_ext.backends.selection import select_tracing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from schemes import CHIPS, SCHEMES, make_trainer  # noqa: E402
+from schemes import CHIPS, SCHEMES, Scheme, make_trainer  # noqa: E402
 
 from hf_tpu_ext import TPUSFTTrainer  # noqa: E402
 from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
+from hf_tpu_ext.step import looped_head  # noqa: E402
+
+
+IN_A_LOOP = Scheme("fully sharded, LoRA, layers in a loop", "fsdp", lora=True, saving=True, scan_layers="on")
 
 
 def main(directory: Path) -> None:
@@ -32,8 +36,10 @@ def main(directory: Path) -> None:
             Where model and rows are, and where the programs go.
     """
     select_tracing(CHIPS)
+    # The loop over slices of the head has turns, as with a real vocabulary.
+    looped_head._TILE_ELEMENTS, looped_head._LEAST_SLICE = 1, 64
     traced = {}
-    for name, scheme in SCHEMES.items():
+    for name, scheme in (SCHEMES | {"fsdp_in_a_loop": IN_A_LOOP}).items():
         trainers = []
 
         def train(adapt, scheme=scheme, trainers=trainers):

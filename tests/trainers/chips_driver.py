@@ -65,6 +65,7 @@ def describe(trainer, steps):
         "moment_shards": {name: shards_of(moment)[0] for name, moment in moments.items()},
         "shapes": {name: list(parameter.shape) for name, parameter in parameters.items()},
         "batch_shard": trainer.batch_shard,
+        "head_tokens": sorted(trainer.head_tokens),
         "train_batch_size": trainer.state.train_batch_size,
     }
 
@@ -81,7 +82,7 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
                 control.should_training_stop = True
 
     trainer = runs.trainer(TPUSFTTrainer, runs.config(TPUSFTConfig, **config), lora=lora)
-    trainer.batch_shard, trainer.was_local = [], False
+    trainer.batch_shard, trainer.was_local, trainer.head_tokens = [], False, set()
     send_rows = trainer.backend.send_rows
 
     # Of the backend: a method of the trainer's would be code of one's own in a step, whose results are looked at with more care.
@@ -92,7 +93,14 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
             trainer.batch_shard = shards_of(sent["input_ids"])[0]
         return sent
 
+    score = looped_head.LoopedLogProbs.apply
+
+    def watch_tokens(hidden, *rest):
+        trainer.head_tokens.add(hidden.shape[0])
+        return score(hidden, *rest)
+
     trainer.backend.send_rows = watch_rows
+    looped_head.LoopedLogProbs.apply = watch_tokens
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
     trainer.add_callback(Stop())
@@ -102,6 +110,7 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
         trainer.add_callback(shown)
     trainer.train(resume_from_checkpoint=resume)
     trainer.backend.send_rows = send_rows
+    looped_head.LoopedLogProbs.apply = score
     shown.on_train_begin(trainer.args, trainer.state, trainer.control)
     return {**describe(trainer, counter.steps), "sizes": sorted(shown.sizes), "reported": shown.reported}
 

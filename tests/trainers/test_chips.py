@@ -151,6 +151,14 @@ def test_no_chip_has_the_rows_of_another(result, name):
     assert result["batch_shard"] == [2, 40]
 
 
+@for_each(RUNS)
+def test_each_chip_scores_its_own_tokens(result, name):
+    """Not the partitioner's way: each turn of the head's loop would gather the whole head."""
+    _, length = result["batch_shard"]
+    # Evaluation takes fewer.
+    assert max(result["head_tokens"]) == 2 * (length - 1)
+
+
 PARTS = {
     "data": 1,
     "data-accumulated": 1,
