@@ -24,3 +24,11 @@ def test_size_of_blocks(rows, length, blocks):
     backend = CPUBackend("for the test")
     assert RowBlocks(backend, rows, length).count == blocks
     assert RowBlocks(backend, rows, length, wanted=False).count == 1
+
+
+def test_rows_that_are_split_over_chips_are_not_cut(monkeypatch):
+    backend = CPUBackend("for the test")
+    monkeypatch.setattr(CPUBackend, "num_chips", 8)
+    assert RowBlocks(backend, 32, 1024).count == 1
+    with backend.manual_sharding.region():
+        assert RowBlocks(backend, 32, 1024).count == 8
