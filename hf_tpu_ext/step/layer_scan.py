@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ..backends.base import Backend
 from .activation_checkpointing import Dots
 from .autocast import current_autocast, matmul_dtype
 from .module_settings import settings_of
+from .row_blocks import RowBlocks
 from .seeded_dropout import draw_seeds, dropouts_seeded
 
 
@@ -26,71 +29,96 @@ _LEAST_SCATTERED = 2**18
 class _LayerLoop(torch.autograd.Function):
     """
     Runs stacked layers one after the other. The backward pass is a loop over them in reverse, which computes each layer anew
-    from its input, and from its matrix products where they were kept.
+    from its input, and from its matrix products where they were kept. Each turn goes through blocks of rows.
     """
 
     @staticmethod
-    def forward(ctx, layer: Callable, keeps_dots: bool, backend: Backend, constants: Any, hidden: Tensor, *weights):
-        ctx.layer, ctx.backend, ctx.keeps_dots = layer, backend, keeps_dots
+    def forward(ctx, layer: Callable, keeps_dots: bool, blocks: RowBlocks, constants: Any, hidden: Tensor, *weights):
+        ctx.layer, ctx.blocks, ctx.keeps_dots = layer, blocks, keeps_dots
         ctx.autocast = current_autocast(hidden.device.type)
+        backend = blocks.backend
         # The seeds of the turns are drawn from this state, here and in the backward pass.
         ctx.rng_state = backend.rng_state()
         backend.set_rng_state(ctx.rng_state)
         leaves, ctx.constants = tree_flatten(constants)
+        # No tensor, one for all rows, or one of which each row has its own part.
+        ctx.kinds = [blocks.has_rows(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         # The loop would compute anew in each turn what it does not carry.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        assert not any(tensor.requires_grad for tensor in tensors)
-        ctx.plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        ctx.plain, shared, own = (
+            [leaf for leaf, kind in zip(leaves, ctx.kinds, strict=True) if kind is which]
+            for which in (None, False, True)
+        )
+        assert not any(tensor.requires_grad for tensor in shared + own)
 
         def turn(carry: tuple, entries: tuple) -> tuple:
-            hidden, tensors = carry
+            hidden, shared, own = carry
             entries = _in_turn(backend, hidden, entries)
-            with Dots() if keeps_dots else torch.no_grad() as dots:
-                output = layer(hidden, entries, _restore(ctx, tensors))
-            assert output.dtype == hidden.dtype
-            return (output, tensors), (hidden, *(dots.results if keeps_dots else ()))
+
+            def of_block(carry: tuple, entries: tuple) -> tuple:
+                number, hidden, *own = entries
+                shared, weights = carry
+                with Dots() if keeps_dots else torch.no_grad() as dots:
+                    output = layer(hidden, weights, _restore(ctx, shared, own), number)
+                assert output.dtype == hidden.dtype
+                return carry, (output, *(dots.results if keeps_dots else ()))
+
+            _, (output, *kept) = blocks.loop(of_block, (shared, entries), (hidden, *own))
+            return (output, shared, own), (hidden, *kept)
 
         with torch.no_grad():
             detached = tuple(weight.detach() for weight in weights)
-            (output, _), (inputs, *kept) = backend.loops.scan(turn, (hidden.detach(), tuple(tensors)), detached)
-        ctx.counts = (len(kept), len(tensors))
-        ctx.save_for_backward(inputs, *kept, *tensors, *weights)
-        return output
+            carry = (blocks.cut(hidden.detach()), tuple(shared), tuple(blocks.cut(tensor) for tensor in own))
+            (output, *_), (inputs, *kept) = backend.loops.scan(turn, carry, detached)
+        ctx.counts = (len(kept), len(shared), len(own))
+        ctx.save_for_backward(inputs, *kept, *shared, *own, *weights)
+        return blocks.join(output)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
         inputs, *saved = ctx.saved_tensors
-        num_kept, num_tensors = ctx.counts
-        kept, tensors, weights = saved[:num_kept], saved[num_kept:][:num_tensors], saved[num_kept + num_tensors :]
-        needed = ctx.needs_input_grad[5:]
+        saved = iter(saved)
+        kept, shared, own = (tuple(islice(saved, count)) for count in ctx.counts)
+        detached, num_kept = tuple(weight.detach() for weight in saved), len(kept)
+        needed, blocks, backend = ctx.needs_input_grad[5:], ctx.blocks, ctx.blocks.backend
 
         def turn(carry: tuple, entries: tuple) -> tuple:
-            gradient, tensors = carry
+            gradient, shared, own = carry
             hidden, *entries = entries
             kept, entries = entries[:num_kept], entries[num_kept:]
-            # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a loop's
-            # body have no data.
-            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                hidden = hidden.detach().requires_grad_()
-                with ctx.autocast():
-                    entries = _in_turn(ctx.backend, hidden, entries)
-                entries = [
-                    entry.detach().requires_grad_(is_needed) for entry, is_needed in zip(entries, needed, strict=True)
-                ]
-                with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
-                    output = ctx.layer(hidden, entries, _restore(ctx, tensors))
-                wanted = [hidden, *(entry for entry in entries if entry.requires_grad)]
-                gradients = torch.autograd.grad(output, wanted, gradient)
-            return (gradients[0], tensors), tuple(_summed(ctx.backend, part) for part in gradients[1:])
+            with ctx.autocast():
+                weights = _in_turn(backend, hidden, entries)
+            trained = tuple(compress(weights, needed))
 
-        now = ctx.backend.rng_state()
-        ctx.backend.set_rng_state(ctx.rng_state)
-        entries = (inputs, *kept, *(weight.detach() for weight in weights))
-        (hidden_grad, _), found = ctx.backend.loops.scan(turn, (gradient, tuple(tensors)), entries, reverse=True)
-        ctx.backend.set_rng_state(now)
+            def of_block(carry: tuple, entries: tuple) -> tuple:
+                shared, weights, sums = carry
+                number, gradient, hidden, *entries = entries
+                kept, own = entries[:num_kept], entries[num_kept:]
+                # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a
+                # loop's body have no data.
+                with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                    hidden = hidden.detach().requires_grad_()
+                    weights = [
+                        weight.detach().requires_grad_(is_needed)
+                        for weight, is_needed in zip(weights, needed, strict=True)
+                    ]
+                    with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
+                        output = ctx.layer(hidden, weights, _restore(ctx, shared, own), number)
+                    wanted = [hidden, *compress(weights, needed)]
+                    gradient, *found = torch.autograd.grad(output, wanted, gradient)
+                return (shared, carry[1], blocks.add(sums, found)), (gradient,)
+
+            carry = (shared, weights, blocks.zeros(trained))
+            (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (gradient, hidden, *kept, *own))
+            found = tuple(_summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True))
+            return (gradient, shared, own), found
+
+        now = backend.rng_state()
+        backend.set_rng_state(ctx.rng_state)
+        carry = (blocks.cut(gradient), shared, tuple(blocks.cut(tensor) for tensor in own))
+        (hidden_grad, *_), found = backend.loops.scan(turn, carry, (inputs, *kept, *detached), reverse=True)
+        backend.set_rng_state(now)
         found = iter(found)
-        return None, None, None, None, hidden_grad, *(next(found) if is_needed else None for is_needed in needed)
+        return *[None] * 4, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
 
 
 def _in_turn(backend: Backend, hidden: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -109,10 +137,9 @@ def _summed(backend: Backend, gradient: Tensor) -> Tensor:
     return backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
 
 
-def _restore(ctx, tensors: tuple[Tensor, ...]) -> Any:
-    tensors = iter(tensors)
-    leaves = [next(tensors) if is_tensor else plain for plain, is_tensor in zip(ctx.plain, ctx.is_tensor, strict=True)]
-    return tree_unflatten(leaves, ctx.constants)
+def _restore(ctx, shared: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
+    parts = {None: iter(ctx.plain), False: iter(shared), True: iter(own)}
+    return tree_unflatten([next(parts[kind]) for kind in ctx.kinds], ctx.constants)
 
 
 class LayerStack(nn.ModuleList):
@@ -129,12 +156,14 @@ class LayerStack(nn.ModuleList):
             The backend in use.
         keeps_dots (`bool`):
             Whether matrix products with weights are kept for the backward pass, rather than computed again.
+        by_rows (`bool`, *optional*, defaults to `False`):
+            Whether layers compute each row by itself, so that they can go through [`RowBlocks`].
     """
 
-    def __init__(self, layers: nn.ModuleList, backend: Backend, keeps_dots: bool):
+    def __init__(self, layers: nn.ModuleList, backend: Backend, keeps_dots: bool, by_rows: bool = False):
         super().__init__()
         self.add_module("0", layers[0])
-        self._backend, self._keeps_dots = backend, keeps_dots
+        self._backend, self._keeps_dots, self._by_rows = backend, keeps_dots, by_rows
         self.layers = list(layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
         self._dropouts = [module for module in layers[0].modules() if isinstance(module, nn.Dropout) and module.p]
@@ -213,11 +242,23 @@ class LayerStack(nn.ModuleList):
                 parts = {name: weight[index] for name, weight in zip(self._names, weights, strict=True)}
                 hidden = functional_call(layer.train(self._template.training), parts, (hidden,), kwargs)
             return hidden
-        return _LayerLoop.apply(self._call, self._keeps_dots, self._backend, kwargs, hidden, *weights)
+        blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
+        return _LayerLoop.apply(partial(self._call, blocks), self._keeps_dots, blocks, kwargs, hidden, *weights)
 
-    def _call(self, hidden: Tensor, weights: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
+    def _call(
+        self,
+        blocks: RowBlocks,
+        hidden: Tensor,
+        weights: Sequence[Tensor],
+        kwargs: dict[str, Any],
+        number: Tensor | None,
+    ) -> Tensor:
         weights, seeds = weights[: len(self._names)], weights[len(self._names) :]
-        with dropouts_seeded(self._dropouts, *seeds[0].unbind()) if seeds else nullcontext():
+        if seeds:
+            seed, chip = seeds[0].unbind()
+            # To dropout, a block is what a chip is: one of several with as many rows.
+            seeds = (seed, blocks.number_over_chips(chip, number))
+        with dropouts_seeded(self._dropouts, *seeds) if seeds else nullcontext():
             return functional_call(self._template, dict(zip(self._names, weights, strict=True)), (hidden,), kwargs)
 
 

@@ -17,7 +17,14 @@ from ..sharding import ShardingPlan
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.layer_scan import LayerStack, find_layers, why_not_alike
 from ..step.optimizer import LazyAdamW
-from .own_code import EVENTS_AT_EVERY_STEP, EVENTS_OF_A_STEP, find_own_code, find_own_code_between_steps, has_own_code
+from .own_code import (
+    EVENTS_AT_EVERY_STEP,
+    EVENTS_OF_A_STEP,
+    find_own_code,
+    find_own_code_between_steps,
+    has_own_code,
+    is_known,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -61,7 +68,8 @@ class LayerScan:
                 return
             parent, name = find_layers(self._trainer.model)
             keeps_dots = self._trainer.compiled.rematerialization == "dots"
-            self.stack = LayerStack(getattr(parent, name), self._trainer.backend, keeps_dots)
+            by_rows = self._are_by_rows(getattr(parent, name))
+            self.stack = LayerStack(getattr(parent, name), self._trainer.backend, keeps_dots, by_rows)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             if "call_event" not in vars(self._trainer.callback_handler):
                 self._trainer.callback_handler.call_event = partial(
@@ -101,6 +109,15 @@ class LayerScan:
             self.stack.unstack()
             modules[name] = layers
             self._trainer.backend.wait()
+
+    def _are_by_rows(self, layers: nn.ModuleList) -> bool:
+        """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""
+        model = unwrap_peft_model(self._trainer.model)
+        return (
+            model.config.get_text_config().model_type in VERIFIED
+            and all(is_known(type(module).__module__) for module in layers[0].modules())
+            and draws_random_numbers(self._trainer.model) is None
+        )
 
     # ---- Code of the user's that may look at layers ----
 

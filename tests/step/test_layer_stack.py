@@ -31,11 +31,12 @@ def forward_and_backward(xla, model, keeps_dots=None, dtype=None):
     stack = None
     if keeps_dots is not None:
         parent, name = find_layers(model)
-        stack = LayerStack(parent.layers, xla, keeps_dots)
+        stack = LayerStack(parent.layers, xla, keeps_dots, by_rows=True)
         stack.stack()
         parent.layers = stack
-    ids = xla.send(torch.arange(24).reshape(2, 12) + 7)
-    mask = xla.send(torch.ones(2, 12, dtype=torch.int64))
+    ids = xla.send(torch.arange(48).reshape(4, 12) + 7)
+    # As many pads as there are rows before.
+    mask = xla.send((torch.arange(12) < torch.arange(12, 8, -1)[:, None]).long())
     xla.wait()
     with static_masks(), xla.autocast(dtype):
         loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
@@ -84,6 +85,23 @@ def test_the_program_does_not_grow_with_depth(xla, load, keeps_dots):
     programs = [forward_and_backward(xla, load(layers), keeps_dots)[2] for layers in (3, 6)]
     assert programs[0].count(" = ") == programs[1].count(" = ")
     assert programs[0].count(" while(") == 2
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
+def test_blocks_of_rows_give_the_same(xla, load, monkeypatch, keeps_dots, dtype):
+    monkeypatch.setattr("hf_tpu_ext.step.activation_checkpointing._LEAST_SUMMED", 8)
+    loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, dtype)
+    monkeypatch.setattr("hf_tpu_ext.step.row_blocks._BLOCK_TOKENS", 2 * 12)
+    again_loss, again_gradients, in_blocks = forward_and_backward(xla, load(), keeps_dots, dtype)
+    # One in each of the loops over layers, and no more of anything that is large.
+    assert (program.count(" while("), in_blocks.count(" while(")) == (2, 4)
+    assert in_blocks.count(" dot(") == program.count(" dot(")
+    tolerance = 1e-6 if dtype is None else 2**-7
+    torch.testing.assert_close(again_loss, loss, rtol=tolerance, atol=0)
+    for name, gradient in gradients.items():
+        assert again_gradients[name].dtype == gradient.dtype
+        assert (gradient - again_gradients[name]).norm() < tolerance * gradient.norm(), name
 
 
 def test_kept_products_are_not_computed_again(xla, load, monkeypatch):

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
-from hf_tpu_ext.step import looped_head, sliced_attention
+from hf_tpu_ext.step import looped_head, row_blocks, sliced_attention
 
 
 def shards_of(tensor):
@@ -117,10 +117,11 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
 
 if __name__ == "__main__":
     model_dir, spec_file, output_file = sys.argv[1:]
-    # With a real vocabulary and real lengths the loss and attention take many turns of their loops, which the partitioner is
-    # to bear.
+    # With a real vocabulary and real lengths the loss, attention and layers take many turns of their loops, which the partitioner
+    # is to bear.
     fused_head._CHUNK_ELEMENTS = 32 * 259
     sliced_attention.SLICE_ELEMENTS = 1024
+    row_blocks._BLOCK_TOKENS = 40
     looped_head._TILE_ELEMENTS, looped_head._LEAST_SLICE = 32 * 259, 64
     with open(spec_file) as file:
         spec = json.load(file)

@@ -1,5 +1,7 @@
 """Layers as one loop: the same training, checkpoints of the plain form, and a program that does not grow with depth."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step.optimizer import LazyAdamW
+from hf_tpu_ext.step.row_blocks import RowBlocks
 from hf_tpu_ext.trainers.layers import VERIFIED
 
 
@@ -75,6 +78,63 @@ def test_setting_is_upstreams(runs, scanned, same_logs, make, config):
     ours = scanned(make(), **config)
     stock = {key: value for key, value in config.items() if key not in ("rematerialization", "step_replay")}
     same_logs(ours, runs.stock(model=make(), **stock))
+
+
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """Cuts batches into blocks of so many tokens from now on. Returns the list of how many blocks there were in each layer's turn."""
+
+    def cut(tokens):
+        counts = []
+
+        class Counted(RowBlocks):
+            def __init__(self, *args):
+                super().__init__(*args)
+                counts.append(self.count)
+
+        monkeypatch.setattr("hf_tpu_ext.step.row_blocks._BLOCK_TOKENS", tokens)
+        monkeypatch.setattr("hf_tpu_ext.step.layer_scan.RowBlocks", Counted)
+        return counts
+
+    return cut
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(lora={"lora_dropout": 0.2}, packing=True, packing_strategy="wrapped", rematerialization="dots"),
+        pytest.param(dict(gradient_accumulation_steps=2), marks=pytest.mark.slow),
+    ],
+    ids=["packed-lora-dropout-dots", "full-accumulated"],
+)
+def test_blocks_of_rows_train_the_same(scanned, same_logs, make, in_blocks, capsys, config):
+    config = {
+        "max_steps": 4,
+        "warmup_steps": 1,
+        "learning_rate": 1e-2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        **config,
+    }
+    whole = scanned(make(), **config)
+    executions = re.findall(r"(\d+) executions", capsys.readouterr().out)
+    counts = in_blocks(100)
+    blocks = scanned(make(), **config)
+    assert set(counts) == {2}
+    same_logs(blocks, whole)
+    assert re.findall(r"(\d+) executions", capsys.readouterr().out) == executions
+    assert blocks.watch.recompiles == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3", {"attention_dropout": 0.1}), ("gpt_neox", {})],
+    ids=["draws-random-numbers", "not-verified"],
+)
+def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_blocks, family, changes):
+    counts = in_blocks(100)
+    scanned(make(family, **changes), max_steps=1)
+    assert set(counts) == {1}
 
 
 def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, make, tmp_path):
