@@ -130,7 +130,7 @@ def run(argv: list[str]) -> int:
                 traced.settings,
                 options.search or _SEARCHED,
                 # What is compiled already is not compiled again.
-                lambda changes, own=plan: own if changes == traced.settings else make(changes)[0],
+                lambda changes, own=plan: own if traced.settings | changes == traced.settings else make(changes)[0],
             )
     print(render(plan))
     if options.json is not None:

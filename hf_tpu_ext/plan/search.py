@@ -52,7 +52,9 @@ def search(
         [`Plan`]: The plan, with the variants that no other one is better than, and with advice.
     """
     limit, rows = plan.topology.chip.memory_bytes, int(settings[_ROWS])
-    choices = {name: [value] for name, value in settings.items() if name != _ROWS}
+    # What it is computed with goes without saying, unless it is asked for.
+    named = {name: value for name, value in settings.items() if name != "attention" or name in varied}
+    choices = {name: [value] for name, value in named.items() if name != _ROWS}
     choices |= {name: values for name, values in _CHOICES.items() if name in choices and name in varied}
     tried: list[Trial] = []
     with tqdm(desc="trying", unit="variant") as bar:

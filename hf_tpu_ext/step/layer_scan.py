@@ -109,7 +109,9 @@ class _LayerLoop(torch.autograd.Function):
 
             carry = (shared, weights, blocks.zeros(trained))
             (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (gradient, hidden, *kept, *own))
-            found = tuple(_summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True))
+            found = tuple(
+                _summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True)
+            )
             return (gradient, shared, own), found
 
         now = backend.rng_state()
