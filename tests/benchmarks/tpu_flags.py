@@ -34,21 +34,12 @@ ASYNC_COLLECTIVES = " ".join(
     )
 )
 FLAGS = [
-    *(
-        (ONE_CHIP, flags)
-        for flags in (
-            "",
-            "--xla_tpu_scoped_vmem_limit_kib=24576",
-            "--xla_tpu_scoped_vmem_limit_kib=65536",
-            "--xla_tpu_scoped_vmem_limit_kib=98304",
-            "--xla_tpu_enable_experimental_fusion_cost_model=true",
-            "--xla_tpu_enable_large_2nd_minor_layout_for_x16=true",
-            "--xla_tpu_dot_dot_fusion=false",
-            "--xla_tpu_nested_dot_fusion=false",
-            "--xla_tpu_order_dot_after_layout=false",
-        )
-    ),
-    *((SHARDED, flags) for flags in ("", ASYNC_COLLECTIVES)),
+    (ONE_CHIP, ""),
+    (ONE_CHIP, "--xla_tpu_scoped_vmem_limit_kib=65536"),
+    (ONE_CHIP, "--xla_tpu_enable_experimental_fusion_cost_model=true"),
+    (ONE_CHIP, "--xla_tpu_enable_large_2nd_minor_layout_for_x16=true"),
+    (SHARDED, ""),
+    (SHARDED, ASYNC_COLLECTIVES),
 ]
 
 
