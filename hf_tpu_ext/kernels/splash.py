@@ -103,7 +103,9 @@ def lower(kernel: SplashAttention, how: Lowering) -> dict[str, bytes]:
         (directory / "request.json").write_text(request, encoding="utf-8")
         done = subprocess.run([how.python, str(_SCRIPT), name], stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            raise RuntimeError(f"{kernel} cannot be lowered:\n{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"{kernel} cannot be lowered, attention='slices' does without it:\n{done.stderr[-2000:]}"
+            )
         programs = {name: (directory / f"{name}.pb").read_bytes() for name in _PROGRAMS}
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
