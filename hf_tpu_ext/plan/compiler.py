@@ -122,6 +122,6 @@ def _why_stopped(done: subprocess.CompletedProcess, topology: Topology) -> str:
         free = format_bytes(psutil.virtual_memory().available)
         return (
             f"The TPU compiler was killed, probably out of memory ({free} are free). Plan on a machine with more "
-            "memory, or compile one graph at a time: --jobs 1"
+            "memory, compile one graph at a time (--jobs 1), or, where layers do not run as a loop, --attention slices"
         )
     return f"The TPU compiler failed for {topology.name}:\n{done.stdout.strip()[-2000:]}"

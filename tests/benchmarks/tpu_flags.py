@@ -2,18 +2,18 @@
 What flags of the compiler for TPU make of training steps: by its own estimate of cycles, by memory, and by how many collectives
 start before they are needed.
 
-    python tests/benchmarks/tpu_flags.py [--only WORDS] [--write-docs]
+    python tests/benchmarks/tpu_flags.py [--only WORDS]
 
-Nothing is downloaded and nothing is run. With `--write-docs` the table goes into docs/plan.md.
+Nothing is downloaded and nothing is run.
 """
 
+import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from tables import make_parser, publish
-from tpu_plans import DOCUMENT, LORA, Case, plan
+from tpu_plans import LORA, Case, plan
 
 from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.plan.compiler import required_versions
@@ -83,7 +83,7 @@ def make_row(case: Case, flags: str) -> str:
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = make_parser(__doc__, DOCUMENT)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="WORDS", default="", help="compile only the runs whose row has these words")
     arguments = parser.parse_args()
     lines = [
@@ -95,8 +95,7 @@ def main() -> None:
             lines.append(make_row(case, flags))
             print(lines[-1], file=sys.stderr, flush=True)
     versions = ", ".join(f"{name} {version}" for name, version in required_versions().items())
-    block = "\n".join([*lines, "", f"{versions}; `python tests/benchmarks/tpu_flags.py`"])
-    publish(arguments, DOCUMENT, "tpu_flags", block, lines[2:])
+    print("\n".join([*lines, "", versions]))
 
 
 if __name__ == "__main__":
