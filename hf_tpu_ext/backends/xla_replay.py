@@ -307,18 +307,19 @@ class XLAProgram(Program):
                 xm.set_rng_state(_after_draws(seed, value.draws))
                 value = _XLAC._get_base_seed_as_tensor(str(self.device))
             own.append(value)
-        *arguments, _ = self._pick([*own, *state, *data])
+        given = [*own, *state, *data]
+        *arguments, _ = self._pick(given)
         with _uncollected():
             with pending.unchanged():
                 results = _XLAC._run_cached_graph(self.handle, arguments)
             # Those of the state come first.
-            made = iter(results[len(results) - self.made.count(None) :])
-            self.take(state, results[: len(results) - self.made.count(None)], aliased)
+            of_state = len(results) - self.made.count(None)
+            made = iter(results[of_state:])
+            self.take(state, results[:of_state], aliased)
             del results
         _XLAC._xla_increment_counter(REPLAYS, 1)
         xm.set_rng_state(_after_draws(seed, self.draws))
-        places = [*state, *data]
-        return [next(made) if place is None else places[place] for place in self.made]
+        return [next(made) if place is None else given[len(own) + place] for place in self.made]
 
     def difference(self, other: "XLAProgram") -> str | None:
         if self.handle != other.handle:

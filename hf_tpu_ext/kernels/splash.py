@@ -2,20 +2,20 @@
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import requires
 from pathlib import Path
 
 from ..atomic_write import write_atomically
+from .versions import required_versions
 
 
 _SCRIPT = Path(__file__).with_name("lower_splash.py")
 _PROGRAMS = ("infer", "forward", "backward")
+_PACKAGES = ("jax", "jaxlib")
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,10 @@ class Lowering:
     directory: Path | None = None
 
 
-def jax_versions() -> dict[str, str]:
-    """The versions of jax and jaxlib whose kernels the libtpu of torch_xla reads, as torch_xla's extras have them."""
-    found = (re.fullmatch(r"(jax|jaxlib)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext"))
-    return {match[1]: match[2] for match in found if match}
-
-
 @cache
 def why_not_lowered(python: str) -> str | None:
     """Why a Python, given by its path, cannot lower kernels, and what to type; `None` if it can."""
-    wanted = jax_versions()
+    wanted = required_versions(*_PACKAGES)
     script = "from importlib.metadata import version; print(version('jax'), version('jaxlib'))"
     done = subprocess.run([python, "-c", script], capture_output=True, text=True)
     if done.returncode == 0 and done.stdout.split() == list(wanted.values()):
@@ -94,7 +88,9 @@ def lower(kernel: SplashAttention, how: Lowering) -> dict[str, bytes]:
         `RuntimeError`: jax does not lower it. What it says is in the message.
     """
     request = json.dumps(asdict(kernel), sort_keys=True)
-    key = hashlib.sha256("\n".join([request, str(jax_versions()), _SCRIPT.read_text(encoding="utf-8")]).encode())
+    key = hashlib.sha256(
+        "\n".join([request, str(required_versions(*_PACKAGES)), _SCRIPT.read_text(encoding="utf-8")]).encode()
+    )
     kept = None if how.directory is None else how.directory / key.hexdigest()[:32]
     if kept is not None and all((kept / f"{name}.pb").exists() for name in _PROGRAMS):
         return {name: (kept / f"{name}.pb").read_bytes() for name in _PROGRAMS}

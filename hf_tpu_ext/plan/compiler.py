@@ -1,7 +1,6 @@
 """The compiler for TPU, in processes of its own."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -10,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import requires
 from pathlib import Path
 
 import psutil
 
 from ..formatting import format_bytes
 from ..hardware.topologies import Topology
+from ..kernels.versions import required_versions
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
 
@@ -26,16 +25,6 @@ _HOW_TO_INSTALL = (
     "Install them: pip install 'hf_tpu_ext[plan]', or in an environment of their own, whose Python --compiler names: "
     "{packages}"
 )
-
-
-def required_versions() -> dict[str, str]:
-    """
-    Versions of the packages that compile, by name. The client that compiles without a TPU is an internal interface of
-    jaxlib, and these are the versions that torch_xla's own extras ask for, so that a plan is made by the compiler of
-    the run.
-    """
-    found = (re.fullmatch(r"(\w+)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext"))
-    return {match[1]: match[2] for match in found if match}
 
 
 def why_no_compiler(python: str) -> str | None:

@@ -69,6 +69,12 @@ class Instruction:
             name.strip(" %") for found in _CALLED.findall(self.rest) for name in (found[0] or found[1]).split(",")
         )
 
+    @property
+    def op_name(self) -> str:
+        """What whoever wrote the program has named it, in its metadata; empty where it has no name."""
+        found = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
     def attribute(self, name: str) -> str | None:
         """The text of an attribute, e.g. of `"dim_labels"`, without braces."""
         found = re.search(rf"[, ]{name}=(?:\{{([^}}]*)\}}|([^, ]+))", self.rest)

@@ -23,7 +23,7 @@ _PRODUCTS = {"convolution", "dot"}
 _LAYOUT, _BROADCASTS = "copies and layout", "broadcasts"
 #: Kernels that are programs of their own: what they do is not in the text, but for the arithmetic that they are named with.
 _KERNEL = 'custom_call_target="tpu_custom_call"'
-_KERNEL_FLOPS = re.compile(r'metadata=\{[^}]*?op_name="[^"]*\battention_kernel\[flops=(\d+)\]')
+_KERNEL_FLOPS = re.compile(r"\battention_kernel\[flops=(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def measure_cost(text: str) -> Cost:
                 if estimated := re.search(r'"estimated_cycles":"(\d+)"', line.rest):
                     cycles[_class(line, module)] += times * int(estimated[1])
             if _KERNEL in line.rest:
-                if named := _KERNEL_FLOPS.search(line.rest):
+                if named := _KERNEL_FLOPS.search(line.op_name):
                     kernel_flops += times * int(named[1])
                 else:
                     unknown[f"what the kernel {line.name} does"] += 1

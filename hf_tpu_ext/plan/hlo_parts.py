@@ -10,7 +10,6 @@ HEAD, OPTIMIZER = "head", "optimizer"
 #: The rest of a layer: its matrix products, and what is between them.
 LAYER = "layer"
 _PARTS = (ATTENTION, ROPE_AND_NORMS, ADAPTERS, HEAD, OPTIMIZER, LAYER)
-_OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
 _SCOPE = re.compile(rf"\[({'|'.join(_PARTS)})\]")
 
 
@@ -21,6 +20,5 @@ def scope_of(part: str) -> str:
 
 def part_of(line: Instruction) -> str | None:
     """The part that the metadata of an instruction names, the innermost if it names several; `None` if it names none."""
-    name = _OP_NAME.search(line.rest)
-    found = name and _SCOPE.findall(name[1])
+    found = _SCOPE.findall(line.op_name)
     return found[-1] if found else None

@@ -12,10 +12,11 @@ from tqdm.auto import tqdm
 from ..formatting import count
 from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
+from ..kernels.versions import required_versions
 from ..sharding import describe_mesh
 from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
-from .compiler import compile_programs, required_versions, why_no_compiler
+from .compiler import compile_programs, why_no_compiler
 from .hlo_cost import measure_cost
 from .page import format_count
 from .programs import CompiledProgram, TracedProgram

@@ -137,7 +137,7 @@ class ShardingPlan:
 def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attention: str = "auto") -> ShardingPlan:
     """
     Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on, with the `attention`
-    as [`~hf_tpu_ext.step.attention.use_attention`] takes it.
+    as [`~hf_tpu_ext.step.attention.choose_attention`] takes it.
     """
     if backend.static_shapes:
         use_static_kernels(model, choose_attention(model, backend, attention) if backend.traces_steps else None)

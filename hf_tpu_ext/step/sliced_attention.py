@@ -121,6 +121,18 @@ def eager_attention(module: nn.Module) -> Callable:
     return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
 
 
+def why_whole(backend: Backend, module: nn.Module, query: Tensor, dropout: float) -> str | None:
+    """Why attention of a module is computed by its own function alone, as half a sentence; `None` if it may be otherwise."""
+    if query.device.type != backend.device.type:
+        return f"it runs on {query.device.type}"
+    if dropout > 0 and module.training:
+        return f"attention_dropout={dropout}, whose masks would have to be drawn again"
+    if any(True for _ in module.parameters(recurse=False)):
+        # Sinks, for one.
+        return "nothing is known of its own parameters"
+    return None
+
+
 def sliced_attention(
     backend: Backend,
     module: nn.Module,
@@ -149,12 +161,9 @@ def sliced_attention(
     elif mask is not None:
         given.append(mask)
     whole = (
-        query.device.type != backend.device.type
-        # The masks of dropout would have to be drawn again.
-        or (dropout > 0 and module.training)
+        why_whole(backend, module, query, dropout) is not None
         # What else there is, by head or by query: sinks, position biases.
         or any(isinstance(value, Tensor) for value in used.values())
-        or any(True for _ in module.parameters(recurse=False))
         or any(tensor.requires_grad for tensor in given[3:])
     )
     parts = [] if whole else _choose_parts(query, key, 1 if backend.manual_sharding.active else backend.num_chips)

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from ..formatting import dtype_name
 from ..kernels.splash import Lowering, SplashAttention, lower, why_not_lowered
 from .activation_checkpointing import keep_results
 from .autocast import matmul_dtype
-from .sliced_attention import eager_attention, sliced_attention
+from .sliced_attention import eager_attention, sliced_attention, why_whole
 from .token_mask import TokenMask
 
 
@@ -83,7 +84,9 @@ def splash_attention(
     """
     settings = {"scaling": scaling} | ({} if softcap is None else {"softcap": softcap})
     dtype = matmul_dtype(query)
-    reason = _why_not(backend, module, query, key, value, attention_mask, dtype, dropout, kwargs)
+    reason = why_whole(backend, module, query, dropout) or _why_not(
+        backend, module, query, value, attention_mask, kwargs
+    )
     if reason is not None:
         logger.warning_once(f"Attention of {type(module).__name__} is computed in slices: {reason}.")
         return sliced_attention(
@@ -97,7 +100,7 @@ def splash_attention(
         key.shape[1],
         length,
         head_dim,
-        str(dtype).removeprefix("torch."),
+        dtype_name(dtype),
         attention_mask.window,
         softcap,
         backend.kernels.platform,
@@ -116,29 +119,18 @@ def splash_attention(
 
 
 def _why_not(
-    backend: Backend,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | TokenMask | None,
-    dtype: torch.dtype,
-    dropout: float,
-    others: dict[str, Any],
+    backend: Backend, module: nn.Module, query: Tensor, value: Tensor, mask: Tensor | TokenMask | None, others: dict
 ) -> str | None:
     rows, _, _, head_dim = query.shape
     known = inspect.signature(eager_attention(module)).parameters
     more = [name for name, given in others.items() if name in known and given is not None and name != "sliding_window"]
-    if not isinstance(attention_mask, TokenMask):
+    dtype = matmul_dtype(query)
+    if not isinstance(mask, TokenMask):
         return "its mask is another than causal, sliding window, packed or padded"
-    if query.device.type != backend.device.type:
-        return f"it runs on {query.device.type}"
-    if dropout > 0 and module.training:
-        return f"attention_dropout={dropout}, and the kernel has none"
-    if more or any(True for _ in module.parameters(recurse=False)):
-        return f"the kernel knows nothing of {', '.join(more) or 'its own parameters'}"
+    if more:
+        return f"the kernel knows nothing of {', '.join(more)}"
     if dtype not in _DTYPES[backend.kernels.platform]:
-        return f"the kernel computes in bfloat16, and this model in {str(dtype).removeprefix('torch.')}"
+        return f"the kernel computes in bfloat16, and this model in {dtype_name(dtype)}"
     if head_dim not in HEAD_DIMS or value.shape[-1] != head_dim:
         return f"the kernel takes heads of {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1} in steps of {HEAD_DIMS.step}"
     if not backend.manual_sharding.active and rows % backend.num_chips:

@@ -110,15 +110,9 @@ class DeferredMetrics:
         # An evaluation shows the tokens trained on so far, too.
         return {**self._sums[mode].tensors, NUM_TOKENS: self._sums["train"].tensors[NUM_TOKENS]}
 
-    @property
-    def training_tensors(self) -> list[Tensor]:
-        """The sums that a training step changes, always in the same order."""
-        return [*self._sums["train"].tensors.values()] if self._sums else []
-
-    @property
-    def evaluation_tensors(self) -> list[Tensor]:
-        """The sums that a batch of an evaluation changes, always in the same order."""
-        return [*self._sums["eval"].tensors.values()] if self._sums else []
+    def changed_by(self, mode: str) -> list[Tensor]:
+        """The sums that a training step changes, or a batch of an evaluation, always in the same order."""
+        return [*self._sums[mode].tensors.values()] if self._sums else []
 
     def take(self, mode: str, fetched: dict[str, Tensor]) -> None:
         """

@@ -147,8 +147,8 @@ def names_of_a_step(
 
 def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> list[str]:
     """
-    List the attributes of a trainer that upstream's code reads within a step, in `methods` and those that they call, and that stay as they are. This
-    package's own are not among them: it knows what it computes with.
+    List the attributes of a trainer that upstream's code reads within a step, in `methods` and those that they call, and that
+    stay as they are. This package's own are not among them: it knows what it computes with.
     """
     upstream = tuple(package for package in _KNOWN_PACKAGES if package != _OURS)
     return sorted(names_of_a_step(type(trainer), methods, packages=upstream) - _BOOKKEEPING)

@@ -297,7 +297,7 @@ class TrainingSteps(TrainerCallback):
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model and its gradients; always in the same order."""
         trainer = self._trainer
-        tensors = [*trainer.loss_log.tensors.values(), *trainer.metrics.training_tensors]
+        tensors = [*trainer.loss_log.tensors.values(), *trainer.metrics.changed_by("train")]
         for state in self._optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
         if trainer.chips.local_gradients is not None:

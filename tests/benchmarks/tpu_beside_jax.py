@@ -22,7 +22,7 @@ from tpu_plans import DOCUMENT, LORA, ROOT, Case, make_model, plan
 
 from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.hardware.topologies import find_topology
-from hf_tpu_ext.plan.compiler import required_versions
+from hf_tpu_ext.kernels.versions import required_versions
 from hf_tpu_ext.plan.hlo_cost import Cost, measure_cost
 
 

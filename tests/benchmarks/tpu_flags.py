@@ -16,7 +16,7 @@ from pathlib import Path
 from tpu_plans import LORA, Case, plan
 
 from hf_tpu_ext.formatting import format_bytes
-from hf_tpu_ext.plan.compiler import required_versions
+from hf_tpu_ext.kernels.versions import required_versions
 from hf_tpu_ext.plan.hlo import KINDS, parse_module
 from hf_tpu_ext.plan.hlo_cost import count_runs
 

@@ -5,11 +5,10 @@ import sys
 
 import pytest
 import torch
-from test_sliced_attention import Attention, attend
+from test_sliced_attention import Attention, Qwen3, attend
 from torch.nn.functional import pad
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, masking_utils
 from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.qwen3 import modeling_qwen3
 
 from hf_tpu_ext.kernels.splash import Lowering, SplashAttention, lower, why_not_lowered
 from hf_tpu_ext.step import splash_attention as splash
@@ -21,11 +20,6 @@ from hf_tpu_ext.step.token_mask import TokenMask
 
 ROWS, LENGTH, DIM = 2, 256, 64
 KERNEL = SplashAttention(ROWS, 2, 1, 128, DIM, "bfloat16")
-
-
-class Qwen3(Attention):
-    forward = modeling_qwen3.Qwen3Attention.forward
-    eager = staticmethod(modeling_qwen3.eager_attention_forward)
 
 
 class Gemma2(Attention):

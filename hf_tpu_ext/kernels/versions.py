@@ -1,0 +1,14 @@
+"""The versions of what makes programs for TPU."""
+
+import re
+from importlib.metadata import requires
+
+
+def required_versions(*names: str) -> dict[str, str]:
+    """
+    Versions of the packages that compile for TPU, by name, or of those named. The client that compiles without a TPU is an
+    internal interface of jaxlib, and kernels are of the version that libtpu reads: these are the versions that torch_xla's own
+    extras ask for, so that plans and kernels are made for the compiler of the run.
+    """
+    found = (re.fullmatch(r"(\w+)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext"))
+    return {match[1]: match[2] for match in found if match and (not names or match[1] in names)}
