@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -66,7 +67,10 @@ def why_not_lowered(python: str) -> str | None:
     """Why a Python, given by its path, cannot lower kernels, and what to type; `None` if it can."""
     wanted = required_versions(*_PACKAGES)
     script = "from importlib.metadata import version; print(version('jax'), version('jaxlib'))"
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True)
+    try:
+        done = subprocess.run([python, "-c", script], capture_output=True, text=True)
+    except OSError as error:
+        return f"{python} cannot be started ({error.strerror})"
     if done.returncode == 0 and done.stdout.split() == list(wanted.values()):
         return None
     found = f"jax {done.stdout.split()[0]} is" if done.returncode == 0 else "jax is not"
@@ -104,7 +108,9 @@ def lower(kernel: SplashAttention, how: Lowering) -> dict[str, bytes]:
             )
         programs = {name: (directory / f"{name}.pb").read_bytes() for name in _PROGRAMS}
     if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        for name, program in programs.items():
-            write_atomically(kept / f"{name}.pb", program)
+        # Where it cannot be written, kernels are lowered by each process, a second or two each.
+        with suppress(OSError):
+            kept.mkdir(parents=True, exist_ok=True)
+            for name, program in programs.items():
+                write_atomically(kept / f"{name}.pb", program)
     return programs

@@ -138,6 +138,16 @@ def test_kernels_are_kept(tmp_path):
         lower(KERNEL, Lowering("/none", how.directory))
 
 
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    lower.cache_clear()
+    assert lower(KERNEL, Lowering(directory=tmp_path / "file" / "kernels")).keys() == {"infer", "forward", "backward"}
+
+
+def test_a_python_that_cannot_be_started(tmp_path):
+    assert "cannot be started (No such file" in why_not_lowered(str(tmp_path / "python"))
+
+
 def test_programs_name_their_arithmetic():
     """For `hf-tpu plan`: two products forward, seven in the two kernels of the backward pass, of the blocks that are seen."""
     programs = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16"), Lowering())
