@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,7 +29,7 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
 from transformers.utils import CONFIG_NAME, logging
 
-from ..trainers.base_record import BASE_FILE, PEFT_PREFIX, find_differences
+from ..trainers.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
 from ..trainers.checkpoints import MANIFEST_NAME, find_damage
 
 
@@ -117,8 +118,15 @@ class Source:
             # What is missing is an error below, or the head of the adapter.
             with _only_errors():
                 model, info = self.auto_class(config).from_pretrained(
-                    self.base, config=config, revision=self.revision, dtype=torch.float32, output_loading_info=True
+                    self.base,
+                    config=config,
+                    revision=self.revision,
+                    dtype=torch.float32,
+                    quantization_config=self._read_quantization(config),
+                    output_loading_info=True,
                 )
+                if vars(model).get("is_quantized"):
+                    model = model.dequantize(torch.float32)
         except OSError as error:
             raise self._no_base() from error
         except SafetensorError as error:
@@ -150,6 +158,11 @@ class Source:
         # As the trainer does at the start of a run; an adapter's directory does not keep it.
         align_special_tokens(model.get_base_model() if self.adapter is not None else model, tokenizer)
         return model.eval(), check
+
+    def _read_quantization(self, config: PreTrainedConfig) -> BitsAndBytesConfig | None:
+        """How to quantize the base as it was in training, where its files are not quantized."""
+        noted = None if self.adapter is None else read_quantization(self.directory)
+        return None if noted is None or "quantization_config" in vars(config) else BitsAndBytesConfig(**noted)
 
     def _load_from_adapter(self, model: PreTrainedModel, names: Collection[str]) -> None:
         """Load weights that the base has not from the adapter. With and without it, a model has one head then."""

@@ -11,11 +11,12 @@ import torch
 from accelerate import init_empty_weights
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import get_hf_quantizer
 
 from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
+from ..quantization.packed_linear import count_parameters
 from ..step.attention import is_sliced
-from ..step.estimate import count_parameters
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
@@ -250,10 +251,17 @@ def weights_left_out() -> Iterator[None]:
 
 
 def _from_pretrained(
-    cls, name: str, *args, config=None, dtype=None, attn_implementation=None, **kwargs
+    cls, name: str, *args, config=None, dtype=None, attn_implementation=None, quantization_config=None, **kwargs
 ) -> PreTrainedModel:
     if not isinstance(config, PreTrainedConfig):
         where = {"revision", "trust_remote_code", "subfolder", "gguf_file", "cache_dir", "token"} & kwargs.keys()
         config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in where})
     dtype = config.dtype if dtype in ("auto", None) else dtype
-    return cls._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    quantizer, config, _ = get_hf_quantizer(config, quantization_config, None, True, {})
+    model = cls._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    if quantizer is not None:
+        with init_empty_weights():
+            quantizer.preprocess_model(model, dtype=dtype, device_map=None)
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+    return model

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..backends.base import Backend
 from ..formatting import format_bytes, format_size, name_of_any_layer
+from ..quantization.bitsandbytes import pack_linear_layers
 from ..step.attention import choose_attention
 from ..step.kernels import use_static_kernels
 from ..step.layer_scan import LayerStack
@@ -137,8 +138,11 @@ class ShardingPlan:
 def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attention: str = "auto") -> ShardingPlan:
     """
     Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on, with the `attention`
-    as [`~hf_tpu_ext.step.attention.choose_attention`] takes it.
+    as [`~hf_tpu_ext.step.attention.choose_attention`] takes it. Weights that are quantized in a way that does not run there are a
+    `ValueError`.
     """
+    if backend.unknown_upstream:
+        pack_linear_layers(model)
     if backend.static_shapes:
         use_static_kernels(model, choose_attention(model, backend, attention) if backend.traces_steps else None)
     if backend.kernels.platform == "tpu":

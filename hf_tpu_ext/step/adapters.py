@@ -3,9 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from peft.tuners.lora import Linear
+from peft.import_utils import is_bnb_4bit_available, is_bnb_available
+from peft.tuners.lora import Linear, bnb
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
+
+
+# Those around linear layers of bitsandbytes are defined where it is installed.
+_LINEAR = (
+    Linear,
+    *([bnb.Linear8bitLt] if is_bnb_available() else []),
+    *([bnb.Linear4bit] if is_bnb_4bit_available() else []),
+)
 
 
 class _ScaledInside(LoraVariant):
@@ -44,7 +53,7 @@ def adapters_scaled_inside(models: Sequence[nn.Module]) -> Iterator[None]:
         (module, name)
         for model in models
         for module in model.modules()
-        if type(module) is Linear
+        if type(module) in _LINEAR
         for name in module.lora_A
         if name not in module.lora_variant and not module.lora_bias[name]
     ]

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from .attention import scores_at_once
@@ -54,12 +53,6 @@ def read_dimensions(config: PreTrainedConfig) -> Dimensions | None:
         head_dim=config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
     )
-
-
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count the parameters of a model, a tied weight once: all of them, and those that are trained."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
 
 
 def step_flops(

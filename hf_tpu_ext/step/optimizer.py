@@ -159,13 +159,14 @@ class LazyAdamW(torch.optim.AdamW):
             group, parameter, state = update.group, update.parameter, update.state
             decay, step_size, correction2_sqrt = numbers[row]
             beta1, beta2 = group["betas"]
-            grad = parameter.grad
+            # Of bfloat16 weights, too, in float32, as in PyTorch's fused AdamW: what is stored is rounded once.
+            grad, value = parameter.grad.float(), parameter.float()
             # `copy_` is the one in-place operator that torch_xla does not check in Python first, at 20 to 90 microseconds
             # each: with hundreds of parameters, a good part of the host's time for a step.
-            exp_avg = torch.lerp(state["exp_avg"], grad, 1 - beta1)
-            exp_avg_sq = torch.addcmul(state["exp_avg_sq"] * beta2, grad, grad, value=1 - beta2)
+            exp_avg = torch.lerp(state["exp_avg"].float(), grad, 1 - beta1)
+            exp_avg_sq = torch.addcmul(state["exp_avg_sq"].float() * beta2, grad, grad, value=1 - beta2)
             step = exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]) * step_size
-            decayed = parameter * decay if group["weight_decay"] else parameter
+            decayed = value * decay if group["weight_decay"] else value
             parameter.copy_(decayed - step)
             state["exp_avg"].copy_(exp_avg)
             state["exp_avg_sq"].copy_(exp_avg_sq)

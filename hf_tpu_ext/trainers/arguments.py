@@ -11,6 +11,7 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig
 
 from ..backends.base import Backend
+from ..quantization.bitsandbytes import check_method
 from ..sharding import parse_mesh
 from ..step.attention import attention_to_load_with
 from .configs import NO_DEEPSPEED, ExtensionArguments
@@ -18,10 +19,6 @@ from .configs import NO_DEEPSPEED, ExtensionArguments
 
 #: AdamW in its several implementations: all become [`LazyAdamW`].
 ADAMW_NAMES = {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.ADAMW_TORCH_XLA}
-_QUANTIZED = (
-    "Quantized weights (quantization_config, load_in_4bit, load_in_8bit: bitsandbytes, QLoRA) do not train on XLA: their "
-    "kernels are for GPUs. Leave the quantization out and use LoRA on bfloat16 weights: dtype: bfloat16, use_peft: true."
-)
 # Options of `fsdp_config`, and the values, in lower case, that say what is done anyway.
 _FSDP_AS_IS = {
     "version": ("1", "2"),
@@ -118,20 +115,6 @@ def compile_arguments(args: TrainingArguments, loads_model: bool, num_chips: int
     # Upstream's filter reads the loss of every micro-step; the trainer has its own, which reads at logs only.
     adapted.args.logging_nan_inf_filter = False
     return adapted
-
-
-def check_weights(model, quantization_config) -> None:
-    """
-    Refuse quantized weights (`ValueError`), of a model or of a name, before they are loaded where that is still to
-    come. Upstream ignores `quantization_config` unless it loads the model.
-    """
-    if isinstance(model, str):
-        is_quantized = quantization_config is not None
-    else:
-        # transformers sets the attribute on a model that it loads quantized, which may be inside a PEFT model.
-        is_quantized = model is not None and any(vars(module).get("is_quantized") for module in model.modules())
-    if is_quantized:
-        raise ValueError(_QUANTIZED)
 
 
 def _precision(adapted: CompiledArguments) -> None:
@@ -283,6 +266,6 @@ def _model_loading(adapted: CompiledArguments) -> None:
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
         adapted.changes.append("device_map has no effect: mesh decides placement")
     if model_init_kwargs.get("quantization_config") is not None:
-        raise ValueError(_QUANTIZED)
+        check_method(model_init_kwargs["quantization_config"])
     # "auto" placement would hand the model to accelerate's dispatcher.
     args.model_init_kwargs = {**model_init_kwargs, "attn_implementation": attention, "device_map": None}

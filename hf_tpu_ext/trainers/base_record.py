@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -40,8 +41,16 @@ def find_frozen(model: nn.Module) -> list[str]:
     ]
 
 
-def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Tensor]) -> None:
-    """Note the base of an adapter beside it, atomically: its name, and its weights by their name with the adapter."""
+def write_base(
+    directory: str | Path,
+    model_name: str,
+    weights: Mapping[str, Tensor],
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """
+    Note the base of an adapter beside it, atomically: its name, its weights by their name with the adapter, and how it was
+    quantized when it was loaded, as transformers writes it.
+    """
     found = {}
     for name, weight in weights.items():
         dtype = dtype_name(weight.dtype)
@@ -49,7 +58,19 @@ def write_base(directory: str | Path, model_name: str, weights: Mapping[str, Ten
             # PEFT wraps modules that it adds to, or trains a copy of.
             name = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
             found[name] = {"shape": list(weight.shape), "dtype": dtype, "hash": _hash(weight, dtype)}
-    write_atomically(Path(directory) / BASE_FILE, json.dumps({"base_model": model_name, "weights": found}, indent=1))
+    noted = {"base_model": model_name, "weights": found, "quantization": quantization}
+    write_atomically(Path(directory) / BASE_FILE, json.dumps(noted, indent=1))
+
+
+def read_quantization(directory: str | Path) -> dict[str, Any] | None:
+    """How the base of the adapter in a directory was quantized in training; `None` if it was not, or is not known."""
+    path = Path(directory) / BASE_FILE
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("quantization")
+    except (AttributeError, ValueError) as error:
+        raise _damaged(path) from error
 
 
 def find_differences(
@@ -74,8 +95,12 @@ def find_differences(
         }
         differing = [name for name, entry in noted.items() if _hash(weights[name], entry["dtype"]) != entry["hash"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.") from error
+        raise _damaged(path) from error
     return (len(noted), differing) if noted else None
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.")
 
 
 def _hash(weight: Tensor, dtype: str) -> str:

@@ -17,6 +17,7 @@ from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunLines
 from ..data import StaticShapeCollator
+from ..quantization.bitsandbytes import check_method
 from ..sharding.plan import place_model
 from ..step.adapters import adapters_scaled_inside
 from ..step.attention import static_masks
@@ -29,7 +30,6 @@ from .arguments import (
     ADAMW_NAMES,
     CompiledArguments,
     bind_device,
-    check_weights,
     compile_arguments,
     copy_arguments,
     set_gradient_checkpointing,
@@ -114,7 +114,9 @@ class TPUTrainerMixin(
         check_settings(args, self.backend.static_shapes, given.arguments)
         if self.backend.unknown_upstream:
             check_trainer(type(self), given.arguments)
-            check_weights(model, given.arguments.get("quantization_config"))
+            if isinstance(model, str) and given.arguments.get("quantization_config") is not None:
+                # Upstream ignores it unless it loads the model.
+                check_method(given.arguments["quantization_config"])
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
                 model.tie_weights()
@@ -159,6 +161,9 @@ class TPUTrainerMixin(
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
+        if self.chips.sharding_plan is None:
+            # Quantized weights are on their device, to upstream.
+            self._move_model_to_device(self.model, self.args.device)
         save_from_host(self.backend)
         if self.optimizer is not None:
             check_optimizer(self.optimizer, self.model)

@@ -15,7 +15,8 @@ from .. import __version__
 from ..callbacks.run_lines import RunFacts
 from ..data import TokenWaste
 from ..formatting import dtype_name
-from ..step.estimate import count_parameters
+from ..quantization.bitsandbytes import find_config
+from ..quantization.packed_linear import count_parameters, names_of_packed
 from .dataset_checks import named_datasets
 
 
@@ -25,11 +26,15 @@ _PACKAGES = ("torch", "torch_xla", "transformers", "trl", "accelerate", "peft", 
 def find_facts(trainer) -> RunFacts:
     """What the start of a run prints, as the trainer and its datasets are by now."""
     args, backend, compiled = trainer.args, trainer.backend, trainer.compiled
+    others = trainer.frozen.names | names_of_packed(trainer.model)
     dtypes = {
         dtype_name(parameter.dtype)
         for name, parameter in trainer.model.named_parameters()
-        if parameter.is_floating_point() and name not in trainer.frozen.names
+        if parameter.is_floating_point() and name not in others
     }
+    quantization = find_config(trainer.model)
+    if quantization is not None:
+        dtypes.add(quantization.quantization_method())
     compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
     precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
     lines = [*trainer.chips.lines(), *trainer.frozen.lines(), *compiled.changes]

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, 
 from ..backends.detect import TPU_BACKENDS, tpu_chips
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
+from ..quantization.bitsandbytes import find_config
 from .base_record import find_frozen, write_base
 from .checkpoints import (
     checkpoints_by_step,
@@ -284,10 +285,12 @@ class SavingMixin:
         names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base
         if names and self.args.should_save:
             weights = self.model.state_dict() if state_dict is None else state_dict
+            quantization = find_config(self.model)
             write_base(
                 self.args.output_dir if output_dir is None else output_dir,
                 unwrap_peft_model(self.model).name_or_path,
                 {name: weights[name] for name in names if name in weights},
+                None if quantization is None else quantization.to_dict(),
             )
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -12,7 +12,8 @@ from transformers.utils import logging
 from ..callbacks.run_lines import RunLines
 from ..callbacks.run_record import RunRecord
 from ..callbacks.step_status import StepStatus
-from ..step.estimate import count_parameters, read_dimensions, step_flops
+from ..quantization.packed_linear import count_parameters
+from ..step.estimate import read_dimensions, step_flops
 from .run_facts import describe_run
 
 

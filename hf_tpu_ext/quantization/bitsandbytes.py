@@ -1,0 +1,138 @@
+"""Models that transformers has quantized by bitsandbytes, on devices that bitsandbytes does not know."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
+
+from .packed_linear import PackedLinear4bit, PackedLinear8bit
+
+
+logger = logging.getLogger(__name__)
+
+# Scales that bitsandbytes quantizes together where it does so a second time.
+_NESTED_BLOCK = 256
+
+
+def pack_linear_layers(model: nn.Module) -> None:
+    """
+    Replace the linear layers of bitsandbytes in a model, on the host, by layers with the same numbers that run on any device.
+
+    Raises:
+        `ValueError`: A model is quantized by another method.
+    """
+    # transformers sets the attribute on a model that it loads quantized, which may be inside a PEFT model.
+    quantized = [module for module in model.modules() if vars(module).get("is_quantized")]
+    for module in quantized:
+        check_method(module.hf_quantizer.quantization_config)
+    if not quantized:
+        return
+    import bitsandbytes
+
+    makers = {bitsandbytes.nn.Linear4bit: _pack_4bit, bitsandbytes.nn.Linear8bitLt: _pack_8bit}
+    for module in quantized:
+        # What accelerate would compare with the device of the run.
+        vars(module).pop("hf_device_map", None)
+        unpacked = 0
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) in makers:
+                    layer = makers[type(child)](child)
+                    unpacked += isinstance(layer, nn.Linear)
+                    parent.register_module(name, layer.train(child.training))
+        if unpacked:
+            logger.warning(
+                f"{unpacked} quantized linear layers are kept unpacked on the device, with the same numbers: their "
+                "in_features are no multiple of the block of bitsandbytes (64)."
+            )
+
+
+def find_config(model: nn.Module) -> QuantizationConfigMixin | None:
+    """How transformers has quantized a model when it loaded it, or the model under an adapter; `None` if it has not."""
+    model = unwrap_peft_model(model)
+    return model.hf_quantizer.quantization_config if vars(model).get("is_quantized") else None
+
+
+def check_method(quantization_config: Any) -> None:
+    """Refuse (`ValueError`) a quantization that is not known here, given as upstream takes it."""
+    if isinstance(quantization_config, dict):
+        method = quantization_config.get("quant_method", QuantizationMethod.BITS_AND_BYTES)
+    else:
+        method = quantization_config.quant_method
+    if method != QuantizationMethod.BITS_AND_BYTES:
+        raise ValueError(
+            f"Weights quantized by {QuantizationMethod(method).value} do not train on XLA. Allowed: bitsandbytes (load_in_4bit, "
+            "load_in_8bit), which quantizes the original weights when they are loaded. Give the model's unquantized name."
+        )
+
+
+def _pack_4bit(layer: Any) -> nn.Module:
+    weight, shape = layer.weight, (layer.out_features, layer.in_features)
+    if weight.is_meta:
+        # Of a run that is planned.
+        return _plan_4bit(layer)
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = weight.quant_state
+    if layer.in_features % state.blocksize or state.nested and state.state2.blocksize != _NESTED_BLOCK:
+        return _unpacked(dequantize_4bit(weight.data, state), layer.bias)
+    words = weight.data.view(torch.uint8).view(layer.out_features, -1).view(torch.int32)
+    packed = {"words": words.t().contiguous(), "code": state.code.float()}
+    if state.nested:
+        packed |= {
+            "scale_codes": _in_groups(state.absmax),
+            "scale_code": state.state2.code.float(),
+            "scale_scales": state.state2.absmax.float(),
+            "scale_offset": state.offset.float(),
+        }
+    else:
+        packed["scales"] = state.absmax.float().view(layer.out_features, -1).t().contiguous()
+    return PackedLinear4bit(shape, packed, layer.bias, state.blocksize, state.dtype, layer.compute_dtype)
+
+
+def _in_groups(codes: Tensor) -> Tensor:
+    """Codes of scales in rows of those that are quantized together, the last one filled up."""
+    return nn.functional.pad(codes.flatten(), (0, -codes.numel() % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
+
+
+def _plan_4bit(layer: Any) -> nn.Module:
+    weight, out_features, in_features = layer.weight, layer.out_features, layer.in_features
+    if in_features % weight.blocksize:
+        return _unpacked(weight, layer.bias)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    packed = {"words": empty(in_features // 8, out_features, dtype=torch.int32), "code": empty(16)}
+    blocks = in_features // weight.blocksize
+    if weight.compress_statistics:
+        groups = -(-blocks * out_features // _NESTED_BLOCK)
+        packed |= {
+            "scale_codes": empty(groups, _NESTED_BLOCK, dtype=torch.uint8),
+            "scale_code": empty(256),
+            "scale_scales": empty(groups),
+            "scale_offset": empty(),
+        }
+    else:
+        packed["scales"] = empty(blocks, out_features)
+    shape = (out_features, in_features)
+    return PackedLinear4bit(shape, packed, layer.bias, weight.blocksize, weight.dtype, layer.compute_dtype)
+
+
+def _pack_8bit(layer: Any) -> nn.Module:
+    weight = layer.weight
+    if weight.is_meta:
+        scales = torch.empty(layer.out_features, device="meta")
+        return PackedLinear8bit({"codes": weight.to(torch.int8), "scales": scales}, layer.bias)
+    # The first call has moved them.
+    codes, scales = (weight.CB, weight.SCB) if weight.CB is not None else (layer.state.CB, layer.state.SCB)
+    return PackedLinear8bit({"codes": codes.data, "scales": scales.float()}, layer.bias)
+
+
+def _unpacked(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
+    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight, layer.bias = nn.Parameter(weight.detach(), requires_grad=False), bias
+    return layer

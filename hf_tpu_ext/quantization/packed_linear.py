@@ -1,0 +1,215 @@
+"""Linear layers whose frozen weight stays packed in memory, and is unpacked where a product needs it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..step.autocast import matmul_dtype
+
+
+# 4-bit codes in a word of 32 bits.
+_PER_WORD = 8
+
+
+class PackedLinear(nn.Module, ABC):
+    """
+    A linear layer with a frozen weight that is packed. Its parameters are what [`~PackedLinear.unpack`] takes, and a bias.
+
+    They are parameters, although they are not trained, to be split over chips and stacked by layers as others are.
+
+    Args:
+        packed (`dict[str, torch.Tensor]`):
+            What the weight is unpacked from, by name.
+        bias ([`~torch.nn.Parameter`], *optional*):
+            The bias, `(out_features,)`.
+    """
+
+    in_features: int
+    out_features: int
+    #: The parameter that has the codes, and how many of them in an element.
+    stored_in: ClassVar[tuple[str, int]]
+
+    def __init__(self, packed: dict[str, Tensor], bias: nn.Parameter | None):
+        super().__init__()
+        self._packed = tuple(packed)
+        for name, tensor in packed.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", bias)
+        #: The unpacked weight, for as long as somebody has it in memory.
+        self.unpacked: Tensor | None = None
+
+    @abstractmethod
+    def unpack(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
+        """The weight, transposed: `(in_features, out_features)`, for a product with an input of `dtype`."""
+
+    def unpack_for_gradient(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
+        """As [`~PackedLinear.unpack`], for the gradient of the input."""
+        return self.unpack(dtype, *packed)
+
+    @property
+    def packed(self) -> list[Tensor]:
+        """What the weight is unpacked from."""
+        return [self._parameters[name] for name in self._packed]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, `(out_features, in_features)`, unpacked at every access."""
+        return self.unpack(torch.float32, *self.packed).t()
+
+    def compute_dtype_for(self, x: Tensor) -> torch.dtype:
+        """What the product with an input is computed in."""
+        return matmul_dtype(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.compute_dtype_for(x))
+        if self.unpacked is None:
+            result = _Product.apply(self, x, *self.packed)
+        else:
+            result = x @ self.unpacked
+        return result if self.bias is None else result + self.bias.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class _Product(torch.autograd.Function):
+    # Autograd would keep the unpacked weight for the backward pass.
+
+    @staticmethod
+    def forward(ctx, layer: PackedLinear, x: Tensor, *packed: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(*packed)
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ layer.unpack(x.dtype, *packed)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        with torch.autocast(gradient.device.type, enabled=False):
+            found = gradient @ ctx.layer.unpack_for_gradient(gradient.dtype, *ctx.saved_tensors).t()
+        return None, found, *[None] * len(ctx.saved_tensors)
+
+
+class PackedLinear4bit(PackedLinear):
+    """
+    A layer of `bitsandbytes.nn.Linear4bit`, and its numbers.
+
+    Words have 8 codes of successive input features, in the order in which bitsandbytes has them in memory, and blocks lie
+    along the first dimension, too: the compiler for TPU then unpacks within the product, beside the matrix units.
+
+    Args:
+        shape (`Sequence[int]`):
+            `(out_features, in_features)`.
+        packed (`dict[str, torch.Tensor]`):
+            `words`: `(in_features / 8, out_features)` int32. `code`: `(16,)` float32, the value of each code. And the
+            largest absolute value of each block of successive input features, either `scales`: `(in_features / block,
+            out_features)` float32, or quantized a second time: `scale_codes` `(groups, group)` uint8, in the order of the
+            blocks of bitsandbytes, with `scale_code` `(256,)`, `scale_scales` `(groups,)` and `scale_offset` `()`, float32.
+        bias ([`~torch.nn.Parameter`], *optional*):
+            The bias.
+        block (`int`):
+            Input features of a block.
+        dtype (`torch.dtype`):
+            Dtype that the weight had.
+        compute_dtype (`torch.dtype`, *optional*):
+            What products are computed in; by default in the dtype of their input.
+    """
+
+    stored_in = ("words", _PER_WORD)
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        packed: dict[str, Tensor],
+        bias: nn.Parameter | None,
+        block: int,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
+    ):
+        super().__init__(packed, bias)
+        self.out_features, self.in_features = shape
+        self.block, self.dtype, self.compute_dtype = block, dtype, compute_dtype
+
+    def compute_dtype_for(self, x: Tensor) -> torch.dtype:
+        return self.compute_dtype or x.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)
+
+    def unpack(self, dtype: torch.dtype, words: Tensor, code: Tensor, *scales: Tensor) -> Tensor:
+        scale = scales[0] if len(scales) == 1 else self._unpack_scales(*scales)
+        scale = scale.unsqueeze(1).expand(-1, self.block // _PER_WORD, -1).reshape(len(words), 1, -1)
+        # A byte has the first of its two codes in its upper half.
+        shifts = (torch.arange(_PER_WORD, dtype=torch.int32, device=words.device) ^ 1) * 4
+        codes = torch.bitwise_right_shift(words.unsqueeze(1), shifts.unsqueeze(1)) & 15
+        return (_look_up(code, codes, 8) * scale).to(dtype).view(self.in_features, self.out_features)
+
+    def unpack_for_gradient(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
+        return self.unpack(self.dtype, *packed).to(dtype)
+
+    def _unpack_scales(self, codes: Tensor, code: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
+        products = code.index_select(0, codes.flatten().int()).view(codes.shape) * scales.unsqueeze(1)
+        # It changes no number. XLA would round a product and its sum with the offset once, and bitsandbytes rounds both.
+        products = products.clamp(min=torch.finfo(torch.float32).min)
+        blocks = self.in_features // self.block
+        return (products + offset).flatten()[: self.out_features * blocks].view(self.out_features, blocks).t()
+
+
+class PackedLinear8bit(PackedLinear):
+    """
+    A layer of `bitsandbytes.nn.Linear8bitLt`, as bitsandbytes trains it on CPU: the weight is unpacked, and activations are
+    not quantized.
+
+    Args:
+        packed (`dict[str, torch.Tensor]`):
+            `codes`: `(out_features, in_features)` int8. `scales`: `(out_features,)` float32, the largest absolute value
+            of each row.
+        bias ([`~torch.nn.Parameter`], *optional*):
+            The bias.
+    """
+
+    stored_in = ("codes", 1)
+
+    def __init__(self, packed: dict[str, Tensor], bias: nn.Parameter | None):
+        super().__init__(packed, bias)
+        self.out_features, self.in_features = packed["codes"].shape
+
+    def unpack(self, dtype: torch.dtype, codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes.float() * (scales * (1.0 / 127.0)).unsqueeze(1)).to(dtype).t()
+
+
+def names_of_packed(model: nn.Module) -> set[str]:
+    """Names of the parameters of a model that packed weights are unpacked from."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+        for name in module._packed
+    }
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """
+    Count the parameters of a model, a tied weight once, and a packed one as what it is unpacked to: all of them, and those that
+    are trained.
+    """
+    packed, counts = names_of_packed(model), {}
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            name, per_element = module.stored_in
+            counts[id(module._parameters[name])] = per_element
+    sizes = [
+        (parameter.numel() * counts.get(id(parameter), 0 if name in packed else 1), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    ]
+    return sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
+
+
+def _look_up(table: Tensor, codes: Tensor, bit: int) -> Tensor:
+    """Entries of a small table by their numbers, whose highest bit is `bit`, as a tree of selections."""
+    if len(table) == 1:
+        return table[0]
+    lower, upper = table.chunk(2)
+    return torch.where((codes & bit) != 0, _look_up(upper, codes, bit // 2), _look_up(lower, codes, bit // 2))
