@@ -127,9 +127,9 @@ class Chips:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
         self.sharding_plan.apply(model, self._backend)
-        specs = self.sharding_plan.specs
+        specs, averages = self.sharding_plan.specs, self._trainer.averaging.tensors
         for name, parameter in model.named_parameters():
-            for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
+            for value in (parameter.grad, averages.get(parameter), *optimizer.state.get(parameter, {}).values()):
                 # Counters stay on the host, and factored moments where the partitioner has them.
                 place = parameter.device, parameter.shape
                 if isinstance(value, torch.Tensor) and (value.device, value.shape) == place:
