@@ -37,7 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: that of the adapter's base)")
     parser.add_argument(
-        "--output_dir", type=Path, help="where to write (default: `merged` or `converted` in the run's directory)"
+        "--output_dir",
+        type=Path,
+        help="where to write (default: `merged` or `converted` in the run's directory, with `-ema` behind it for --ema)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument("--base_model", help="the adapter's base, where it is elsewhere than the adapter says")

@@ -197,7 +197,8 @@ class Averaging(TrainerCallback):
             else:
                 named |= {self._names[part]: value[index].clone() for index, part in enumerate(parts)}
         partial = path.with_name(f".{EMA_FILE}.tmp")
-        save_file(named, partial, {"format": "pt", _UPDATES: str(self.average.updates)})
+        # One entry: of several, safetensors writes them in any order, and equal runs would leave unequal files.
+        save_file(named, partial, {_UPDATES: str(self.average.updates)})
         os.replace(partial, path)
 
     def load_best(self, checkpoint: str) -> None:

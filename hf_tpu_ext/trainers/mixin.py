@@ -145,7 +145,7 @@ class TPUTrainerMixin(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
             self._prepare_traced_steps()
-        else:
+        elif self.averaging.average is not None:
             # Before all other callbacks, one of which may evaluate.
             self.callback_handler.callbacks.insert(0, self.averaging)
         if self.backend.static_shapes:
