@@ -157,7 +157,7 @@ class Averaging(TrainerCallback):
         warmup = ", with warm-up" if average.warmup else ""
         found = [f"EMA of the trained weights: decay {average.decay:g}{warmup}"]
         share = average.decay**steps
-        if not average.warmup and share > _MUCH_OF_THE_FIRST:
+        if steps and not average.warmup and share > _MUCH_OF_THE_FIRST:
             found.append(
                 f"ema_decay={average.decay:g} over {steps} steps leaves the weights of the beginning {share:.0%} of the average; "
                 "ema_warmup=True or a lower decay leaves them less"

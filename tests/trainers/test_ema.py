@@ -308,42 +308,45 @@ def test_short_weights_have_a_long_average(runs, backend):
 # ---- Several chips ----
 
 
-def test_eight_chips(runs, rows, on_devices, tmp_path):
-    common = dict(SETTINGS, max_steps=4, per_device_train_batch_size=2, ema_warmup=True)
-    specs = {
-        "data": dict(common, gradient_accumulation_steps=2),
-        "fsdp": dict(common, mesh="fsdp", scan_layers="on", gradient_accumulation_steps=2),
-        "lora": dict(common, mesh="data=2,fsdp=4", lora={}),
+CHIPS = {
+    "fsdp": dict(mesh="fsdp", scan_layers="on", gradient_accumulation_steps=2),
+    "data": dict(gradient_accumulation_steps=2),
+    "lora": dict(mesh="data=2,fsdp=4", lora={}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "fsdp" else [pytest.mark.slow]) for name in CHIPS]
+)
+def test_eight_chips(runs, rows, on_devices, as_trainer, same_logs, tmp_path, name):
+    """A run, and one that goes on from its checkpoint, in which averages come from a file."""
+    config = dict(SETTINGS, **CHIPS[name], ema_warmup=True, ema_eval=True, max_steps=4, per_device_train_batch_size=2)
+    config |= dict(per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=4, logging_steps=4)
+    spec = {
+        which: {**config, "output_dir": str(tmp_path / which), "save_strategy": "steps", "save_steps": 2}
+        for which in ("first", "again")
     }
-    for name, config in specs.items():
-        config |= {"output_dir": str(tmp_path / name), "save_strategy": "steps", "save_steps": 2}
-        config |= {"logging_steps": 100}
-    again = {
-        f"{name}-again": {**config, "resume": str(tmp_path / name / "checkpoint-2")} for name, config in specs.items()
-    }
-    for name, config in again.items():
-        config["output_dir"] = str(tmp_path / name)
-    results, _ = on_devices(8, runs.model_dir, {**specs, **again}, tmp_path)
-    for name, result in results.items():
-        executions, reads, compiles, _ = zip(*result["steps"], strict=True)
-        assert set(executions) <= {specs[name.removesuffix("-again")].get("gradient_accumulation_steps", 1), 1}
-        # Also of a run whose averages come from a file.
-        assert result["recompiles"] == 0 and sum(compiles[1:]) == 0
-    for name, config in specs.items():
-        averages = averages_in(tmp_path / name / "checkpoint-4")
-        of_one = {key: value for key, value in config.items() if key not in ("mesh", "scan_layers", "save_strategy")}
-        one = on_cpu(
-            runs,
-            kwargs={"train_dataset": rows(120)},
-            **{**of_one, "per_device_train_batch_size": 16, "output_dir": str(tmp_path / f"{name}-one")},
-        )
-        assert_close(averages, saved(one), atol=1e-5)
-        assert_equal(averages_in(tmp_path / f"{name}-again" / "checkpoint-4"), averages)
-    # Split as the weights are.
-    for name in ("lora", "lora-again", "fsdp", "fsdp-again"):
-        shards, weights = results[name]["average_shards"], results[name]["weight_shards"]
-        assert shards and all(shape == weights[parameter] for parameter, shape in shards.items())
-        assert any(shape != results[name]["shapes"][parameter] for parameter, shape in shards.items())
+    spec["again"]["resume"] = str(tmp_path / "first" / "checkpoint-2")
+    results, _ = on_devices(8, runs.model_dir, spec, tmp_path)
+    for result in results.values():
+        executions, _, compiles, fallbacks = zip(*result["steps"], strict=True)
+        assert set(executions[:-1]) == {config.get("gradient_accumulation_steps", 1)}
+        assert result["recompiles"] == sum(compiles[1:-1]) == sum(fallbacks) == 0
+        # Split as the weights are.
+        for parameter, shape in result["average_shards"].items():
+            assert shape == result["weight_shards"][parameter]
+        split = {
+            parameter for parameter, shape in result["average_shards"].items() if shape != result["shapes"][parameter]
+        }
+        assert bool(split) == ("mesh" in config)
+    first, again = (averages_in(tmp_path / which / "checkpoint-4") for which in ("first", "again"))
+    assert_equal(again, first)
+
+    of_one = {key: value for key, value in config.items() if key not in ("mesh", "scan_layers")}
+    of_one |= {key: 8 * value for key, value in of_one.items() if key.startswith("per_device")}
+    one = on_cpu(runs, kwargs={"train_dataset": rows(120)}, **of_one)
+    assert_close(first, saved(one), atol=1e-5)
+    same_logs(as_trainer(results["first"]["log"]), one)
 
 
 # ---- Settings ----
