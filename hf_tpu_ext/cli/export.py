@@ -8,12 +8,13 @@ DESCRIPTION = """\
 Make a plain model of a run, which transformers, vLLM and others load without this package, and say what that changed:
 the logits of the written files are compared with those of the trained model. An adapter (LoRA, DoRA) is merged into its
 base in float32; a model that was fine-tuned as a whole is converted to another dtype. A reward model keeps its head, and
-its scores are compared. Runs on the CPU.
+its scores are compared. With --ema, the weights are the average that a run with ema_decay keeps. Runs on the CPU.
 
 examples:
   hf-tpu export runs/sft_lora_qwen3 --merge
   hf-tpu export runs/sft_lora_qwen3/checkpoint-500 --merge --dtype float32 --output_dir models/mine
   hf-tpu export runs/sft_full_qwen3 --dtype bfloat16
+  hf-tpu export runs/sft_full_qwen3 --ema
   hf-tpu export runs/reward_qwen3 --dtype bfloat16
 
 The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much
@@ -31,9 +32,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("run_dir", type=Path, help="output_dir of a run, or a checkpoint-N in it")
     parser.add_argument("--merge", action="store_true", help="merge the adapter into its base")
+    parser.add_argument(
+        "--ema", action="store_true", help="the average of the trained weights (ema_decay) instead of the last ones"
+    )
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: that of the adapter's base)")
     parser.add_argument(
-        "--output_dir", type=Path, help="where to write (default: `merged` or `converted` in the run's directory)"
+        "--output_dir",
+        type=Path,
+        help="where to write (default: `merged` or `converted` in the run's directory, with `-ema` behind it for --ema)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument("--base_model", help="the adapter's base, where it is elsewhere than the adapter says")
@@ -59,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         base_model=args.base_model,
         prompts=args.prompts or PROMPTS,
+        ema=args.ema,
     )
     print(_page(export))
     return 0 if export.good else 1
@@ -66,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _page(export) -> str:
     what = f"{export.run_dir}, merged into {export.base}" if export.base else export.run_dir
+    if export.ema:
+        what += ", the average of its weights (EMA)"
     lines = [f"{what}: {export.num_parameters:,} parameters, {export.dtype}"]
     if export.untied:
         lines.append(

@@ -53,6 +53,8 @@ class Export:
             Why.
         auto_class (`str`):
             The class of transformers that loads it.
+        ema (`bool`):
+            Whether it has the average of the trained weights, rather than the last ones.
         dtype (`str`):
             Dtype of the weights.
         num_parameters (`int`):
@@ -85,6 +87,7 @@ class Export:
     same_base: bool | None
     base_check: str
     auto_class: str
+    ema: bool
     dtype: str
     num_parameters: int
     tied: bool
@@ -107,6 +110,7 @@ def export_run(
     overwrite: bool = False,
     base_model: str | None = None,
     prompts: Sequence[str] = PROMPTS,
+    ema: bool = False,
 ) -> Export:
     """
     Make a plain model of a run, on the CPU, and compare it with what was trained.
@@ -115,11 +119,12 @@ def export_run(
         run_dir (`str` or `Path`):
             An output directory, or a `checkpoint-N` in it.
         output_dir (`str` or `Path`, *optional*):
-            Where to write, by default `merged` or `converted` in `run_dir`. It appears when it is complete.
+            Where to write, by default `merged` or `converted` in `run_dir`, with `-ema` behind it for an average. It appears
+            when it is complete.
         merge (`bool`, *optional*, defaults to `False`):
             Whether to merge the adapter that the run has trained; it is merged in float32. Without, a model is converted.
         dtype (`str`, *optional*):
-            `"float32"`, `"bfloat16"` or `"float16"`. By default that of the adapter's base.
+            `"float32"`, `"bfloat16"` or `"float16"`. By default that of the adapter's base; of the run, for an average.
         overwrite (`bool`, *optional*, defaults to `False`):
             Whether an earlier export in `output_dir` may be replaced.
         base_model (`str`, *optional*):
@@ -127,6 +132,8 @@ def export_run(
         prompts (`Sequence[str]`, *optional*):
             What to compare on. The trained model goes on after each, and what it says is compared as well; a reward
             model scores [`~proof.ANSWERS`] to each.
+        ema (`bool`, *optional*, defaults to `False`):
+            Whether to take the average of the trained weights that a run with `ema_decay` keeps beside them.
 
     Returns:
         [`Export`]: What was written. It is in `export.json` beside the weights, too.
@@ -137,14 +144,15 @@ def export_run(
     """
     # Keeps transformers from an accelerator that it finds.
     select_backend("cpu")
-    source = open_source(Path(run_dir), merge, base_model)
-    output_dir = Path(output_dir or source.directory / ("merged" if merge else "converted"))
+    source = open_source(Path(run_dir), merge, base_model, ema)
+    name = ("merged" if merge else "converted") + ("-ema" if ema else "")
+    output_dir = Path(output_dir or source.directory / name)
     check_output(
         output_dir, overwrite, [source.directory, *([Path(source.base)] if Path(source.base).is_dir() else [])]
     )
     config = source.read_config()
     if dtype is None:
-        if not merge:
+        if not merge and not ema:
             raise ValueError("Give the dtype to convert to: --dtype bfloat16 (float32 and float16 are the others).")
         dtype = dtype_name(config.dtype or torch.float32)
     if dtype not in DTYPES:
@@ -189,6 +197,7 @@ def export_run(
             same_base=base_check.same,
             base_check=base_check.text,
             auto_class=auto_class.__name__,
+            ema=ema,
             dtype=dtype,
             num_parameters=num_parameters,
             tied=tied,

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..trainers.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
 from ..trainers.checkpoints import MANIFEST_NAME, find_damage
+from ..trainers.ema import load_average
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,16 @@ class BaseCheck:
 @dataclass(frozen=True)
 class Source:
     """
-    What is exported: an output directory or a checkpoint, the model under its adapter with its revision, and the
-    adapter's configuration. The base of a model of its own is the directory itself.
+    What is exported: an output directory or a checkpoint, the model under its adapter with its revision, the adapter's
+    configuration, and whether the average of the trained weights takes their place. The base of a model of its own is the
+    directory itself.
     """
 
     directory: Path
     base: str
     revision: str | None = None
     adapter: PeftConfig | None = None
+    ema: bool = False
 
     def read_config(self) -> PreTrainedConfig:
         """
@@ -155,6 +158,8 @@ class Source:
                     f"The adapter in {self.directory} does not fit {self.base}. Give the model that it was trained on: "
                     f"--base_model DIRECTORY\n{error}"
                 ) from error
+        if self.ema:
+            load_average(model, self.directory)
         # As the trainer does at the start of a run; an adapter's directory does not keep it.
         align_special_tokens(model.get_base_model() if self.adapter is not None else model, tokenizer)
         return model.eval(), check
@@ -204,10 +209,11 @@ class Source:
         )
 
 
-def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
+def open_source(run_dir: Path, merge: bool, base_model: str | None, ema: bool = False) -> Source:
     """
     Find out what a run has left in its output directory or a checkpoint: an adapter, if one is to be merged, on the
-    base that it names or `base_model`, or a whole model. Raises `ValueError` where it is not what is expected.
+    base that it names or `base_model`, or a whole model; with `ema`, its average. Raises `ValueError` where it is not what
+    is expected.
     """
     if not run_dir.is_dir():
         raise ValueError(
@@ -221,7 +227,7 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
     if (run_dir / ADAPTER_CONFIG_NAME).is_file():
         if not merge:
             raise ValueError(f"{run_dir} holds an adapter. Add --merge.")
-        return _open_adapter(run_dir, base_model)
+        return replace(_open_adapter(run_dir, base_model), ema=ema)
     if not (run_dir / CONFIG_NAME).is_file():
         inside = sorted(path.name for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         hint = f"It holds {', '.join(inside)}: give one of these." if inside else "Give the output_dir of a run."
@@ -230,7 +236,7 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None) -> Source:
         raise ValueError(f"{run_dir} holds a full model, no adapter to merge. Leave out --merge.")
     if base_model is not None:
         raise ValueError(f"{run_dir} holds a full model, which has no base. Leave out --base_model.")
-    return Source(run_dir, str(run_dir))
+    return Source(run_dir, str(run_dir), ema=ema)
 
 
 def _open_adapter(run_dir: Path, base_model: str | None) -> Source:

@@ -199,6 +199,7 @@ class TracingMixin(EveryLengthMixin):
         if self.optimizer is not None:
             for state in self._plain_optimizer.state.values():
                 roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
+        roles |= {id(average): "optimizer state" for average in self.averaging.tensors.values()}
         return roles | {
             id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
         }

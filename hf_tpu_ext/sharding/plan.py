@@ -98,13 +98,13 @@ class ShardingPlan:
         """Bytes of weights on each chip."""
         return sum(parameter.num_bytes // parameter.shards for parameter in self.parameters)
 
-    def state_bytes_per_chip(self) -> int:
+    def state_bytes_per_chip(self, averaged: bool = False) -> int:
         """
-        Bytes that stay on each chip between steps or are there at the end of one: weights, gradients and the two
-        moments of AdamW. Activations are not counted.
+        Bytes that stay on each chip between steps or are there at the end of one: weights, gradients, the two moments of
+        AdamW, and the average of the weights if they are `averaged`. Activations are not counted.
         """
         return sum(
-            parameter.num_bytes // parameter.shards * (4 if parameter.trainable else 1)
+            parameter.num_bytes // parameter.shards * (4 + averaged if parameter.trainable else 1)
             for parameter in self.parameters
         )
 
@@ -155,7 +155,9 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attent
     return plan
 
 
-def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int) -> str | None:
+def advise_sharding(
+    model: nn.Module, mesh: dict[str, int], memory_per_chip: int, averaged: bool = False
+) -> str | None:
     """
     A line for a run whose weights and state alone are more than a chip holds.
 
@@ -166,18 +168,20 @@ def advise_sharding(model: nn.Module, mesh: dict[str, int], memory_per_chip: int
             Size of each axis.
         memory_per_chip (`int`):
             Bytes that a chip holds.
+        averaged (`bool`, *optional*, defaults to `False`):
+            Whether there is an average of the trained weights.
 
     Returns:
         `str` or `None`: What to set; `None` where it fits.
     """
-    needed = ShardingPlan(model, mesh).state_bytes_per_chip()
+    needed = ShardingPlan(model, mesh).state_bytes_per_chip(averaged)
     if needed <= memory_per_chip:
         return None
     line = (
         f"weights, gradients and optimizer state need {format_bytes(needed)} of HBM per chip, which has "
         f"{format_bytes(memory_per_chip)}: "
     )
-    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip()
+    split = ShardingPlan(model, {"data": 1, "fsdp": math.prod(mesh.values())}).state_bytes_per_chip(averaged)
     if split < needed and split <= memory_per_chip:
         return f"{line}mesh=fsdp shards them over all chips, {format_bytes(split)} on each"
     return f"{line}train fewer weights (LoRA: use_peft: true) or a smaller model, or take more chips"

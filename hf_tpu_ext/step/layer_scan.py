@@ -192,6 +192,10 @@ class LayerStack(nn.ModuleList):
     def _template(self) -> nn.Module:
         return self._modules["0"]
 
+    def parts_of(self, parameter: nn.Parameter) -> list[nn.Parameter] | None:
+        """The parameters of the layers that one is stacked of; `None` for another one."""
+        return next((self._parts[name] for name, stacked in self.stacked.items() if stacked is parameter), None)
+
     @torch.no_grad()
     def stack(self) -> None:
         """Take the parameters of the layers. A second time, into the same parameters where their dtype is the same."""

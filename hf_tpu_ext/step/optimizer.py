@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
+from .ema import WeightAverage
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,8 @@ class LazyAdamW(torch.optim.AdamW):
     def __init__(self, params, backend: Backend, **kwargs):
         super().__init__(params, **kwargs)
         self._backend = backend
+        #: An average of the weights, which a step updates as well.
+        self.average: WeightAverage | None = None
         #: What the program of a replayed step updates: [`~LazyAdamW.step`] runs no operator then. `None` where it does.
         self.in_program: Sequence[_Update] | None = None
         #: Parameters that a step does not update although they have a gradient.
@@ -151,13 +154,16 @@ class LazyAdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             learning_rate, decay = group["lr"], group["weight_decay"]
             values.append((1 - learning_rate * decay, learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5))
+        if self.average is not None:
+            share = 1 - self.average.next_decay()
+            values = [(*row, share) for row in values]
         return self._backend.send(torch.tensor(values, dtype=torch.float32)), keys
 
     def _update(self, updates: list["_Update"], coefficients: torch.Tensor, row_of: list[int]) -> None:
         numbers = [row.unbind() for row in coefficients.unbind()]
         for update, row in zip(updates, row_of, strict=True):
             group, parameter, state = update.group, update.parameter, update.state
-            decay, step_size, correction2_sqrt = numbers[row]
+            decay, step_size, correction2_sqrt, *_ = numbers[row]
             beta1, beta2 = group["betas"]
             # Of bfloat16 weights, too, in float32, as in PyTorch's fused AdamW: what is stored is rounded once.
             grad, value = parameter.grad.float(), parameter.float()
@@ -170,6 +176,9 @@ class LazyAdamW(torch.optim.AdamW):
             parameter.copy_(decayed - step)
             state["exp_avg"].copy_(exp_avg)
             state["exp_avg_sq"].copy_(exp_avg_sq)
+        if self.average is not None:
+            # All weights: those without a gradient stay as they are, and their average comes closer.
+            self.average.update(numbers[0][-1])
 
 
 class StepGradients:

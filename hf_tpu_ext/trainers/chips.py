@@ -127,9 +127,9 @@ class Chips:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
         self.sharding_plan.apply(model, self._backend)
-        specs = self.sharding_plan.specs
+        specs, averages = self.sharding_plan.specs, self._trainer.averaging.tensors
         for name, parameter in model.named_parameters():
-            for value in (parameter.grad, *optimizer.state.get(parameter, {}).values()):
+            for value in (parameter.grad, averages.get(parameter), *optimizer.state.get(parameter, {}).values()):
                 # Counters stay on the host, and factored moments where the partitioner has them.
                 place = parameter.device, parameter.shape
                 if isinstance(value, torch.Tensor) and (value.device, value.shape) == place:
@@ -276,9 +276,10 @@ class Chips:
         found = []
         if self._backend.num_chips > 1:
             found.append(describe_mesh(self.mesh))
-        memory = self._backend.memory_per_chip
-        if memory is not None and (advice := advise_sharding(self._trainer.model, self.mesh, memory)) is not None:
-            found.append(advice)
+        memory, averaged = self._backend.memory_per_chip, self._trainer.averaging.average is not None
+        if memory is not None:
+            advice = advise_sharding(self._trainer.model, self.mesh, memory, averaged)
+            found += [] if advice is None else [advice]
         if self.sharding_plan is not None and self._trainer.compiled.show_sharding:
             found.extend(str(self.sharding_plan).splitlines())
         return found

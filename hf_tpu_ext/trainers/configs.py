@@ -117,6 +117,24 @@ class ExtensionArguments:
             "cause. Default: no limit, each is named in a line."
         },
     )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={
+            "help": "Decay of an exponential moving average (EMA) of the trained weights, updated after every optimizer step "
+            "and saved beside the weights as ema.safetensors. 0.999 is usual. Default: no average."
+        },
+    )
+    ema_warmup: bool = field(
+        default=False,
+        metadata={
+            "help": "Lower the decay of early updates to (1 + n) / (10 + n) after n of them, for short runs: the average leaves "
+            "the weights of the beginning sooner."
+        },
+    )
+    ema_eval: bool = field(
+        default=False,
+        metadata={"help": "Evaluate and predict with the average of the weights. Needs ema_decay."},
+    )
     step_status: bool = field(
         default=True,
         metadata={"help": "Show in logs the time of a step by phase, tokens per second, utilization and memory."},
@@ -150,6 +168,7 @@ class ExtensionArguments:
             raise ValueError(
                 f"max_recompiles={self.max_recompiles} is negative. 0 allows none; leave it out to allow any number."
             )
+        self._check_average()
         if self.scan_layers not in ("auto", "on", "off"):
             raise ValueError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
         if self.attention not in ATTENTIONS:
@@ -158,6 +177,19 @@ class ExtensionArguments:
             # YAML reads an unquoted off as false.
             self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"
         super().__post_init__()
+
+    def _check_average(self) -> None:
+        if self.ema_decay is None:
+            if asked := [name for name in ("ema_warmup", "ema_eval") if vars(self)[name]]:
+                raise ValueError(
+                    f"{asked[0]}=True has no effect without an average of the weights. Set ema_decay, for example "
+                    f"ema_decay=0.999, or leave {asked[0]} out."
+                )
+        elif not 0 < self.ema_decay < 1:
+            raise ValueError(
+                f"ema_decay={self.ema_decay} is not above 0 and below 1. 0.999 averages over about 1,000 steps, 0.99 over about "
+                "100; leave it out for no average."
+            )
 
 
 @describe_fields

@@ -83,15 +83,20 @@ class LayerScan:
             self.stack.stack()
             self._stacked_groups = _StackedGroups(optimizer, places, self.stack.stacked)
             self._put_stack()
-        elif not self._is_stacked:
+        elif not self.is_stacked:
             self._take_up_loop()
 
     @property
-    def _is_stacked(self) -> bool:
+    def is_stacked(self) -> bool:
+        """Whether the layers run as one loop now."""
         if self.stack is None:
             return False
         modules, name, _ = self._place_of_layers
         return modules.get(name) is self.stack
+
+    def parts_of(self, parameter: nn.Parameter) -> list[nn.Parameter] | None:
+        """The parameters of the layers that one is stacked of; `None` for another one."""
+        return None if self.stack is None else self.stack.parts_of(parameter)
 
     def _put_stack(self) -> None:
         modules, name, _ = self._place_of_layers
@@ -102,7 +107,7 @@ class LayerScan:
 
     def end(self) -> None:
         """Give the layers their parameters back, if they run as one loop."""
-        if self._is_stacked:
+        if self.is_stacked:
             # What is pending reads the stacked parameters.
             self._trainer.backend.flush()
             modules, name, layers = self._place_of_layers
@@ -138,7 +143,7 @@ class LayerScan:
         return False
 
     def _call_event(self, call_event: Callable, event: str, *args, **kwargs) -> TrainerControl | None:
-        looks = self._is_stacked and any(
+        looks = self.is_stacked and any(
             has_own_code(callback, event) for callback in self._trainer.callback_handler.callbacks
         )
         # With "on", it was said that what runs at every step looks at no layers.
@@ -151,7 +156,7 @@ class LayerScan:
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
         """Within this context, between two steps, every layer has its own parameters."""
-        if not self._is_stacked:
+        if not self.is_stacked:
             yield
             return
         self._trainer.steps.end()
@@ -164,7 +169,7 @@ class LayerScan:
     @contextmanager
     def as_a_loop(self) -> Iterator[None]:
         """Within this context layers run as a loop, where a callback of the user's has them for the time being."""
-        left = self.stack is not None and not self._is_stacked
+        left = self.stack is not None and not self.is_stacked
         if left:
             self._take_up_loop()
         yield
@@ -173,7 +178,7 @@ class LayerScan:
 
     def _take_up_loop(self) -> None:
         """Stack the layers again, unless they are not alike any more."""
-        if self.stack is None or self._is_stacked:
+        if self.stack is None or self.is_stacked:
             return
         modules, name, layers = self._place_of_layers
         reason = "the list of layers has changed"
@@ -185,6 +190,7 @@ class LayerScan:
             return
         logger.warning(f"scan_layers is off from here on, layers are unrolled: {reason}.")
         self._stacked_groups.split()
+        self._trainer.averaging.split(self.stack)
         self.stack, self._trainer.compiled.scan_layers = None, "off"
         self._trainer.steps.keep_gradients()
         self._trainer.chips.shard_training_state(self._trainer.model, self._trainer._plain_optimizer)

@@ -40,6 +40,7 @@ from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import WeightCopies
 from .dataset_checks import check_has_rows, named_datasets
+from .ema import Averaging
 from .evaluation import CompiledEvaluation
 from .evaluation_steps import EvaluationSteps
 from .followed_arguments import FollowedArguments
@@ -134,8 +135,10 @@ class TPUTrainerMixin(
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self)
         self.frozen = ShortFrozenWeights(self)
+        self.averaging = Averaging(self, extension)
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
+        self.averaging.check()
         #: Metrics of upstream's loss, on the device until a log.
         self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
         if self.backend.traces_steps:
@@ -144,6 +147,9 @@ class TPUTrainerMixin(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
             self._prepare_traced_steps()
+        elif self.averaging.average is not None:
+            # Before all other callbacks, one of which may evaluate.
+            self.callback_handler.callbacks.insert(0, self.averaging)
         if self.backend.static_shapes:
             self._prepare_static_shapes(extension.max_recompiles)
         if self.backend.metrics_on_device:
@@ -282,6 +288,7 @@ class TPUTrainerMixin(
         optimizer = super().create_optimizer(model)
         if self.backend.traces_steps and created:
             self._save_from_host(optimizer)
+        self.averaging.note_names(self.model)
         if self.backend.traces_steps:
             self.layers.begin(optimizer)
         return optimizer
@@ -493,3 +500,4 @@ class TPUTrainerMixin(
         # Training is over.
         self.layers.end()
         super()._load_best_model()
+        self.averaging.load_best(self.state.best_model_checkpoint)

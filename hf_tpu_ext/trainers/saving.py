@@ -282,6 +282,8 @@ class SavingMixin:
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self.averaging.save(self.args.output_dir if output_dir is None else output_dir)
         names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base
         if names and self.args.should_save:
             weights = self.model.state_dict() if state_dict is None else state_dict

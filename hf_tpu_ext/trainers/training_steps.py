@@ -79,6 +79,7 @@ class TrainingSteps(TrainerCallback):
         trainer.evaluations.forget()
         if isinstance(optimizer, LazyAdamW):
             optimizer.create_state()
+        trainer.averaging.begin()
         self.keep_gradients()
         trainer.chips.shard_training_state(model, optimizer)
         trainer.copies.separate(model)
@@ -209,6 +210,7 @@ class TrainingSteps(TrainerCallback):
     def _follow_optimizer(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own."""
         optimizer = self._optimizer
+        self._trainer.averaging.follow_optimizer()
         if self.replay is None:
             return
         if not isinstance(optimizer, LazyAdamW):
@@ -300,6 +302,7 @@ class TrainingSteps(TrainerCallback):
         tensors = [*trainer.loss_log.tensors.values(), *trainer.metrics.changed_by("train")]
         for state in self._optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
+        tensors += trainer.averaging.tensors.values()
         if trainer.chips.local_gradients is not None:
             tensors += trainer.chips.local_gradients.tensors
         return tensors

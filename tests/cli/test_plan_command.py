@@ -75,8 +75,12 @@ def test_fits(plan, prepared):
 
 
 def test_search(plan):
-    status, page, planned = plan("--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization")
+    status, page, planned = plan(
+        *("--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization", "--ema_decay", "0.99")
+    )
     assert status == 0, page
+    # Two moments and an average.
+    assert planned["programs"][-1]["arguments"]["optimizer state"] == 12 * 107264
     assert "Pareto front of the variants tried" in page
     for policy in ("none", "dots", "full"):
         assert f"rematerialization: {policy}, per_device_train_batch_size: 8: fits, " in page

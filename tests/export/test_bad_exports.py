@@ -9,6 +9,8 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.export.files import check_room, whole_directory
@@ -51,6 +53,17 @@ def cut(path):
         (lambda run: cut(run / "adapter_model.safetensors"), {}, ["adapter_model.safetensors cannot be read"]),
         (lambda run: (run / "adapter_model.safetensors").unlink(), {}, ["has no adapter_model.safetensors"]),
         (lambda run: edit(run / "adapter_config.json", r=4), {}, ["does not fit", "--base_model DIRECTORY"]),
+        (lambda run: None, {"ema": True}, ["has no ema.safetensors", "ema_decay=0.999", "Leave out --ema"]),
+        (
+            lambda run: save_file({"model.norm.weight": torch.ones(2)}, run / "ema.safetensors"),
+            {"ema": True},
+            ["ema.safetensors is not of the model beside it", "no model.norm.weight of shape (2,)"],
+        ),
+        (
+            lambda run: (run / "ema.safetensors").write_bytes(b"damaged"),
+            {"ema": True},
+            ["ema.safetensors cannot be read", "another checkpoint"],
+        ),
         (lambda run: None, {"output_dir": "run"}, ["which is exported", "--output_dir"]),
         (lambda run: None, {"output_dir": "run/checkpoint-5", "overwrite": True}, ["no export", "another directory"]),
         (lambda run: None, {"output_dir": "run/README.md"}, ["is not a directory"]),

@@ -183,3 +183,30 @@ def test_tokenizer_of_the_base_where_the_run_has_none(lora_run, tmp_path):
         (run_dir / name).write_bytes((lora_run / name).read_bytes())
     export = export_run(run_dir, merge=True)
     assert (Path(export.output_dir) / "chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_average_of_a_run(fine_tune, logits_of, tmp_path, lora):
+    config = None
+    if lora:
+        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    run_dir = fine_tune(tmp_path / "run", config, learning_rate=1e-2, ema_decay=0.8, max_steps=5)
+    load_class = AutoPeftModelForCausalLM if lora else AutoModelForCausalLM
+    model = (
+        load_class.from_pretrained(run_dir / "checkpoint-5", is_trainable=True)
+        if lora
+        else load_class.from_pretrained(run_dir)
+    )
+    of_weights = logits_of(model)
+    # As it would be loaded without this package.
+    averages = load_file(run_dir / "ema.safetensors")
+    assert averages.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.load_state_dict(averages, strict=False)
+    of_average = logits_of(model)
+    assert (of_average - of_weights).abs().max() > 0.1
+    assert main(["export", str(run_dir), "--ema", *(["--merge"] if lora else [])]) == 0
+    output_dir = run_dir / ("merged-ema" if lora else "converted-ema")
+    torch.testing.assert_close(
+        logits_of(AutoModelForCausalLM.from_pretrained(output_dir)), of_average, rtol=0, atol=1e-4 if lora else 0
+    )
+    assert json.loads((output_dir / "export.json").read_text())["ema"] is True

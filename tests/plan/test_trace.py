@@ -42,7 +42,7 @@ LORA = {"r": 4, "lora_dropout": 0.1}
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_accumulation_steps": 2, "lora": LORA, "bf16": True},
+        {"gradient_accumulation_steps": 2, "lora": LORA, "bf16": True, "ema_decay": 0.9},
         pytest.param({"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA}, marks=pytest.mark.slow),
         pytest.param({"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5}, marks=pytest.mark.slow),
         pytest.param({"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),

@@ -141,6 +141,12 @@ def test_no_advice_where_it_fits():
     needed = ShardingPlan(Small(), WHOLE).state_bytes_per_chip()
     assert advise_sharding(Small(), WHOLE, needed) is None
     assert advise_sharding(Small(), WHOLE, needed - 1) is not None
+    # Besides a gradient and two moments of each trained weight, its average.
+    plan = ShardingPlan(Small(), WHOLE)
+    averaged = plan.state_bytes_per_chip(averaged=True)
+    assert averaged - needed == (needed - plan.weight_bytes_per_chip) // 3
+    assert advise_sharding(Small(), WHOLE, averaged, averaged=True) is None
+    assert "optimizer state need" in advise_sharding(Small(), WHOLE, averaged - 1, averaged=True)
 
 
 def test_advice_to_split():

@@ -63,6 +63,11 @@ def describe(trainer, steps):
         "local_gradients": trainer.was_local,
         "weight_shards": {name: shards_of(parameter)[0] for name, parameter in parameters.items()},
         "moment_shards": {name: shards_of(moment)[0] for name, moment in moments.items()},
+        "average_shards": {
+            name: shards_of(trainer.averaging.tensors[parameter])[0]
+            for name, parameter in parameters.items()
+            if parameter in trainer.averaging.tensors
+        },
         "shapes": {name: list(parameter.shape) for name, parameter in parameters.items()},
         "batch_shard": trainer.batch_shard,
         "head_tokens": sorted(trainer.head_tokens),

@@ -15,7 +15,7 @@ from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
 
 MAX_STEPS = 8
 PREFERENCES = ("dpo", "kto", "reward")
-SAVES = dict(save_strategy="steps", save_steps=2, save_total_limit=1, logging_steps=1)
+SAVES = dict(save_strategy="steps", save_steps=2, save_total_limit=1, logging_steps=1, ema_decay=0.9)
 
 
 class _StepBegins(TrainerCallback):

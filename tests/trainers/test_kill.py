@@ -71,7 +71,7 @@ def test_killed_run_ends_with_the_same_weights(xla, tiny_model, tmp_path, kind, 
 
     last = f"checkpoint-{kill_driver.MAX_STEPS}"
     weights = "model.safetensors" if kind == "sft" else "adapter_model.safetensors"
-    for name in (weights, f"{last}/{weights}"):
+    for name in (weights, f"{last}/{weights}", "ema.safetensors", f"{last}/ema.safetensors"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     killed, undisturbed = (
         torch.load(tmp_path / run / last / "optimizer.pt", weights_only=True) for run in ("killed", "undisturbed")
