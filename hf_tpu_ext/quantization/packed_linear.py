@@ -1,7 +1,7 @@
 """Linear layers whose frozen weight stays packed in memory, and is unpacked where a product needs it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -38,8 +38,9 @@ class PackedLinear(nn.Module, ABC):
         for name, tensor in packed.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", bias)
-        #: The unpacked weight, for as long as somebody has it in memory.
-        self.unpacked: Tensor | None = None
+        #: The unpacked weight, where somebody has it in memory already.
+        self.unpacked: Tensor | None
+        self.register_buffer("unpacked", None, persistent=False)
 
     @abstractmethod
     def unpack(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
@@ -48,6 +49,15 @@ class PackedLinear(nn.Module, ABC):
     def unpack_for_gradient(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
         """As [`~PackedLinear.unpack`], for the gradient of the input."""
         return self.unpack(dtype, *packed)
+
+    @property
+    def same_for_gradient(self) -> bool:
+        """Whether [`~PackedLinear.unpack`] and [`~PackedLinear.unpack_for_gradient`] give the same numbers."""
+        return True
+
+    def unpack_for_both(self, x: Tensor, *packed: Tensor) -> Tensor:
+        """The weight for the product with an input, as [`~PackedLinear.unpack`]."""
+        return self.unpack(self.compute_dtype_for(x), *packed)
 
     @property
     def packed(self) -> list[Tensor]:
@@ -149,6 +159,10 @@ class PackedLinear4bit(PackedLinear):
     def unpack_for_gradient(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
         return self.unpack(self.dtype, *packed).to(dtype)
 
+    @property
+    def same_for_gradient(self) -> bool:
+        return self.dtype in (torch.float32, self.compute_dtype)
+
     def _unpack_scales(self, codes: Tensor, code: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
         products = code.index_select(0, codes.flatten().int()).view(codes.shape) * scales.unsqueeze(1)
         # It changes no number. XLA would round a product and its sum with the offset once, and bitsandbytes rounds both.
@@ -178,6 +192,18 @@ class PackedLinear8bit(PackedLinear):
 
     def unpack(self, dtype: torch.dtype, codes: Tensor, scales: Tensor) -> Tensor:
         return (codes.float() * (scales * (1.0 / 127.0)).unsqueeze(1)).to(dtype).t()
+
+
+def unpacked_once(layer: nn.Module) -> dict[str, tuple[Callable[..., Tensor], list[str]]]:
+    """
+    How a layer of a model unpacks weights for its forward pass and its gradient at once, where the numbers of both are the same:
+    as [`~hf_tpu_ext.step.layer_scan.LayerStack`] takes it.
+    """
+    return {
+        f"{path}.unpacked": (module.unpack_for_both, [f"{path}.{name}" for name in module._packed])
+        for path, module in layer.named_modules()
+        if isinstance(module, PackedLinear) and module.same_for_gradient
+    }
 
 
 def names_of_packed(model: nn.Module) -> set[str]:

@@ -1,6 +1,6 @@
 """Layers that are alike as the turns of one loop: a program that does not grow with their number."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import compress, islice
@@ -33,8 +33,17 @@ class _LayerLoop(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, layer: Callable, keeps_dots: bool, blocks: RowBlocks, constants: Any, hidden: Tensor, *weights):
-        ctx.layer, ctx.blocks, ctx.keeps_dots = layer, blocks, keeps_dots
+    def forward(
+        ctx,
+        layer: Callable,
+        in_turn: Callable,
+        keeps_dots: bool,
+        blocks: RowBlocks,
+        constants: Any,
+        hidden: Tensor,
+        *weights,
+    ):
+        ctx.layer, ctx.in_turn, ctx.blocks, ctx.keeps_dots = layer, in_turn, blocks, keeps_dots
         ctx.autocast = current_autocast(hidden.device.type)
         backend = blocks.backend
         # The seeds of the turns are drawn from this state, here and in the backward pass.
@@ -52,7 +61,7 @@ class _LayerLoop(torch.autograd.Function):
 
         def turn(carry: tuple, entries: tuple) -> tuple:
             hidden, shared, own = carry
-            entries = _in_turn(backend, hidden, entries)
+            entries = in_turn(hidden, entries)
 
             def of_block(carry: tuple, entries: tuple) -> tuple:
                 number, hidden, *own = entries
@@ -79,14 +88,16 @@ class _LayerLoop(torch.autograd.Function):
         saved = iter(saved)
         kept, shared, own = (tuple(islice(saved, count)) for count in ctx.counts)
         detached, num_kept = tuple(weight.detach() for weight in saved), len(kept)
-        needed, blocks, backend = ctx.needs_input_grad[5:], ctx.blocks, ctx.blocks.backend
+        needed, blocks, backend = ctx.needs_input_grad[6:], ctx.blocks, ctx.blocks.backend
 
         def turn(carry: tuple, entries: tuple) -> tuple:
             gradient, shared, own = carry
             hidden, *entries = entries
             kept, entries = entries[:num_kept], entries[num_kept:]
             with ctx.autocast():
-                weights = _in_turn(backend, hidden, entries)
+                weights = ctx.in_turn(hidden, entries)
+            # What is made of them in a turn gets no gradient.
+            is_needed = (*needed, *[False] * (len(weights) - len(needed)))
             trained = tuple(compress(weights, needed))
 
             def of_block(carry: tuple, entries: tuple) -> tuple:
@@ -98,8 +109,7 @@ class _LayerLoop(torch.autograd.Function):
                 with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                     hidden = hidden.detach().requires_grad_()
                     weights = [
-                        weight.detach().requires_grad_(is_needed)
-                        for weight, is_needed in zip(weights, needed, strict=True)
+                        weight.detach().requires_grad_(needs) for weight, needs in zip(weights, is_needed, strict=True)
                     ]
                     with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
                         output = ctx.layer(hidden, weights, _restore(ctx, shared, own), number)
@@ -120,15 +130,7 @@ class _LayerLoop(torch.autograd.Function):
         (hidden_grad, *_), found = backend.loops.scan(turn, carry, (inputs, *kept, *detached), reverse=True)
         backend.set_rng_state(now)
         found = iter(found)
-        return *[None] * 4, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
-
-
-def _in_turn(backend: Backend, hidden: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
-    dtype = matmul_dtype(hidden)
-    weights = (weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
-    # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
-    return tuple(backend.gather(weight) for weight in weights)
+        return *[None] * 5, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
 
 
 def _summed(backend: Backend, gradient: Tensor) -> Tensor:
@@ -160,14 +162,25 @@ class LayerStack(nn.ModuleList):
             Whether matrix products with weights are kept for the backward pass, rather than computed again.
         by_rows (`bool`, *optional*, defaults to `False`):
             Whether layers compute each row by itself, so that they can go through [`RowBlocks`].
+        made_in_turn (`dict[str, tuple[Callable, Sequence[str]]]`, *optional*):
+            What is made of frozen parameters at the begin of a layer's turn, once for all that computes with it: for the name of
+            an attribute in a layer, a function of the input of the layer and of the parameters whose names are given.
     """
 
-    def __init__(self, layers: nn.ModuleList, backend: Backend, keeps_dots: bool, by_rows: bool = False):
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        backend: Backend,
+        keeps_dots: bool,
+        by_rows: bool = False,
+        made_in_turn: Mapping[str, tuple[Callable, Sequence[str]]] | None = None,
+    ):
         super().__init__()
         self.add_module("0", layers[0])
         self._backend, self._keeps_dots, self._by_rows = backend, keeps_dots, by_rows
         self.layers = list(layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
+        self._made = made_in_turn or {}
         self._dropouts = [module for module in layers[0].modules() if isinstance(module, nn.Dropout) and module.p]
         # Those of the layers by their name in a layer. They have no values while the stack is in use.
         self._parts: dict[str, list[nn.Parameter]] = {}
@@ -249,7 +262,18 @@ class LayerStack(nn.ModuleList):
                 hidden = functional_call(layer.train(self._template.training), parts, (hidden,), kwargs)
             return hidden
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
-        return _LayerLoop.apply(partial(self._call, blocks), self._keeps_dots, blocks, kwargs, hidden, *weights)
+        return _LayerLoop.apply(
+            partial(self._call, blocks), self._in_turn, self._keeps_dots, blocks, kwargs, hidden, *weights
+        )
+
+    def _in_turn(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
+        dtype, backend = matmul_dtype(hidden), self._backend
+        weights = (weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
+        # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
+        weights = tuple(backend.gather(weight) for weight in weights)
+        named = dict(zip(self._names, weights, strict=False))
+        return *weights, *(make(hidden, *(named[name] for name in names)) for make, names in self._made.values())
 
     def _call(
         self,
@@ -259,13 +283,15 @@ class LayerStack(nn.ModuleList):
         kwargs: dict[str, Any],
         number: Tensor | None,
     ) -> Tensor:
-        weights, seeds = weights[: len(self._names)], weights[len(self._names) :]
+        weights, others = weights[: len(self._names)], weights[len(self._names) :]
+        seeds, made = others[: -len(self._made) or None], others[len(others) - len(self._made) :]
         if seeds:
             seed, chip = seeds[0].unbind()
             # To dropout, a block is what a chip is: one of several with as many rows.
             seeds = (seed, blocks.number_over_chips(chip, number))
         with dropouts_seeded(self._dropouts, *seeds) if seeds else nullcontext():
-            return functional_call(self._template, dict(zip(self._names, weights, strict=True)), (hidden,), kwargs)
+            parts = dict(zip((*self._names, *self._made), (*weights, *made), strict=True))
+            return functional_call(self._template, parts, (hidden,), kwargs)
 
 
 def _get(layer: nn.Module, name: str) -> Tensor:

@@ -232,7 +232,8 @@ class StepGradients:
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """As [`torch.nn.utils.clip_grad_norm_`]: returns the norm of the gradients before they are scaled."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=False)
+    # XLA sums bfloat16 in bfloat16.
+    norm = torch.nn.utils.get_total_norm([parameter.grad.float() for parameter in parameters], foreach=False)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         # By `copy_`, see [`LazyAdamW.step`]. A gradient that persists stays the same tensor, on the same chips.

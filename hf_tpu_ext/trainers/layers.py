@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainerControl
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
+from ..quantization.packed_linear import unpacked_once
 from ..sharding import ShardingPlan
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.layer_scan import LayerStack, find_layers, why_not_alike
@@ -68,8 +69,9 @@ class LayerScan:
                 return
             parent, name = find_layers(self._trainer.model)
             keeps_dots = self._trainer.compiled.rematerialization == "dots"
-            by_rows = self._are_by_rows(getattr(parent, name))
-            self.stack = LayerStack(getattr(parent, name), self._trainer.backend, keeps_dots, by_rows)
+            layers = getattr(parent, name)
+            by_rows, made_in_turn = self._are_by_rows(layers), unpacked_once(layers[0])
+            self.stack = LayerStack(layers, self._trainer.backend, keeps_dots, by_rows, made_in_turn)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             if "call_event" not in vars(self._trainer.callback_handler):
                 self._trainer.callback_handler.call_event = partial(

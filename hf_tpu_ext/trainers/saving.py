@@ -97,6 +97,22 @@ class SavingMixin:
             self.metrics.load_state(state)
         return checkpoint
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        with self._same_dtypes():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with self._same_dtypes():
+            super()._load_best_model()
+
+    @contextmanager
+    def _same_dtypes(self) -> Iterator[None]:
+        """Within this context, weights are loaded. PEFT turns adapters that TRL has made bfloat16 into float32."""
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        yield
+        for name, parameter in self.model.named_parameters() if self.backend.unknown_upstream else ():
+            parameter.data = parameter.data.to(dtypes[name])
+
     def _check_best_metric(self) -> None:
         """Refuse a `metric_for_best_model` that no evaluation will have, where that is known."""
         known = vars(type(self)).get("evaluation_metrics")

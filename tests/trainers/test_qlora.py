@@ -1,0 +1,112 @@
+"""QLoRA on XLA: the same numbers as bitsandbytes on the eager CPU, and the counts of every other run."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_counts import train_and_count
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from hf_tpu_ext import TPUTrainer
+from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.quantization.packed_linear import PackedLinear4bit, PackedLinear8bit
+from hf_tpu_ext.trainers.run_facts import find_facts
+
+
+NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+FP4 = dict(load_in_4bit=True, bnb_4bit_quant_type="fp4")
+INT8 = dict(load_in_8bit=True)
+LORA = {"target_modules": "all-linear"}
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory):
+    """Directory of a tiny model whose linear layers have blocks of bitsandbytes along their rows."""
+    return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, num_hidden_layers=3)
+
+
+@pytest.fixture
+def quantized(runs, wide_model, monkeypatch):
+    """`runs` with quantized models, for both trainers."""
+    runs.model_dir = wide_model
+    trainer_of = runs.trainer
+
+    def trainer(cls, config, model=None, lora=None, **kwargs):
+        # torch_xla has set it, and weights of bitsandbytes cannot be moved then.
+        torch.__future__.set_overwrite_module_params_on_conversion(cls.__module__.startswith("hf_tpu_ext"))
+        return trainer_of(cls, config, model or runs.load(), lora, **kwargs)
+
+    runs.load = lambda **settings: AutoModelForCausalLM.from_pretrained(
+        wide_model, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**(settings or NF4))
+    )
+    runs.trainer = trainer
+    yield runs
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("settings", "scan_layers"),
+    [(NF4, "off"), (NF4, "on"), (FP4, "on"), (INT8, "on")],
+    ids=["nf4", "nf4-scan", "fp4-scan", "int8-scan"],
+)
+def test_losses_are_those_of_bitsandbytes_on_the_eager_cpu(quantized, settings, scan_layers):
+    """TRL keeps the adapters of quantized models in bfloat16: the order of a sum decides how some of them are rounded."""
+    from hf_tpu_ext import TPUSFTConfig
+
+    # Upstream rounds the norm of bfloat16 gradients to bfloat16.
+    more = dict(lora=LORA, max_steps=20, max_grad_norm=0.0)
+    stock = quantized.stock(model=quantized.load(**settings), **more)
+    ours = quantized.ours(model=quantized.load(**settings), config_cls=TPUSFTConfig, scan_layers=scan_layers, **more)
+    assert (ours.layers.stack is not None) == (scan_layers == "on")
+    assert losses(ours)[0] == pytest.approx(losses(stock)[0], rel=1e-6)
+    assert losses(ours) == pytest.approx(losses(stock), abs=1e-4)
+    assert losses(ours)[2] - losses(ours)[-1] > 0.1
+
+
+def test_weights_stay_packed_and_steps_are_counted_as_ever(quantized):
+    trainer, steps = train_and_count(quantized, lora=LORA, scan_layers="on", logging_steps=100)
+    # The last one gives layers their parameters back.
+    assert [step.executions for step in steps[:-1]] == [1] * 7
+    assert [step.reads for step in steps[:-1]] == [0] * 7
+    assert [step.compiles for step in steps[1:-1]] == [0] * 6
+    layers = [module for module in trainer.model.modules() if isinstance(module, PackedLinear4bit)]
+    assert len(layers) == 3 * 7
+    assert {layer.words.device.type for layer in layers} == {"xla"}
+    assert not any(layer.unpacked is not None for layer in layers)
+    assert find_facts(trainer).precision == "bfloat16/float32/nf4 weights"
+
+
+def test_resumed_run_ends_bit_for_bit_where_the_whole_one_does(quantized, tmp_path):
+    whole = quantized.ours(lora=LORA, save_strategy="steps", save_steps=4, output_dir=str(tmp_path / "whole"))
+    whole.save_model()
+    resumed = quantized.ours(lora=LORA, train=False, output_dir=str(tmp_path / "resumed"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    resumed.save_model()
+    expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "resumed"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_8bit_layers_are_packed_in_other_trainers(quantized):
+    from peft import LoraConfig, get_peft_model
+    from transformers import TrainingArguments
+
+    model = get_peft_model(quantized.load(**INT8), LoraConfig(task_type="CAUSAL_LM", **LORA))
+    args = TrainingArguments(
+        str(quantized.output_dir), max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    ids = torch.arange(48).repeat(8, 1)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = TPUTrainer(model, args, train_dataset=rows)
+    trainer.train()
+    assert sum(isinstance(module, PackedLinear8bit) for module in trainer.model.modules()) == 3 * 7
+
+
+def test_other_quantized_weights_are_an_error_with_the_fix(quantized):
+    model = quantized.load()
+    model.hf_quantizer.quantization_config.quant_method = "gptq"
+    with pytest.raises(ValueError, match="quantized by gptq do not train on XLA"):
+        quantized.ours(model=model, lora=LORA, train=False)
