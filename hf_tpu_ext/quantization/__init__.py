@@ -1,0 +1,1 @@
+"""Few bits: layers that compute as they will after rounding."""
