@@ -3,18 +3,23 @@
 import argparse
 from pathlib import Path
 
+from ..formatting import format_bytes
+
 
 DESCRIPTION = """\
 Make a plain model of a run, which transformers, vLLM and others load without this package, and say what that changed:
 the logits of the written files are compared with those of the trained model. An adapter (LoRA, DoRA) is merged into its
 base in float32; a model that was fine-tuned as a whole is converted to another dtype. A reward model keeps its head, and
-its scores are compared. Runs on the CPU.
+its scores are compared. With --quantize, the weights of linear layers are rounded to integers, as in a run with
+qat_weight_dtype, and written in the format of compressed-tensors. Runs on the CPU.
 
 examples:
   hf-tpu export runs/sft_lora_qwen3 --merge
   hf-tpu export runs/sft_lora_qwen3/checkpoint-500 --merge --dtype float32 --output_dir models/mine
   hf-tpu export runs/sft_full_qwen3 --dtype bfloat16
   hf-tpu export runs/reward_qwen3 --dtype bfloat16
+  hf-tpu export runs/qad_q4_qwen3 --merge --quantize
+  hf-tpu export runs/sft_full_qwen3 --quantize int8 --group-size 32
 
 The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much
 or its base is not the one of the training, and 2 if nothing was written.
@@ -33,7 +38,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--merge", action="store_true", help="merge the adapter into its base")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: that of the adapter's base)")
     parser.add_argument(
-        "--output_dir", type=Path, help="where to write (default: `merged` or `converted` in the run's directory)"
+        "--quantize",
+        nargs="?",
+        const="as trained",
+        metavar="DTYPE",
+        help="round linear layers: to what the run was trained for (qat_weight_dtype), or to DTYPE, int2 to int8",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="how many weights of a row share a scale (default: as trained, or 32)",
+    )
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        help="where to write (default: `merged`, `converted` or `quantized` in the run's directory)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument("--base_model", help="the adapter's base, where it is elsewhere than the adapter says")
@@ -59,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         base_model=args.base_model,
         prompts=args.prompts or PROMPTS,
+        quantize=args.quantize,
+        group_size=args.group_size,
     )
     print(_page(export))
     return 0 if export.good else 1
@@ -67,6 +89,10 @@ def run(args: argparse.Namespace) -> int:
 def _page(export) -> str:
     what = f"{export.run_dir}, merged into {export.base}" if export.base else export.run_dir
     lines = [f"{what}: {export.num_parameters:,} parameters, {export.dtype}"]
+    if export.quantized is not None:
+        lines.append(f"Weights of linear layers in {export.quantized}; {format_bytes(export.num_bytes)} in all")
+    elif export.trained_for is not None:
+        lines.append(f"The run was trained for {export.trained_for}: add --quantize to export the rounded weights")
     if export.untied:
         lines.append(
             "The adapter changes one of two tied embeddings: they are two weights now (tie_word_embeddings=false)"

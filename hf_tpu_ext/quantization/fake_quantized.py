@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -30,6 +31,16 @@ class FakeQuantizedLinear(nn.Linear):
         weight = self.weight
         if self.rounding.on:
             weight, input = self.rounding.round_weight(weight), self.rounding.round_activation(input)
+        return F.linear(input, weight.to(input.dtype), self.bias)
+
+
+class FakeQuantizedHead(nn.Linear):
+    """An output head of rounded weights. What it is given is not rounded."""
+
+    rounding: Rounding
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.rounding.round_weight(self.weight) if self.rounding.on else self.weight
         return F.linear(input, weight.to(input.dtype), self.bias)
 
 
@@ -93,15 +104,16 @@ class FakeQuantization:
     def __init__(self, model: nn.Module, rounding: Rounding, adapters: str = "inside", embeddings: bool = False):
         self.rounding = rounding
         base = unwrap_peft_model(model)
-        ends = [base.get_input_embeddings(), base.get_output_embeddings()] if isinstance(base, PreTrainedModel) else []
+        is_known = isinstance(base, PreTrainedModel)
+        ends = [base.get_input_embeddings(), base.get_output_embeddings()] if is_known else [None]
         of_ends = {inner for end in ends if end is not None for inner in end.modules()}
-        if embeddings and any(isinstance(module, BaseTunerLayer) for module in of_ends):
+        if embeddings and any(isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in of_ends):
             raise ValueError(
                 "qat_quantize_embedding=True does not work with adapters on embeddings or on the output head. Leave them out "
-                "of lora_target_modules, or set qat_quantize_embedding=False."
+                "of lora_target_modules and lora_modules_to_save, or set qat_quantize_embedding=False."
             )
-        left_out = _modules_of_adapters(model) | (set() if embeddings else of_ends)
-        #: The linear layers that are rounded, by name, and those of them whose adapters are inside.
+        left_out = _modules_of_adapters(model) | of_ends
+        #: The linear layers that are rounded, by name, without the head, and those of them whose adapters are inside.
         self.linears = {
             name: module
             for name, module in model.named_modules()
@@ -109,8 +121,8 @@ class FakeQuantization:
         }
         self.inside = self._find_adapters(model) if adapters == "inside" else {}
         self.embeddings = [module for module in of_ends if embeddings and isinstance(module, nn.Embedding)]
-        #: Whether the output head is rounded.
-        self.rounds_head = embeddings and len(ends) == 2 and ends[1] is not None
+        #: The output head, where it is rounded.
+        self.head = ends[1] if embeddings and type(ends[-1]) is nn.Linear else None
         #: Weights of experts, in any layer, which belong to no linear layer.
         self.experts = sorted({name_of_any_layer(name) for name, weight in base.named_parameters() if weight.ndim > 2})
         self._check_group_size()
@@ -151,6 +163,7 @@ class FakeQuantization:
         inside = {module.get_base_layer() for module in self.inside.values()}
         classes = {module: FakeQuantizedLinear for module in self.linears.values() if module not in inside}
         classes |= dict.fromkeys(self.inside.values(), AdaptersInside)
+        classes |= {} if self.head is None else {self.head: FakeQuantizedHead}
         classes |= {module: _with_rounded_rows(type(module)) for module in self.embeddings}
         before = {module: type(module) for module in classes}
         for module, cls in classes.items():
@@ -167,7 +180,6 @@ class FakeQuantization:
 
         def rounded(hidden: Tensor, weight: Tensor, *args) -> tuple:
             if self.rounding.on:
-                hidden = self.rounding.round_activation(hidden)
                 weight = self.rounding.round_weight(weight).to(weight.dtype)
             return apply(hidden, weight, *args)
 

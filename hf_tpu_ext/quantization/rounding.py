@@ -62,12 +62,25 @@ class Rounding:
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Round a matrix, in groups along its last dimension, which the size of a group divides. Returns float32."""
+        groups, scale = self._scaled(weight)
+        return _Rounded.apply(groups, scale, 0, self._lowest, -self._lowest - 1).flatten(-2)
+
+    @torch.no_grad()
+    def quantize_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The integers of a rounded matrix, as int8 of its shape, and the scales of its groups: `(rows, groups)`."""
+        groups, scale = self._scaled(weight)
+        integers = torch.round(groups * (1.0 / scale)).clamp(self._lowest, -self._lowest - 1)
+        return integers.flatten(-2).to(torch.int8), scale.squeeze(-1)
+
+    @property
+    def _lowest(self) -> int:
+        return -(2 ** (self.bits - 1))
+
+    def _scaled(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         groups = weight.float().unflatten(-1, (-1, self.group_size))
-        highest = 2 ** (self.bits - 1) - 1
         with torch.no_grad():
-            scale = groups.abs().amax(-1, keepdim=True) / (highest + 0.5)
-            scale = scale.clamp(min=torch.finfo(torch.float32).eps)
-        return _Rounded.apply(groups, scale, 0, -highest - 1, highest).flatten(-2)
+            scale = groups.abs().amax(-1, keepdim=True) / (-self._lowest - 0.5)
+            return groups, scale.clamp(min=torch.finfo(torch.float32).eps)
 
     def round_activation(self, hidden: Tensor) -> Tensor:
         """Round each token of `(..., features)`, where activations are rounded. The dtype stays."""

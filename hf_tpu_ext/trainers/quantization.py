@@ -8,8 +8,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..formatting import count
-from ..quantization.fake_quantized import FakeQuantization
 from ..quantization.rounding import Rounding
+from ..quantization.trained_for import TrainedFor
 from ..step.looped_head import head_wrapped_by
 from .configs import TPUSFTConfig
 
@@ -35,20 +35,25 @@ class QuantizationMixin:
                 f"qat_weight_dtype={args.qat_weight_dtype!r} rounds weights that are trained in full, and those of the model "
                 "are quantized already. Leave out load_in_4bit, load_in_8bit and quantization_config."
             )
-        rounding = Rounding(
-            bits=int(args.qat_weight_dtype.removeprefix("int")),
-            group_size=args.qat_group_size,
-            activations=args.qat_activation_dtype is not None,
-            on=not args.qat_fake_quant_after_n_steps,
+        self._trained_for = TrainedFor(
+            args.qat_weight_dtype,
+            args.qat_group_size,
+            args.qat_activation_dtype,
+            args.qat_quantize_embedding,
+            args.qat_adapters,
         )
-        self._fake_quantization = FakeQuantization(
-            self.model, rounding, args.qat_adapters, args.qat_quantize_embedding
-        )
+        self._fake_quantization = self._trained_for.fake_quantization(self.model)
         self._layers_round = False
-        self.rounding = rounding
+        self.rounding = self._fake_quantization.rounding
+        self.rounding.on = not args.qat_fake_quant_after_n_steps
         self.compiled.changes += self._describe_fake_quantization()
         if args.qat_fake_quant_after_n_steps:
             self.add_callback(_RoundLater(self, args.qat_fake_quant_after_n_steps))
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.rounding is not None and self.args.should_save:
+            self._trained_for.write(self.args.output_dir if output_dir is None else output_dir)
 
     def _describe_fake_quantization(self) -> list[str]:
         args, found = self.args, self._fake_quantization
@@ -98,7 +103,7 @@ class QuantizationMixin:
 
     @contextmanager
     def _head_rounded(self) -> Iterator[None]:
-        if self.rounding is None or not self._layers_round or not self._fake_quantization.rounds_head:
+        if self.rounding is None or not self._layers_round or self._fake_quantization.head is None:
             yield
             return
         with head_wrapped_by(self._fake_quantization.rounding_head):

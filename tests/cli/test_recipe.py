@@ -46,6 +46,9 @@ def parse(tmp_path):
         ("", ["--resume_from_checkpoint", "true"], "resume_from_checkpoint", True),
         ("", ["--resume_from_checkpoint", "runs/checkpoint-4"], "resume_from_checkpoint", "runs/checkpoint-4"),
         ("", [], "resume_from_checkpoint", None),
+        ("qat: {weight_dtype: int4, group_size: 64}", [], "qat_group_size", 64),
+        ("qat: {weight_dtype: int4}\nqat_adapters: beside", [], "qat_adapters", "beside"),
+        ("qat: {weight_dtype: int4}", ["--qat_weight_dtype", "int3"], "qat_weight_dtype", "int3"),
     ],
 )
 def test_values(parse, text, argv, key, value):

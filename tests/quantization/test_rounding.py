@@ -33,6 +33,8 @@ def test_weights(dtype, group_size):
     weight, direction = draw(24, 96), torch.randn(24, 96)
     (expected, its_gradient), (found, gradient_) = (gradient(each, weight, direction) for each in (theirs, ours))
     assert torch.equal(found, expected)
+    integers, scales = Rounding(int(dtype[3:]), group_size).quantize_weight(weight)
+    assert torch.equal((integers.unflatten(1, (-1, group_size)) * scales[..., None]).flatten(1), found)
     torch.testing.assert_close(gradient_, its_gradient, rtol=1e-6, atol=0)
     # Straight through, but for what was clamped.
     assert set(torch.unique(gradient_ / direction).tolist()) == {0.0, 1.0}
