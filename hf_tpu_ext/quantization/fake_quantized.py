@@ -22,6 +22,36 @@ from .rounding import Rounding
 ADAPTERS = ("inside", "beside")
 
 
+def _multiply(up: Tensor, down: Tensor) -> Tensor:
+    return _LongProduct.apply(up, down) if up.device.type == "xla" else up @ down
+
+
+class _LongProduct(torch.autograd.Function):
+    """
+    A product of float32 matrices on a TPU, which rounds what it multiplies to bfloat16: as four products of parts that
+    bfloat16 holds. Where the update of a weight is rounded, other integers than those of an export come out.
+    """
+
+    @staticmethod
+    def forward(ctx, up: Tensor, down: Tensor, multiply: Callable = torch.matmul) -> Tensor:
+        ctx.save_for_backward(up, down)
+        (up, up_rest), (down, down_rest) = _parts(up), _parts(down)
+        rest = multiply(up, down_rest) + multiply(up_rest, down) + multiply(up_rest, down_rest)
+        return multiply(up, down) + rest
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        up, down = ctx.saved_tensors
+        return gradient @ down.T, up.T @ gradient, None
+
+
+def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
+    # Veltkamp's splitting: XLA leaves out a conversion to bfloat16 and back.
+    wide = values * (2**16 + 1)
+    short = wide - (wide - values)
+    return short, values - short
+
+
 class FakeQuantizedLinear(nn.Linear):
     """A linear layer that computes with its weight as it is after rounding. Its parameters stay as they are."""
 
@@ -59,8 +89,8 @@ class AdaptersInside(LoraLinear):
             with torch.autocast(x.device.type, enabled=False):
                 for name in self.active_adapters:
                     if name in self.lora_A:
-                        down, up = self.lora_A[name].weight.float(), self.lora_B[name].weight.float()
-                        weight = weight + (up @ down) * self.scaling[name]
+                        up, down = self.lora_B[name].weight.float(), self.lora_A[name].weight.float()
+                        weight = weight + _multiply(up, down) * self.scaling[name]
         weight = self.rounding.round_weight(weight)
         return F.linear(self.rounding.round_activation(x), weight.to(x.dtype), base.bias)
 

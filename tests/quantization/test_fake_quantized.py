@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.quantization.fake_quantized import FakeQuantization, without_rounding
+from hf_tpu_ext.quantization.fake_quantized import FakeQuantization, _LongProduct, _parts, without_rounding
 from hf_tpu_ext.quantization.rounding import Rounding
 
 
@@ -98,6 +98,31 @@ def test_adapters_inside_are_added_in_float32_under_autocast(load):
     weight = layer.base_layer.weight + layer.get_delta_weight("default")
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(found, torch.nn.functional.linear(hidden, rounding.round_weight(weight)))
+
+
+def test_products_on_a_tpu_are_as_long_as_elsewhere():
+    """A TPU multiplies what it has rounded to bfloat16."""
+
+    def as_on_tpu(left, right):
+        return left.bfloat16().float() @ right.bfloat16().float()
+
+    up, down = (torch.randn(shape, requires_grad=True) for shape in ((24, 8), (8, 32)))
+    exact = up @ down
+    found = _LongProduct.apply(up, down, as_on_tpu)
+    assert (found - exact).abs().max() < 2**-7 * (as_on_tpu(up, down) - exact).abs().max()
+    torch.testing.assert_close(_LongProduct.apply(up, down), exact, rtol=1e-5, atol=1e-6)
+    direction = torch.randn(24, 32)
+    theirs, ours = (torch.autograd.grad(product, (up, down), direction) for product in (exact, found))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_parts_of_a_float_are_exact(xla, device):
+    values = torch.randn(64, 64) * torch.logspace(-20, 20, 64)
+    short, rest = xla.fetch(_parts(values.to(device)))
+    assert torch.equal(short.bfloat16().float(), short)
+    assert torch.equal(short + rest, values)
+    assert (rest.abs() <= values.abs() * 2**-8).all()
 
 
 def test_adapters_beside_stay_as_they_are(load):
