@@ -125,6 +125,10 @@ class ProgramWatch:
         self.step = None
         self._backend.insight.note_lines(traced)
 
+    def expect_others(self) -> None:
+        """Take the next programs for the first of their kind and shape: what steps compute is to be something else."""
+        self._known.clear()
+
     @property
     def programs(self) -> list[Hashable]:
         """The programs seen so far."""

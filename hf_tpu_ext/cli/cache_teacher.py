@@ -173,6 +173,8 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     training_args.kd_teacher = training_args.kd_cache = training_args.model_init_kwargs = None
     training_args.gradient_checkpointing = training_args.push_to_hub = training_args.padding_free = False
     training_args.show_samples = 0
+    # It is the student that is rounded.
+    training_args.qat_weight_dtype = None
     training_args.per_device_eval_batch_size = cache_args.batch_size or training_args.per_device_eval_batch_size
     trainer = TPUSFTTrainer(
         model, training_args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processor

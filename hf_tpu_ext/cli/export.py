@@ -3,12 +3,16 @@
 import argparse
 from pathlib import Path
 
+from ..formatting import format_bytes
+
 
 DESCRIPTION = """\
 Make a plain model of a run, which transformers, vLLM and others load without this package, and say what that changed:
 the logits of the written files are compared with those of the trained model. An adapter (LoRA, DoRA) is merged into its
 base in float32; a model that was fine-tuned as a whole is converted to another dtype. A reward model keeps its head, and
-its scores are compared. With --ema, the weights are the average that a run with ema_decay keeps. Runs on the CPU.
+its scores are compared. With --ema, the weights are the average that a run with ema_decay keeps. With --quantize, the
+weights of linear layers are rounded to integers, as in a run with qat_weight_dtype, and written in the format of
+compressed-tensors. Runs on the CPU.
 
 examples:
   hf-tpu export runs/sft_lora_qwen3 --merge
@@ -16,6 +20,9 @@ examples:
   hf-tpu export runs/sft_full_qwen3 --dtype bfloat16
   hf-tpu export runs/sft_full_qwen3 --ema
   hf-tpu export runs/reward_qwen3 --dtype bfloat16
+  hf-tpu export runs/qad_q4_qwen3 --merge --quantize
+  hf-tpu export runs/sft_full_qwen3 --quantize int8 --group-size 32
+  hf-tpu export runs/qad_q4_qwen3 --quantize --gguf runs/qad_q4_qwen3/merged.gguf
 
 The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much
 or its base is not the one of the training, and 2 if nothing was written.
@@ -37,9 +44,30 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: that of the adapter's base)")
     parser.add_argument(
+        "--quantize",
+        nargs="?",
+        const="as trained",
+        metavar="DTYPE",
+        help="round linear layers: to what the run was trained for (qat_weight_dtype), or to DTYPE, int2 to int8",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="how many weights of a row share a scale (default: as trained, or 32)",
+    )
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="with --quantize: round a float32 GGUF file of the merged model instead, made by llama.cpp's "
+        "convert_hf_to_gguf.py, to the types Q4_0 (int4) or Q8_0 (int8), beside it",
+    )
+    parser.add_argument(
         "--output_dir",
         type=Path,
-        help="where to write (default: `merged` or `converted` in the run's directory, with `-ema` behind it for --ema)",
+        help="where to write (default: `merged`, `converted` or `quantized` in the run's directory, with `-ema` behind it "
+        "for --ema)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export there")
     parser.add_argument("--base_model", help="the adapter's base, where it is elsewhere than the adapter says")
@@ -57,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     from ..export.proof import PROMPTS
 
     logging.disable_progress_bar()
+    if args.gguf is not None:
+        return _write_gguf(args)
     export = export_run(
         args.run_dir,
         args.output_dir,
@@ -66,9 +96,30 @@ def run(args: argparse.Namespace) -> int:
         base_model=args.base_model,
         prompts=args.prompts or PROMPTS,
         ema=args.ema,
+        quantize=args.quantize,
+        group_size=args.group_size,
     )
     print(_page(export))
     return 0 if export.good else 1
+
+
+def _write_gguf(args: argparse.Namespace) -> int:
+    from ..export.gguf import write_gguf
+    from ..export.quantized import choose_quantization
+
+    if args.quantize is None:
+        raise ValueError("--gguf rounds the weights in a GGUF file. Add --quantize.")
+    for name in ("merge", "ema", "dtype", "output_dir", "overwrite", "base_model", "prompts"):
+        if vars(args)[name]:
+            raise ValueError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")
+    trained_for = choose_quantization(args.run_dir, args.quantize, args.group_size)
+    export = write_gguf(args.gguf, trained_for)
+    print(
+        f"{export.tensors} matrices in {trained_for.describe()}, as {export.type}; {format_bytes(export.num_bytes)} in all\n"
+        f"Scales are float16: a weight differs by at most {export.difference:.2g} of its scale from the one that was trained\n"
+        f"Written: {export.path}"
+    )
+    return 0
 
 
 def _page(export) -> str:
@@ -76,6 +127,10 @@ def _page(export) -> str:
     if export.ema:
         what += ", the average of its weights (EMA)"
     lines = [f"{what}: {export.num_parameters:,} parameters, {export.dtype}"]
+    if export.quantized is not None:
+        lines.append(f"Weights of linear layers in {export.quantized}; {format_bytes(export.num_bytes)} in all")
+    elif export.trained_for is not None:
+        lines.append(f"The run was trained for {export.trained_for}: add --quantize to export the rounded weights")
     if export.untied:
         lines.append(
             "The adapter changes one of two tied embeddings: they are two weights now (tie_word_embeddings=false)"

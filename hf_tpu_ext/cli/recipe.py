@@ -120,10 +120,26 @@ def read_recipe(argv: list[str], loader: type[yaml.SafeLoader] = yaml.SafeLoader
     env = values.pop("env", {})
     if not isinstance(env, dict):
         raise ValueError(f"{known.config}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
+    _flatten_qat(values, known.config)
     if known.backend is not None:
         values["backend"] = known.backend
     env = {str(name): str(value) for name, value in env.items()}
     return Recipe(known.config, values, env, rest, known.smoke)
+
+
+def _flatten_qat(values: dict[str, Any], path: str | None) -> None:
+    """Replace a mapping under `qat`, the form that Axolotl has, by its keys behind a prefix: `qat_weight_dtype`."""
+    if "qat" not in values:
+        return
+    qat = values.pop("qat")
+    if not isinstance(qat, dict):
+        raise ValueError(
+            f"{path}: qat is {qat!r}, expected a mapping such as `qat: {{weight_dtype: int4, group_size: 32}}`."
+        )
+    for key, value in qat.items():
+        if f"qat_{key}" in values:
+            raise ValueError(f"{path}: {key!r} under qat and qat_{key} are the same key. Leave one of them.")
+        values[f"qat_{key}"] = value
 
 
 def load_recipe(argv: list[str], tiny_data: str) -> Recipe:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from .. import __version__
 from ..backends import select_backend
 from ..formatting import dtype_name
+from ..quantization.trained_for import TrainedFor
 from .files import REPORT_FILE, check_output, check_room, whole_directory
 from .models import merge as merge_adapter
 from .models import open_source
@@ -29,6 +31,7 @@ from .proof import (
     tokenize_answers,
     tokenize_prompts,
 )
+from .quantized import check_installed, choose_quantization, write_quantized
 
 
 #: Dtypes that weights are written in.
@@ -57,6 +60,12 @@ class Export:
             Whether it has the average of the trained weights, rather than the last ones.
         dtype (`str`):
             Dtype of the weights.
+        quantized (`str`, *optional*):
+            What weights of linear layers were rounded to, where they were.
+        trained_for (`str`, *optional*):
+            What they were rounded to in training, where they were.
+        num_bytes (`int`):
+            Bytes of the files of weights.
         num_parameters (`int`):
             How many there are.
         tied (`bool`):
@@ -89,6 +98,9 @@ class Export:
     auto_class: str
     ema: bool
     dtype: str
+    quantized: str | None
+    trained_for: str | None
+    num_bytes: int
     num_parameters: int
     tied: bool
     untied: bool
@@ -111,6 +123,8 @@ def export_run(
     base_model: str | None = None,
     prompts: Sequence[str] = PROMPTS,
     ema: bool = False,
+    quantize: str | None = None,
+    group_size: int | None = None,
 ) -> Export:
     """
     Make a plain model of a run, on the CPU, and compare it with what was trained.
@@ -119,8 +133,8 @@ def export_run(
         run_dir (`str` or `Path`):
             An output directory, or a `checkpoint-N` in it.
         output_dir (`str` or `Path`, *optional*):
-            Where to write, by default `merged` or `converted` in `run_dir`, with `-ema` behind it for an average. It appears
-            when it is complete.
+            Where to write, by default `merged`, `converted` or `quantized` in `run_dir`, with `-ema` behind it for an
+            average. It appears when it is complete.
         merge (`bool`, *optional*, defaults to `False`):
             Whether to merge the adapter that the run has trained; it is merged in float32. Without, a model is converted.
         dtype (`str`, *optional*):
@@ -134,6 +148,10 @@ def export_run(
             model scores [`~proof.ANSWERS`] to each.
         ema (`bool`, *optional*, defaults to `False`):
             Whether to take the average of the trained weights that a run with `ema_decay` keeps beside them.
+        quantize (`str`, *optional*):
+            What to round the weights of linear layers to, `"int2"` to `"int8"`; or `"as trained"`, with `qat_weight_dtype`.
+        group_size (`int`, *optional*):
+            How many of them share a scale, by default as trained, or 32.
 
     Returns:
         [`Export`]: What was written. It is in `export.json` beside the weights, too.
@@ -145,19 +163,25 @@ def export_run(
     # Keeps transformers from an accelerator that it finds.
     select_backend("cpu")
     source = open_source(Path(run_dir), merge, base_model, ema)
-    name = ("merged" if merge else "converted") + ("-ema" if ema else "")
+    quantization = choose_quantization(source.directory, quantize, group_size)
+    if quantization is not None:
+        check_installed()
+    name = "quantized" if quantization is not None else "merged" if merge else "converted"
+    name += "-ema" if ema else ""
     output_dir = Path(output_dir or source.directory / name)
     check_output(
         output_dir, overwrite, [source.directory, *([Path(source.base)] if Path(source.base).is_dir() else [])]
     )
     config = source.read_config()
     if dtype is None:
-        if not merge and not ema:
+        if not merge and not ema and quantization is None:
             raise ValueError("Give the dtype to convert to: --dtype bfloat16 (float32 and float16 are the others).")
         dtype = dtype_name(config.dtype or torch.float32)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: weights are written in {', '.join(DTYPES)}. Give one of these.")
     auto_class = source.auto_class(config)
+    if quantization is not None and auto_class is AutoModelForSequenceClassification:
+        raise ValueError("--quantize rounds causal language models, and this is a reward model. Leave it out.")
     with torch.device("meta"):
         size = auto_class.from_config(config).num_parameters() * DTYPES[dtype].itemsize
     check_room(output_dir, size)
@@ -167,8 +191,14 @@ def export_run(
     if auto_class is AutoModelForSequenceClassification:
         rows, measure = tokenize_answers(tokenizer, prompts), preferences
     else:
-        rows, measure = answer(model, tokenize_prompts(tokenizer, prompts)), logits
-    trained = measure(model, rows)
+        rows, measure = tokenize_prompts(tokenizer, prompts), logits
+    trained_for = TrainedFor.read(source.directory)
+    rounded = trained_for is not None and quantization is not None
+    # What is exported is what was trained: a model that rounds.
+    with trained_for.fake_quantization(model).applied() if rounded else nullcontext():
+        if measure is logits:
+            rows = answer(model, rows)
+        trained = measure(model, rows)
     training = None
     if merge:
         with model.disable_adapter():
@@ -180,7 +210,10 @@ def export_run(
     num_parameters, tied = model.num_parameters(), model.config.tie_word_embeddings
 
     with whole_directory(output_dir) as partial:
-        model.to(DTYPES[dtype]).save_pretrained(partial)
+        if quantization is None:
+            model.to(DTYPES[dtype]).save_pretrained(partial)
+        else:
+            write_quantized(model, quantization, DTYPES[dtype], partial)
         tokenizer.save_pretrained(partial)
         del model
         gc.collect()
@@ -188,8 +221,17 @@ def export_run(
         written = auto_class.from_pretrained(partial, dtype=dtype).eval()
         measured = measure(written, rows)
         exported = compare(trained, measured)
-        weights = exported if dtype == "float32" else compare(trained, measure(written.float(), rows))
-        good, verdict = judge(dtype, exported, training) if base_check.same is not False else (False, base_check.text)
+        weights = exported
+        if dtype != "float32":
+            # Its scales are not made float32 afterwards.
+            in_float32 = (
+                written.float() if quantization is None else auto_class.from_pretrained(partial, dtype="float32")
+            )
+            weights = compare(trained, measure(in_float32.eval(), rows))
+        good, verdict = False, base_check.text
+        if base_check.same is not False:
+            rounded_now = quantization.describe() if quantization is not None and not rounded else None
+            good, verdict = judge(dtype, exported, training, rounded_now)
         export = Export(
             output_dir=str(output_dir),
             run_dir=str(run_dir),
@@ -199,6 +241,9 @@ def export_run(
             auto_class=auto_class.__name__,
             ema=ema,
             dtype=dtype,
+            quantized=None if quantization is None else quantization.describe(),
+            trained_for=None if trained_for is None else trained_for.describe(),
+            num_bytes=sum(file.stat().st_size for file in partial.glob("*.safetensors")),
             num_parameters=num_parameters,
             tied=tied,
             untied=config.tie_word_embeddings and not tied,

@@ -142,10 +142,13 @@ def compare(trained: list[torch.Tensor], other: list[torch.Tensor]) -> Differenc
     )
 
 
-def judge(dtype: str, exported: Difference, training: Difference | None) -> tuple[bool, str]:
+def judge(
+    dtype: str, exported: Difference, training: Difference | None, rounded_to: str | None = None
+) -> tuple[bool, str]:
     """
-    Say whether an export with weights of a dtype may be used in place of the trained model, and why, from what it
-    changed and from what training changed, where the base is known.
+    Say whether an export with weights of a dtype, and those of linear layers `rounded_to` integers that they were not
+    trained for, may be used in place of the trained model, and why, from what it changed and from what training changed,
+    where the base is known.
     """
     if training is not None and training.max_abs == 0:
         return False, (
@@ -157,12 +160,14 @@ def judge(dtype: str, exported: Difference, training: Difference | None) -> tupl
             True,
             "The exported model is the trained one: they differ no more than float32 sums in another order do.",
         )
-    if dtype == "float32":
+    if dtype == "float32" and rounded_to is None:
         return False, "The exported model is not the trained one. Do not use it, and use the adapter on its base."
     of_training = exported.mean_kl / max(training.mean_kl, _SAME) if training is not None else 0.0
     share = f", {of_training:.2g} of what training changed" if training is not None else ""
-    what = f"Rounding to {dtype} changes the model by {exported.mean_kl:.2g} nats{share}"
+    what = f"Rounding to {rounded_to or dtype} changes the model by {exported.mean_kl:.2g} nats{share}"
     # The other way round, a NaN would pass.
     if exported.mean_kl <= _MUCH and of_training <= _MUCH_OF_TRAINING:
         return True, f"{what}: little."
+    if rounded_to is not None:
+        return False, f"{what}: much. Train with qat_weight_dtype, or export more bits: --quantize int8."
     return False, f"{what}: much. Export with --dtype float32, or keep the adapter beside its base."

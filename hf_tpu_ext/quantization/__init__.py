@@ -1,1 +1,1 @@
-"""Weights in few bits."""
+"""Few bits: weights that stay packed, and layers that compute as they will after rounding."""

@@ -10,11 +10,20 @@ from trl import SFTConfig
 
 from ..backends import BACKENDS, select_backend
 from ..distillation.losses import KD_LOSSES
+from ..quantization.fake_quantized import ADAPTERS
+from ..quantization.rounding import ACTIVATION_DTYPES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
 from ..step.attention import ATTENTIONS
 
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
+_NEED_A_WEIGHT_DTYPE = (
+    "qat_group_size",
+    "qat_activation_dtype",
+    "qat_quantize_embedding",
+    "qat_fake_quant_after_n_steps",
+    "qat_adapters",
+)
 #: What is said of `deepspeed`.
 NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' shards the weights."
 
@@ -242,8 +251,43 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
     kd_beta: float = field(default=0.5, metadata={"help": "Weight of the teacher in the mixture of kd_loss='jsd'."})
     kd_preload: bool = field(default=False, metadata={"help": "Read the whole teacher cache into memory at start."})
 
+    qat_weight_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Quantization-aware training: linear layers compute with their weights rounded to this dtype, int2 to int8, "
+            "and the weights that are rounded are trained. `hf-tpu export --quantize` writes the rounded ones.",
+            "choices": list(WEIGHT_DTYPES),
+        },
+    )
+    qat_group_size: int = field(
+        default=32,
+        metadata={"help": "How many weights of a row share a scale. It has to divide the inputs of all layers."},
+    )
+    qat_activation_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Also round what linear layers are given: 'int8', with a scale for each token. Default: not.",
+            "choices": list(ACTIVATION_DTYPES),
+        },
+    )
+    qat_quantize_embedding: bool = field(
+        default=False, metadata={"help": "Also round the embeddings and the output head, tied or not."}
+    )
+    qat_fake_quant_after_n_steps: int | None = field(
+        default=None, metadata={"help": "Train this many steps without rounding first. Default: round from the start."}
+    )
+    qat_adapters: str = field(
+        default="inside",
+        metadata={
+            "help": "Where LoRA adapters are. 'inside' the rounding, round(W + B A): the exported integers have them. 'beside' "
+            "the rounded base, round(W) x + B A x: they stay adapters.",
+            "choices": list(ADAPTERS),
+        },
+    )
+
     def __post_init__(self):
         self._check_distillation()
+        self._check_quantization()
         if self.show_samples < 0:
             raise ValueError(
                 f"show_samples={self.show_samples} is negative. Give the number of prompts to generate from, or 0."
@@ -277,6 +321,35 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
             raise ValueError(
                 "Distillation mixes the teacher's loss with plain cross-entropy. Leave loss_type and "
                 "label_smoothing_factor out."
+            )
+
+    def _check_quantization(self) -> None:
+        if self.qat_weight_dtype is None:
+            defaults = {name: type(self).__dataclass_fields__[name].default for name in _NEED_A_WEIGHT_DTYPE}
+            changed = [name for name, default in defaults.items() if vars(self)[name] != default]
+            if changed:
+                raise ValueError(
+                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without qat_weight_dtype. Set it, for example "
+                    "qat_weight_dtype='int4', or leave this out."
+                )
+            return
+        if self.qat_weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"Unknown qat_weight_dtype={self.qat_weight_dtype!r}. Allowed: {', '.join(WEIGHT_DTYPES)}."
+            )
+        if self.qat_activation_dtype not in (None, *ACTIVATION_DTYPES):
+            raise ValueError(
+                f"Unknown qat_activation_dtype={self.qat_activation_dtype!r}. Allowed: {', '.join(ACTIVATION_DTYPES)}; or "
+                "leave it out to round weights only."
+            )
+        if self.qat_adapters not in ADAPTERS:
+            raise ValueError(f"Unknown qat_adapters={self.qat_adapters!r}. Allowed: {', '.join(ADAPTERS)}.")
+        if self.qat_group_size < 2:
+            raise ValueError(f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual.")
+        if self.qat_fake_quant_after_n_steps is not None and self.qat_fake_quant_after_n_steps < 0:
+            raise ValueError(
+                f"qat_fake_quant_after_n_steps={self.qat_fake_quant_after_n_steps} is negative. Give the number of steps "
+                "without rounding, or leave it out."
             )
 
 

@@ -16,6 +16,7 @@ from ..distillation.collator import cached_teacher, collate_with_teacher
 from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ..distillation.losses import TopK
 from ..distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
+from ..quantization.fake_quantized import without_rounding
 from ..sharding.per_chip import ShardToFull
 from ..step.attention import static_masks
 from ..step.autocast import matmul_dtype
@@ -58,7 +59,8 @@ class DistillationMixin:
             if not isinstance(self.model, PeftModel):
                 raise ValueError(
                     "kd_teacher='base' is the student with its adapters switched off, but this student has none. Train "
-                    "with LoRA (use_peft: true, or peft_config=...), or make a cache of the base first: hf-tpu "
+                    "with LoRA (use_peft: true, or peft_config=...), or name the base itself (kd_teacher=MODEL) where the student "
+                    "is rounded (qat_weight_dtype), or make a cache of the base first: hf-tpu "
                     "cache-teacher --kd_teacher MODEL, then kd_cache=DIRECTORY."
                 )
             self._check_top_k(unwrap_peft_model(self.model))
@@ -70,7 +72,7 @@ class DistillationMixin:
 
     def _load_teacher(self, name: str) -> torch.nn.Module:
         student = unwrap_peft_model(self.model)
-        if name == student.name_or_path and not isinstance(self.model, PeftModel):
+        if name == student.name_or_path and not isinstance(self.model, PeftModel) and self.rounding is None:
             raise ValueError(
                 f"kd_teacher={name!r} is the student itself. Give another model; with LoRA, "
                 "kd_teacher='base' holds the student to its base."
@@ -125,7 +127,7 @@ class DistillationMixin:
                 f"{cache.manifest.teacher!r}. Leave kd_teacher out to use the cache as it is, or make another one: hf-tpu "
                 "cache-teacher."
             )
-        if cache.manifest.teacher == student and not isinstance(self.model, PeftModel):
+        if cache.manifest.teacher == student and not isinstance(self.model, PeftModel) and self.rounding is None:
             raise ValueError(
                 f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself. "
                 "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
@@ -145,7 +147,8 @@ class DistillationMixin:
         mode = "train" if self.model.training else "eval"
         scored = inputs["labels"][:, 1:].flatten() != -100
         masks = static_masks(inputs.get("segment_ids")) if self.backend.static_shapes else nullcontext()
-        with masks, torch.no_grad():
+        # The student's own base is a teacher as it was before it was rounded.
+        with masks, torch.no_grad(), without_rounding(self.rounding):
             teacher = self.teacher(self.model, inputs)
         seen: list[TokenTerms] = []
 

@@ -10,10 +10,11 @@ from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
 from .distillation import KD_METRICS, DistillationMixin, distills
 from .mixin import TPUTrainerMixin
+from .quantization import QuantizationMixin
 from .saving import UPSTREAM_METRICS
 
 
-class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
+class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTrainer):
     """
     [`~trl.SFTTrainer`] that trains on TPU, GPU and CPU with the same arguments.
 
@@ -54,6 +55,7 @@ class TPUSFTTrainer(DistillationMixin, TPUTrainerMixin, SFTTrainer):
             check_dataset(dataset, name, given["args"], has_formatting_func=given.get("formatting_func") is not None)
 
     def _finish_set_up(self) -> None:
+        self._prepare_fake_quantization()
         if distills(self.args):
             self._prepare_teacher()
         if isinstance(self.args, TPUSFTConfig) and self.args.show_samples:

@@ -46,6 +46,9 @@ def parse(tmp_path):
         ("", ["--resume_from_checkpoint", "true"], "resume_from_checkpoint", True),
         ("", ["--resume_from_checkpoint", "runs/checkpoint-4"], "resume_from_checkpoint", "runs/checkpoint-4"),
         ("", [], "resume_from_checkpoint", None),
+        ("qat: {weight_dtype: int4, group_size: 64}", [], "qat_group_size", 64),
+        ("qat: {weight_dtype: int4}\nqat_adapters: beside", [], "qat_adapters", "beside"),
+        ("qat: {weight_dtype: int4}", ["--qat_weight_dtype", "int3"], "qat_weight_dtype", "int3"),
     ],
 )
 def test_values(parse, text, argv, key, value):
@@ -76,6 +79,21 @@ def test_values(parse, text, argv, key, value):
         ("packing: 3", [], "{path}: packing is 3, expected bool."),
         ("length_buckets: [64, many]", [], "{path}: length_buckets is [64, 'many'], expected list[int] | None."),
         ("dtype: float", [], "{path}: dtype is 'float', expected one of auto, bfloat16, float16, float32."),
+        (
+            "qat: int4",
+            [],
+            "{path}: qat is 'int4', expected a mapping such as `qat: {{weight_dtype: int4, group_size: 32}}`.",
+        ),
+        (
+            "qat: {{wieght_dtype: int4}}",
+            [],
+            "unknown key 'qat_wieght_dtype' in {path}. Did you mean 'qat_weight_dtype'?",
+        ),
+        (
+            "qat_group_size: 8\nqat: {{group_size: 4}}",
+            [],
+            "'group_size' under qat and qat_group_size are the same key.",
+        ),
         ("datasets: [{{path: a, nam: b}}]", [], "unexpected keyword argument 'nam'"),
         ("lr_scheduler_type: cosin", [], "lr_scheduler_type is 'cosin', expected one of linear, cosine"),
         ("", ["--max_steps", "many"], "command line: argument --max_steps/--max-steps: invalid int value: 'many'"),

@@ -109,7 +109,9 @@ def test_cache_of_a_recipe(xla, tiny, recipe, prepared, tmp_path, capsys):
 
 def test_defaults(xla, tiny, recipe, tmp_path, capsys):
     """All of a small vocabulary; in bfloat16, as upstream computes by default; and where `--output_dir` says."""
-    argv = ["cache-teacher", "--config", recipe(bf16=None, kd_temperature=None, eval_strategy=None)]
+    # A teacher is not rounded: its layers need not be divided by the size of a group.
+    changes = dict(qat={"weight_dtype": "int4", "group_size": 13})
+    argv = ["cache-teacher", "--config", recipe(bf16=None, kd_temperature=None, eval_strategy=None, **changes)]
     assert main([*argv, "--kd_teacher=base", "--output_dir", str(tmp_path / "other"), "--kd_top_k", "259"]) == 0
     assert f"{tiny / 'model'} (the student's own start) on CPU" in capsys.readouterr().out
     manifest = TeacherCache(tmp_path / "other").manifest

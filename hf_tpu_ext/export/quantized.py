@@ -1,0 +1,112 @@
+"""Weights in few bits, in the form of compressed-tensors, which transformers, vLLM and SGLang load."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..quantization.rounding import WEIGHT_DTYPES
+from ..quantization.trained_for import QUANTIZATION_FILE, TrainedFor
+
+
+#: Where the dtype is the one that a run was trained for.
+AS_TRAINED = "as trained"
+
+
+def choose_quantization(run_dir: Path, dtype: str | None, group_size: int | None) -> TrainedFor | None:
+    """
+    Find out what weights are to be rounded to: what a run was trained for, which a given `dtype` and `group_size` have to
+    agree with; or these, of a run that was trained without rounding. `None` where `dtype` is.
+
+    Raises:
+        `ValueError`: They do not agree, or nothing says to what.
+    """
+    trained = TrainedFor.read(run_dir)
+    if dtype is None:
+        if group_size is not None:
+            raise ValueError(f"--group-size {group_size} has no effect without --quantize. Add it, or leave this out.")
+        return None
+    if dtype not in (AS_TRAINED, *WEIGHT_DTYPES):
+        raise ValueError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")
+    if trained is None:
+        if dtype == AS_TRAINED:
+            raise ValueError(
+                f"{run_dir} was not trained for rounded weights (it has no {QUANTIZATION_FILE}). Give what to round to: "
+                "--quantize int4; or train with qat_weight_dtype."
+            )
+        return TrainedFor(dtype, group_size or 32)
+    if dtype not in (AS_TRAINED, trained.weight_dtype) or group_size not in (None, trained.group_size):
+        raise ValueError(
+            f"{run_dir} was trained for {trained.describe()}. Leave the dtype and --group-size out, for what was trained to be "
+            "exported: --quantize"
+        )
+    if trained.adapters == "beside" and (run_dir / ADAPTER_CONFIG_NAME).is_file():
+        raise ValueError(
+            f"{run_dir} was trained with qat_adapters='beside', round(W) x + B A x, which no rounded weight is equal to. Export "
+            f"its base, and serve the adapter on that: hf-tpu export BASE_DIRECTORY --quantize {trained.weight_dtype} "
+            f"--group-size {trained.group_size}; or train with qat_adapters='inside'."
+        )
+    return trained
+
+
+def check_installed() -> None:
+    """Raise a `ValueError` unless what [`write_quantized`] needs is there."""
+    if find_spec("compressed_tensors") is None:
+        raise ValueError(
+            "--quantize writes the format of compressed-tensors, which is not installed: pip install 'hf_tpu_ext[quantize]'"
+        )
+
+
+@torch.no_grad()
+def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torch.dtype, directory: Path) -> None:
+    """
+    Write a float32 model with its linear layers as integers and scales, and all else in a dtype. The model is not to be
+    used afterwards. Embeddings and the output head, where they are rounded, are written as the numbers that they have then.
+    """
+    # It is as long to import as PyTorch, and only few exports need it.
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    found = trained_for.fake_quantization(model)
+    rounding = found.rounding
+    rounded = {name: rounding.quantize_weight(module.weight) for name, module in found.linears.items()}
+    ends = [*found.embeddings, *([] if found.head is None else [found.head])]
+    # Tied weights once: rounded weights have other scales.
+    for weight in {id(module.weight): module.weight for module in ends}.values():
+        weight.data = rounding.round_weight(weight)
+    model.to(dtype)
+    # As narrow as they are; beside rounded activations compressed-tensors has bytes only.
+    layout = "int-quantized" if rounding.activations else "pack-quantized"
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(
+            num_bits=rounding.bits, type="int", symmetric=True, strategy="group", group_size=rounding.group_size
+        ),
+        input_activations=QuantizationArgs(num_bits=8, type="int", symmetric=False, dynamic=True, strategy="token")
+        if rounding.activations
+        else None,
+        format=layout,
+    )
+    others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in rounded]
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=others, quantization_status="frozen", format=layout
+    )
+    apply_quantization_config(model, config)
+    for name, (integers, scales) in rounded.items():
+        module, scales = model.get_submodule(name), scales.to(dtype)
+        groups = integers.float().unflatten(-1, (-1, rounding.group_size))
+        # It is rounded once more below, to the integers that it is made of. In float32, for no other ones to come out.
+        module.weight.data = (groups * scales.float()[..., None]).flatten(-2)
+        module.weight_scale.data = scales
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(directory)
+    compressor.update_config(directory)

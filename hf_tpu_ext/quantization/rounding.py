@@ -1,0 +1,94 @@
+"""Rounding to few bits that is differentiated as if there were none, with torchao's numbers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+#: What weights are rounded to: torchao's `torch.int2` to `torch.int8`.
+WEIGHT_DTYPES = tuple(f"int{bits}" for bits in range(2, 9))
+#: What activations are rounded to, besides not at all.
+ACTIVATION_DTYPES = ("int8",)
+
+
+class _Rounded(torch.autograd.Function):
+    """
+    `scale * (clamp(round(values / scale) + zero) - zero)`, whose gradient is that of the values where nothing was clamped
+    (straight-through, https://huggingface.co/papers/1308.3432), and 0 where it was.
+    """
+
+    @staticmethod
+    def forward(ctx, values: Tensor, scale: Tensor, zero: Tensor | int, lowest: int, highest: int) -> Tensor:
+        # In torchao's order of operations: with another one, values half way between two would go the other way.
+        rounded = torch.round(values * (1.0 / scale)) + zero
+        ctx.save_for_backward((rounded >= lowest) & (rounded <= highest))
+        return (rounded.clamp(lowest, highest) - zero) * scale
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        (is_inside,) = ctx.saved_tensors
+        return torch.where(is_inside, gradient, torch.zeros_like(gradient)), None, None, None, None
+
+
+@dataclass
+class Rounding:
+    """
+    How weights are rounded, as torchao's `IntxWeightOnlyConfig` does: symmetrically, with one scale for each group of the
+    elements of a row; and activations, as its `Int8DynamicActivationIntxWeightConfig` does: to int8, with a scale and a
+    zero point for each token.
+
+    All of it is computed in float32, whatever the dtype of a tensor is: a program on XLA keeps intermediate results of
+    bfloat16 in more bits, and other integers than elsewhere would come out.
+
+    Its modules are traced into one program, while torchao's keep the scales of each call, tensors that a replayed step
+    would leave behind.
+
+    Args:
+        bits (`int`):
+            Bits of an element, 2 to 8.
+        group_size (`int`):
+            Elements that share a scale.
+        activations (`bool`, *optional*, defaults to `False`):
+            Whether activations are rounded to int8.
+        on (`bool`, *optional*, defaults to `True`):
+            Whether anything is rounded, for the time being.
+    """
+
+    bits: int
+    group_size: int
+    activations: bool = False
+    on: bool = True
+
+    def round_weight(self, weight: Tensor) -> Tensor:
+        """Round a matrix, in groups along its last dimension, which the size of a group divides. Returns float32."""
+        groups, scale = self._scaled(weight)
+        return _Rounded.apply(groups, scale, 0, self._lowest, -self._lowest - 1).flatten(-2)
+
+    @torch.no_grad()
+    def quantize_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The integers of a rounded matrix, as int8 of its shape, and the scales of its groups: `(rows, groups)`."""
+        groups, scale = self._scaled(weight)
+        integers = torch.round(groups * (1.0 / scale)).clamp(self._lowest, -self._lowest - 1)
+        return integers.flatten(-2).to(torch.int8), scale.squeeze(-1)
+
+    @property
+    def _lowest(self) -> int:
+        return -(2 ** (self.bits - 1))
+
+    def _scaled(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        groups = weight.float().unflatten(-1, (-1, self.group_size))
+        with torch.no_grad():
+            scale = groups.abs().amax(-1, keepdim=True) / (-self._lowest - 0.5)
+            return groups, scale.clamp(min=torch.finfo(torch.float32).eps)
+
+    def round_activation(self, hidden: Tensor) -> Tensor:
+        """Round each token of `(..., features)`, where activations are rounded. The dtype stays."""
+        if not self.activations:
+            return hidden
+        values = hidden.float()
+        with torch.no_grad():
+            lowest, highest = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True).clamp(min=0)
+            scale = ((highest - lowest) / 255.0).clamp(min=torch.finfo(torch.float32).eps)
+            zero = (-128 - torch.round(lowest / scale)).clamp(-128, 127)
+        return _Rounded.apply(values, scale, zero, -128, 127).to(hidden.dtype)

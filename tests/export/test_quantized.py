@@ -1,0 +1,243 @@
+"""A model that was trained to be rounded is exported as it was trained; one that was not says what rounding changes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.export.make import export_run
+from hf_tpu_ext.quantization.trained_for import TrainedFor
+
+
+pytest.importorskip("compressed_tensors")
+
+LORA = dict(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@pytest.fixture(scope="module")
+def run_with(fine_tune, tmp_path_factory):
+    """Runs of quantization-aware training, each made once."""
+    runs = {}
+
+    def run_with(lora=None, **settings):
+        key = json.dumps([lora, settings])
+        if key not in runs:
+            directory = tmp_path_factory.mktemp("runs") / "run"
+            peft_config = None if lora is None else LoraConfig(**LORA)
+            runs[key] = fine_tune(directory, peft_config, learning_rate=1e-2 if lora else 1e-3, **settings)
+        return runs[key]
+
+    return run_with
+
+
+def rounded_logits(run_dir, logits_of):
+    """Those of the model as it was trained."""
+    cls = AutoPeftModelForCausalLM if (run_dir / "adapter_config.json").is_file() else AutoModelForCausalLM
+    model = cls.from_pretrained(run_dir, dtype=torch.float32)
+    with TrainedFor.read(run_dir).fake_quantization(model).applied():
+        return logits_of(model)
+
+
+def shapes(directory):
+    with safe_open(Path(directory) / "model.safetensors", "pt") as file:
+        return {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("lora", "settings", "packed"),
+    [
+        ("inside", dict(qat_weight_dtype="int4"), 8),
+        (None, dict(qat_weight_dtype="int3", qat_group_size=64), 7),
+        (None, dict(qat_weight_dtype="int2", qat_group_size=16, qat_quantize_embedding=True), 4),
+        (None, dict(qat_weight_dtype="int4", qat_activation_dtype="int8"), None),
+    ],
+    ids=["inside", "int3", "embeddings", "activations"],
+)
+def test_what_is_exported_is_what_was_trained(run_with, logits_of, tmp_path, lora, settings, packed):
+    run_dir = run_with(lora, **settings)
+    export = export_run(run_dir, tmp_path / "out", merge=lora is not None, dtype="float32", quantize="as trained")
+    model = AutoModelForCausalLM.from_pretrained(export.output_dir, dtype=torch.float32)
+    trained = rounded_logits(run_dir, logits_of)
+    torch.testing.assert_close(logits_of(model), trained, rtol=0, atol=1e-5)
+    assert export.good and export.exported.max_abs < 1e-4
+    assert "is the trained one" in export.verdict
+    assert export.quantized.startswith(settings["qat_weight_dtype"])
+    found = shapes(export.output_dir)
+    weight = "model.layers.0.mlp.up_proj.weight"
+    if packed is None:
+        assert found[weight] == ("I8", [128, 64])
+    else:
+        assert found[f"{weight}_packed"] == ("I32", [128, packed])
+    assert found[f"{weight}_scale"] == ("F32", [128, 64 // settings.get("qat_group_size", 32)])
+    assert found["model.embed_tokens.weight"][0] == "F32"
+
+
+def test_bfloat16(run_with, tmp_path):
+    run_dir = run_with("inside", qat_weight_dtype="int4")
+    export = export_run(run_dir, tmp_path / "out", merge=True, dtype="bfloat16", quantize="int4")
+    assert export.good and "Rounding to bfloat16 changes the model by" in export.verdict
+    assert 0 < export.weights.mean_kl < 1e-3
+    found = shapes(export.output_dir)
+    assert found["model.layers.1.self_attn.q_proj.weight_packed"][0] == "I32"
+    assert found["model.layers.1.self_attn.q_proj.weight_scale"][0] == found["lm_head.weight"][0] == "BF16"
+    assert export.num_bytes < export.num_parameters * 2
+
+
+def test_the_same_integers_in_every_dtype(run_with, tmp_path):
+    run_dir = run_with("inside", qat_weight_dtype="int4")
+    files = []
+    for dtype in ("float32", "bfloat16", "float16"):
+        out = export_run(run_dir, tmp_path / dtype, merge=True, dtype=dtype, quantize="as trained").output_dir
+        with safe_open(Path(out) / "model.safetensors", "pt") as file:
+            files.append({name: file.get_tensor(name) for name in file.keys() if name.endswith("packed")})  # noqa: SIM118
+    assert len(files[0]) == 14
+    for other in files[1:]:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in files[0].items())
+
+
+def test_a_run_that_was_not_trained_for_it(lora_run, tmp_path, capsys):
+    """Few bits change much, and it says so; many change little."""
+    argv = ["export", str(lora_run), "--merge", "--quantize", "int2", "--output_dir", str(tmp_path / "int2")]
+    assert main(argv) == 1
+    shown = capsys.readouterr().out
+    assert "Weights of linear layers in int2, groups of 32; " in shown
+    assert "Rounding to int2, groups of 32 changes the model by" in shown
+    assert "much. Train with qat_weight_dtype, or export more bits: --quantize int8." in shown
+    argv = ["export", str(lora_run), "--merge", "--quantize", "int8", "--group-size", "64", "--output_dir"]
+    assert main([*argv, str(tmp_path / "int8")]) == 0
+    assert "int8, groups of 64" in capsys.readouterr().out
+
+
+def test_without_rounding_it_says_that_the_run_was_trained_for_it(run_with, tmp_path, capsys):
+    run_dir = run_with("inside", qat_weight_dtype="int4")
+    assert main(["export", str(run_dir), "--merge", "--output_dir", str(tmp_path / "out")]) == 0
+    assert "The run was trained for int4, groups of 32: add --quantize to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["", "checkpoint-5"])
+def test_what_a_run_was_trained_for_is_beside_its_weights(run_with, place):
+    run_dir = run_with("inside", qat_weight_dtype="int4")
+    assert TrainedFor.read(run_dir / place) == TrainedFor("int4", 32)
+
+
+@pytest.mark.parametrize(
+    ("run", "argv", "message"),
+    [
+        (
+            "plain",
+            ["--quantize"],
+            "was not trained for rounded weights (it has no quantization.json). Give what to round to",
+        ),
+        (
+            "plain",
+            ["--quantize", "int9"],
+            "--quantize int9: weights are rounded to int2, int3, int4, int5, int6, int7, int8",
+        ),
+        ("plain", ["--group-size", "32"], "--group-size 32 has no effect without --quantize"),
+        ("plain", ["--quantize", "int4", "--group-size", "128"], "does not divide the 64 inputs of"),
+        ("inside", ["--quantize", "int3"], "was trained for int4, groups of 32. Leave the dtype and --group-size out"),
+        ("inside", ["--quantize", "--group-size", "16"], "was trained for int4, groups of 32."),
+        ("beside", ["--quantize"], "--quantize int4 --group-size 32; or train with qat_adapters='inside'"),
+    ],
+)
+def test_mistakes(lora_run, run_with, tmp_path, capsys, run, argv, message):
+    run_dir = lora_run if run == "plain" else run_with(run, qat_weight_dtype="int4", qat_adapters=run)
+    assert main(["export", str(run_dir), "--merge", *argv, "--output_dir", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_package_that_is_missing(lora_run, monkeypatch, tmp_path):
+    import hf_tpu_ext.export.quantized as quantized
+
+    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install 'hf_tpu_ext\\[quantize\\]'"):
+        export_run(lora_run, tmp_path / "out", merge=True, quantize="int4")
+
+
+# ---- llama.cpp ----
+
+
+@pytest.fixture
+def float_gguf(tmp_path):
+    """Writes a GGUF file of two matrices of a layer, a norm and the embeddings."""
+    gguf = pytest.importorskip("gguf")
+
+    def write(dtype=np.float32):
+        rng = np.random.default_rng(0)
+        shapes = {"token_embd.weight": (16, 64), "blk.0.attn_q.weight": (64, 64), "blk.0.ffn_down.weight": (64, 128)}
+        tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        tensors["blk.0.attn_norm.weight"] = np.ones(64, np.float32)
+        path = tmp_path / "merged.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_block_count(1)
+        writer.add_token_list(["a", "b"])
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.astype(dtype) if tensor.ndim > 1 else tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path, {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+
+    return write
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
+def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dtype, kind):
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    path, weights = float_gguf()
+    assert main(["export", str(lora_run), "--quantize", dtype, "--gguf", str(path)]) == 0
+    assert f"2 matrices in {dtype}, groups of 32, as {kind}; " in capsys.readouterr().out
+    reader = GGUFReader(path.with_name(f"merged.{kind}.gguf"))
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    rounding = TrainedFor(dtype).rounding()
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
+        assert found[name].tensor_type.name == kind
+        read = torch.from_numpy(dequantize(found[name].data, found[name].tensor_type))
+        integers, scales = rounding.quantize_weight(weights[name])
+        expected = (integers.unflatten(-1, (-1, 32)) * scales.half().float()[..., None]).flatten(-2)
+        assert torch.equal(read, expected)
+        torch.testing.assert_close(read, rounding.round_weight(weights[name]), rtol=2**-11, atol=0)
+    assert found["token_embd.weight"].tensor_type.name == "F16"
+    assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+    assert reader.get_field("tokenizer.ggml.tokens").contents() == ["a", "b"]
+    assert reader.get_field("general.file_type").contents() == {"Q4_0": 2, "Q8_0": 7}[kind]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--quantize", "int3", "--gguf", "{file}"],
+            "llama.cpp has no type of int3, groups of 32. It has such of int4 and",
+        ),
+        (
+            ["--quantize", "int4", "--group-size", "64", "--gguf", "{file}"],
+            "llama.cpp has no type of int4, groups of 64.",
+        ),
+        (
+            ["--quantize", "int4", "--gguf", "{file}.not"],
+            "there is no such file. Make it of the merged model by llama.cpp",
+        ),
+        (
+            ["--quantize", "int4", "--gguf", "{file}"],
+            "has blk.0.attn_q.weight in F16. Other integers than those of the",
+        ),
+        (["--gguf", "{file}"], "--gguf rounds the weights in a GGUF file. Add --quantize."),
+        (["--quantize", "int4", "--merge", "--gguf", "{file}"], "--merge has no effect on --gguf"),
+    ],
+)
+def test_mistakes_with_gguf(float_gguf, lora_run, capsys, argv, message):
+    path, _ = float_gguf(np.float16)
+    assert main(["export", str(lora_run), *(word.format(file=path) for word in argv)]) == 2
+    assert message in capsys.readouterr().err
+    assert [file.name for file in path.parent.iterdir()] == ["merged.gguf"]
