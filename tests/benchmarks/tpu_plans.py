@@ -155,8 +155,34 @@ PREFERENCES = [
     _qwen3("DPO, LoRA, 4 pairs, precompute_ref_log_probs", "dpo", **LORA, precompute_ref_log_probs="true"),
     _qwen3("KTO, LoRA, 8 completions", "kto", **LORA | {"per_device_train_batch_size": "8"}),
 ]
-#: What may be made, and where a table is in docs/plan.md.
-TABLES = {"tpu_plans": CASES, "preference_plans": PREFERENCES}
+_QLORA = {"load_in_4bit": "true", "use_bnb_nested_quant": "true"}
+
+
+def _qwen7(title: str, rows: int, topology: str = "v5e-1", **settings: str) -> Case:
+    settings = {"per_device_train_batch_size": str(rows), "dtype": "bfloat16", **LORA, "lora_r": "16", **settings}
+    return Case(title, "Qwen2.5-7B", topology, settings=settings)
+
+
+# In bfloat16 they do not fit a v5e.
+FEW_BITS = [
+    _qwen7("QLoRA, nf4, 1 row", 1, **_QLORA),
+    _qwen7("QLoRA, nf4, 4 rows", 4, **_QLORA),
+    _qwen7("QLoRA, 8 bits, 1 row", 1, load_in_8bit="true"),
+    *(
+        case
+        for rows in (4, 8)
+        for case in (
+            _qwen7(f"QLoRA, nf4, {rows} rows", rows, "v6e-1", **_QLORA),
+            _qwen7(f"LoRA on bfloat16, {rows} rows", rows, "v6e-1"),
+        )
+    ),
+]
+#: What may be made, and in which document a table is.
+TABLES = {
+    "tpu_plans": (DOCUMENT, CASES),
+    "preference_plans": (DOCUMENT, PREFERENCES),
+    "qlora_plans": (ROOT / "docs" / "quantization.md", FEW_BITS),
+}
 
 # The page in README.md. The data is not read, so the number of steps is said.
 PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-1", settings={"max_steps": "1000"})
@@ -309,13 +335,14 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = {}
     for name in (name for name in TABLES if name in arguments.tables):
-        cases = [case for case in TABLES[name] if arguments.only in f"{case.model} {case.title} {case.topology}"]
+        document, cases = TABLES[name]
+        cases = [case for case in cases if arguments.only in f"{case.model} {case.title} {case.topology}"]
         if not cases:
             continue
         block, measured[name] = make_table(cases, arguments.jobs)
         print(block)
         if arguments.write:
-            write_block(DOCUMENT, name, block)
+            write_block(document, name, block)
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
     if arguments.write and "page" in arguments.tables:

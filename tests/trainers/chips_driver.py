@@ -8,7 +8,7 @@ import torch_xla
 import torch_xla.runtime
 from conftest import Runs, logged, make_rows
 from test_counts import CountPerStep
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
@@ -75,7 +75,9 @@ def describe(trainer, steps):
     }
 
 
-def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, shows=False, **config):
+def run(
+    model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, shows=False, quantized=None, **config
+):
     from hf_tpu_ext import TPUSFTTrainer
 
     runs = Runs(model_dir, output_dir)
@@ -86,7 +88,13 @@ def run(model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None
             if stop_after is not None and state.global_step >= stop_after:
                 control.should_training_stop = True
 
-    trainer = runs.trainer(TPUSFTTrainer, runs.config(TPUSFTConfig, **config), lora=lora)
+    model = None
+    if quantized is not None:
+        quantization_config = BitsAndBytesConfig(**quantized)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, quantization_config=quantization_config
+        )
+    trainer = runs.trainer(TPUSFTTrainer, runs.config(TPUSFTConfig, **config), model, lora)
     trainer.batch_shard, trainer.was_local, trainer.head_tokens = [], False, set()
     send_rows = trainer.backend.send_rows
 

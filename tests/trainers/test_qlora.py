@@ -90,6 +90,32 @@ def test_resumed_run_ends_bit_for_bit_where_the_whole_one_does(quantized, tmp_pa
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.fixture(scope="module")
+def on_chips(wide_model, on_devices, tmp_path_factory):
+    """Runs on one chip and on eight, by name."""
+    common = dict(quantized=NF4, lora=LORA, max_steps=8, warmup_steps=0, scan_layers="on", max_grad_norm=0.0)
+    sharded = {"fsdp": dict(common, mesh="fsdp", per_device_train_batch_size=1)}
+    runs, _ = on_devices(8, wide_model, sharded, tmp_path_factory.mktemp("eight"))
+    one, _ = on_devices(
+        1, wide_model, {"one": dict(common, per_device_train_batch_size=8)}, tmp_path_factory.mktemp("one")
+    )
+    return {**runs, **one}
+
+
+def test_eight_chips_train_as_one_does(on_chips):
+    ours, one = ([entry["loss"] for entry in on_chips[name]["log"] if "loss" in entry] for name in ("fsdp", "one"))
+    assert ours == pytest.approx(one, rel=1e-5)
+    assert on_chips["fsdp"]["recompiles"] == 0
+
+
+def test_packed_weights_are_split(on_chips):
+    shapes, shards = (on_chips["fsdp"][key] for key in ("shapes", "weight_shards"))
+    words = next(name for name in shapes if name.endswith("gate_proj.base_layer.words"))
+    # Words of 8 codes, by output features.
+    assert shapes[words] == [8, 128]
+    assert shards[words] == [8, 16]
+
+
 def test_8bit_layers_are_packed_in_other_trainers(quantized):
     from peft import LoraConfig, get_peft_model
     from transformers import TrainingArguments
