@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import load_dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.cli.main import main
-from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 from hf_tpu_ext.export.make import export_run
+from hf_tpu_ext.trainers.base_record import BASE_FILE
 
 
 def load(export):
@@ -210,3 +214,47 @@ def test_the_average_of_a_run(fine_tune, logits_of, tmp_path, lora):
         logits_of(AutoModelForCausalLM.from_pretrained(output_dir)), of_average, rtol=0, atol=1e-4 if lora else 0
     )
     assert json.loads((output_dir / "export.json").read_text())["ema"] is True
+
+
+def test_merge_of_a_qlora_run_is_the_trained_model(base, xla, logits_of, tmp_path):
+    """The base is quantized again as it was in training. The adapter on the original weights is another model."""
+    data = make_arithmetic(tmp_path / "data", 64)
+    args = TPUSFTConfig(
+        str(tmp_path / "run"),
+        backend="xla",
+        bf16=False,
+        max_length=64,
+        max_steps=4,
+        learning_rate=1e-2,
+        report_to="none",
+        run_report=False,
+        disable_tqdm=True,
+    )
+    trainer = TPUSFTTrainer(
+        str(base),
+        args,
+        train_dataset=load_dataset(str(data), split="train"),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        ),
+    )
+    trainer.train()
+    trainer.save_model()
+    ids = torch.arange(0, 258, 3)[None]
+    with torch.no_grad():
+        trained = trainer.model.eval()(input_ids=ids.to(xla.device)).logits.cpu()
+    export = export_run(tmp_path / "run", merge=True, dtype="float32")
+    select_backend("xla")
+    assert export.good
+    assert export.same_base
+    merged = AutoModelForCausalLM.from_pretrained(export.output_dir)
+    assert "quantization_config" not in vars(merged.config)
+    # TRL's adapters are bfloat16, and so is what is computed with them in training.
+    torch.testing.assert_close(logits_of(merged), trained, rtol=0, atol=2e-2)
+    noted = tmp_path / "run" / BASE_FILE
+    noted.write_text(json.dumps(json.loads(noted.read_text()) | {"quantization": None}))
+    export_run(tmp_path / "run", tmp_path / "original", merge=True, dtype="float32")
+    select_backend("xla")
+    original = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "original"))
+    assert (original - trained).abs().max() > 5 * (logits_of(merged) - trained).abs().max()
