@@ -23,6 +23,10 @@ class Kernels:
         """
         raise NotImplementedError
 
+    def look_up(self, codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
+        """Entries of a table by their numbers, int32; the table has a power of two of them, a few, in float32."""
+        return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes]
+
     def call(self, program: bytes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Call a serialized program with device tensors. Autograd does not follow it. It is traced like an operator."""
         raise NotImplementedError

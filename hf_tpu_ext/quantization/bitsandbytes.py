@@ -1,6 +1,7 @@
 """Models that transformers has quantized by bitsandbytes, on devices that bitsandbytes does not know."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
+from ..backends.base import Backend
 from .packed_linear import PackedLinear4bit, PackedLinear8bit
 
 
@@ -17,9 +19,9 @@ logger = logging.getLogger(__name__)
 _NESTED_BLOCK = 256
 
 
-def pack_linear_layers(model: nn.Module) -> None:
+def pack_linear_layers(model: nn.Module, backend: Backend) -> None:
     """
-    Replace the linear layers of bitsandbytes in a model, on the host, by layers with the same numbers that run on any device.
+    Replace the linear layers of bitsandbytes in a model, on the host, by layers with the same numbers that a backend runs.
 
     Raises:
         `ValueError`: A model is quantized by another method.
@@ -32,7 +34,10 @@ def pack_linear_layers(model: nn.Module) -> None:
         return
     import bitsandbytes
 
-    makers = {bitsandbytes.nn.Linear4bit: _pack_4bit, bitsandbytes.nn.Linear8bitLt: _pack_8bit}
+    makers = {
+        bitsandbytes.nn.Linear4bit: partial(_pack_4bit, backend=backend),
+        bitsandbytes.nn.Linear8bitLt: _pack_8bit,
+    }
     for module in quantized:
         # What accelerate would compare with the device of the run.
         vars(module).pop("hf_device_map", None)
@@ -69,18 +74,18 @@ def check_method(quantization_config: Any) -> None:
         )
 
 
-def _pack_4bit(layer: Any) -> nn.Module:
+def _pack_4bit(layer: Any, backend: Backend) -> nn.Module:
     weight, shape = layer.weight, (layer.out_features, layer.in_features)
     if weight.is_meta:
         # Of a run that is planned.
-        return _plan_4bit(layer)
+        return _plan_4bit(layer, backend)
     from bitsandbytes.functional import dequantize_4bit
 
     state = weight.quant_state
     if layer.in_features % state.blocksize or state.nested and state.state2.blocksize != _NESTED_BLOCK:
         return _unpacked(dequantize_4bit(weight.data, state), layer.bias)
     words = weight.data.view(torch.uint8).view(layer.out_features, -1).view(torch.int32)
-    packed = {"words": words.t().contiguous(), "code": state.code.float()}
+    packed = {"words": words.t().contiguous()}
     if state.nested:
         packed |= {
             "scale_codes": _in_groups(state.absmax),
@@ -90,7 +95,10 @@ def _pack_4bit(layer: Any) -> nn.Module:
         }
     else:
         packed["scales"] = state.absmax.float().view(layer.out_features, -1).t().contiguous()
-    return PackedLinear4bit(shape, packed, layer.bias, state.blocksize, state.dtype, layer.compute_dtype)
+    table = tuple(state.code.tolist())
+    return PackedLinear4bit(
+        shape, packed, layer.bias, table, state.blocksize, state.dtype, layer.compute_dtype, backend
+    )
 
 
 def _in_groups(codes: Tensor) -> Tensor:
@@ -98,7 +106,7 @@ def _in_groups(codes: Tensor) -> Tensor:
     return nn.functional.pad(codes.flatten(), (0, -codes.numel() % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
 
 
-def _plan_4bit(layer: Any) -> nn.Module:
+def _plan_4bit(layer: Any, backend: Backend) -> nn.Module:
     weight, out_features, in_features = layer.weight, layer.out_features, layer.in_features
     if in_features % weight.blocksize:
         return _unpacked(weight, layer.bias)
@@ -106,7 +114,7 @@ def _plan_4bit(layer: Any) -> nn.Module:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    packed = {"words": empty(in_features // 8, out_features, dtype=torch.int32), "code": empty(16)}
+    packed = {"words": empty(in_features // 8, out_features, dtype=torch.int32)}
     blocks = in_features // weight.blocksize
     if weight.compress_statistics:
         groups = -(-blocks * out_features // _NESTED_BLOCK)
@@ -119,7 +127,11 @@ def _plan_4bit(layer: Any) -> nn.Module:
     else:
         packed["scales"] = empty(blocks, out_features)
     shape = (out_features, in_features)
-    return PackedLinear4bit(shape, packed, layer.bias, weight.blocksize, weight.dtype, layer.compute_dtype)
+    # Any does: what the step takes does not depend on them.
+    table = tuple(range(16))
+    return PackedLinear4bit(
+        shape, packed, layer.bias, table, weight.blocksize, weight.dtype, layer.compute_dtype, backend
+    )
 
 
 def _pack_8bit(layer: Any) -> nn.Module:

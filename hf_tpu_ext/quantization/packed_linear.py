@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..backends.base import Backend
 from ..step.autocast import matmul_dtype
 
 
@@ -78,7 +79,8 @@ class PackedLinear(nn.Module, ABC):
         if self.unpacked is None:
             result = _Product.apply(self, x, *self.packed)
         else:
-            result = x @ self.unpacked
+            with torch.autocast(x.device.type, enabled=False):
+                result = x @ self.unpacked
         return result if self.bias is None else result + self.bias.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -113,18 +115,22 @@ class PackedLinear4bit(PackedLinear):
         shape (`Sequence[int]`):
             `(out_features, in_features)`.
         packed (`dict[str, torch.Tensor]`):
-            `words`: `(in_features / 8, out_features)` int32. `code`: `(16,)` float32, the value of each code. And the
-            largest absolute value of each block of successive input features, either `scales`: `(in_features / block,
-            out_features)` float32, or quantized a second time: `scale_codes` `(groups, group)` uint8, in the order of the
-            blocks of bitsandbytes, with `scale_code` `(256,)`, `scale_scales` `(groups,)` and `scale_offset` `()`, float32.
+            `words`: `(in_features / 8, out_features)` int32. And the largest absolute value of each block of successive input
+            features, either `scales`: `(in_features / block, out_features)` float32, or quantized a second time:
+            `scale_codes` `(groups, group)` uint8, in the order of the blocks of bitsandbytes, with `scale_code` `(256,)`,
+            `scale_scales` `(groups,)` and `scale_offset` `()`, float32.
         bias ([`~torch.nn.Parameter`], *optional*):
             The bias.
+        table (`tuple[float, ...]`):
+            The value of each of the 16 codes.
         block (`int`):
             Input features of a block.
         dtype (`torch.dtype`):
             Dtype that the weight had.
         compute_dtype (`torch.dtype`, *optional*):
             What products are computed in; by default in the dtype of their input.
+        backend ([`Backend`]):
+            The backend in use.
     """
 
     stored_in = ("words", _PER_WORD)
@@ -134,13 +140,16 @@ class PackedLinear4bit(PackedLinear):
         shape: Sequence[int],
         packed: dict[str, Tensor],
         bias: nn.Parameter | None,
+        table: tuple[float, ...],
         block: int,
         dtype: torch.dtype,
         compute_dtype: torch.dtype | None,
+        backend: Backend,
     ):
         super().__init__(packed, bias)
         self.out_features, self.in_features = shape
         self.block, self.dtype, self.compute_dtype = block, dtype, compute_dtype
+        self._table, self._look_up = table, backend.kernels.look_up
 
     def compute_dtype_for(self, x: Tensor) -> torch.dtype:
         return self.compute_dtype or x.dtype
@@ -148,20 +157,20 @@ class PackedLinear4bit(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(x.dtype)
 
-    def unpack(self, dtype: torch.dtype, words: Tensor, code: Tensor, *scales: Tensor) -> Tensor:
+    def unpack(self, dtype: torch.dtype, words: Tensor, *scales: Tensor) -> Tensor:
         scale = scales[0] if len(scales) == 1 else self._unpack_scales(*scales)
         scale = scale.unsqueeze(1).expand(-1, self.block // _PER_WORD, -1).reshape(len(words), 1, -1)
         # A byte has the first of its two codes in its upper half.
         shifts = (torch.arange(_PER_WORD, dtype=torch.int32, device=words.device) ^ 1) * 4
         codes = torch.bitwise_right_shift(words.unsqueeze(1), shifts.unsqueeze(1)) & 15
-        return (_look_up(code, codes, 8) * scale).to(dtype).view(self.in_features, self.out_features)
+        return (self._look_up(codes, self._table) * scale).to(dtype).view(self.in_features, self.out_features)
 
     def unpack_for_gradient(self, dtype: torch.dtype, *packed: Tensor) -> Tensor:
         return self.unpack(self.dtype, *packed).to(dtype)
 
     @property
     def same_for_gradient(self) -> bool:
-        return self.dtype in (torch.float32, self.compute_dtype)
+        return self.compute_dtype is not None and self.dtype in (torch.float32, self.compute_dtype)
 
     def _unpack_scales(self, codes: Tensor, code: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
         products = code.index_select(0, codes.flatten().int()).view(codes.shape) * scales.unsqueeze(1)
@@ -231,11 +240,3 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
         for name, parameter in model.named_parameters()
     ]
     return sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
-
-
-def _look_up(table: Tensor, codes: Tensor, bit: int) -> Tensor:
-    """Entries of a small table by their numbers, whose highest bit is `bit`, as a tree of selections."""
-    if len(table) == 1:
-        return table[0]
-    lower, upper = table.chunk(2)
-    return torch.where((codes & bit) != 0, _look_up(upper, codes, bit // 2), _look_up(lower, codes, bit // 2))

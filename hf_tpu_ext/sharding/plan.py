@@ -142,7 +142,7 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attent
     `ValueError`.
     """
     if backend.unknown_upstream:
-        pack_linear_layers(model)
+        pack_linear_layers(model, backend)
     if backend.static_shapes:
         use_static_kernels(model, choose_attention(model, backend, attention) if backend.traces_steps else None)
     if backend.kernels.platform == "tpu":

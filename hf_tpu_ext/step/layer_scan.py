@@ -273,7 +273,11 @@ class LayerStack(nn.ModuleList):
         # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
         weights = tuple(backend.gather(weight) for weight in weights)
         named = dict(zip(self._names, weights, strict=False))
-        return *weights, *(make(hidden, *(named[name] for name in names)) for make, names in self._made.values())
+        made = [make(hidden, *(named[name] for name in names)) for make, names in self._made.values()]
+        if made:
+            # The compiler would make them in every product anew.
+            backend.separate(made)
+        return *weights, *made
 
     def _call(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, GPTQConfig
 
+from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.quantization.bitsandbytes import check_method, pack_linear_layers
 from hf_tpu_ext.quantization.packed_linear import PackedLinear4bit, PackedLinear8bit, count_parameters, names_of_packed
 
@@ -42,9 +43,9 @@ def make_8bit(shape):
     return layer.to("cpu")
 
 
-def pack(layer):
+def pack(layer, backend=None):
     model = Quantized(layer)
-    pack_linear_layers(model)
+    pack_linear_layers(model, backend or CPUBackend("for the test"))
     return model.layer
 
 
@@ -55,14 +56,14 @@ def test_unpacked_weight_is_that_of_bitsandbytes_to_the_bit(xla, quant_type, nes
     # The last of the groups of scales that are quantized together is not full.
     layer = make_4bit((100, 192), dtype, quant_type, nested)
     expected = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    packed = pack(layer).to(xla.device)
+    packed = pack(layer, xla).to(xla.device)
     assert isinstance(packed, PackedLinear4bit)
     weight = packed.unpack(dtype, *packed.packed).t()
     assert weight.dtype == dtype
     assert torch.equal(weight.cpu(), expected)
     # Two codes to a byte, and a number for each block.
     scales = 300 if not nested else (300 + 212) / 4 + 2 + 256 + 1
-    assert sum(tensor.nbytes for tensor in packed.packed) == 100 * 192 / 2 + 4 * (16 + scales)
+    assert sum(tensor.nbytes for tensor in packed.packed) == 100 * 192 / 2 + 4 * scales
 
 
 @pytest.mark.parametrize("make", [make_4bit, make_8bit])
@@ -73,7 +74,7 @@ def test_output_and_gradient_are_those_of_bitsandbytes(xla, make):
     output = layer(inputs)
     output.backward(gradient)
     layer.bias.grad = None
-    packed = pack(layer).to(xla.device)
+    packed = pack(layer, xla).to(xla.device)
     assert isinstance(packed, (PackedLinear4bit, PackedLinear8bit))
     ours = inputs.detach().to(xla.device).requires_grad_()
     found = packed(ours)
@@ -88,7 +89,7 @@ def test_product_has_the_compute_dtype_and_output_that_of_the_input(xla, compute
     """Autocast does not change what bitsandbytes computes in."""
     layer = make_4bit((96, 128), torch.bfloat16, compute_dtype=compute_dtype)
     inputs = torch.randn(2, 5, 128)
-    packed = pack(layer).to(xla.device)
+    packed = pack(layer, xla).to(xla.device)
     with torch.autocast("xla", torch.bfloat16):
         found = packed(inputs.to(xla.device))
     assert found.dtype == torch.float32
@@ -97,7 +98,7 @@ def test_product_has_the_compute_dtype_and_output_that_of_the_input(xla, compute
 
 
 def test_unpacked_weight_is_not_kept_for_the_backward_pass(xla):
-    packed = pack(make_4bit((96, 128))).to(xla.device)
+    packed = pack(make_4bit((96, 128)), xla).to(xla.device)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         packed(torch.randn(5, 128, device=xla.device, requires_grad=True))
@@ -118,13 +119,13 @@ def test_layer_whose_blocks_go_over_rows_is_kept_unpacked_with_a_warning(caplog)
 def test_blocks_of_another_size(xla):
     layer = make_4bit((96, 256), block=128)
     expected = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    assert torch.equal(pack(layer).to(xla.device).weight.cpu(), expected)
+    assert torch.equal(pack(layer, xla).to(xla.device).weight.cpu(), expected)
 
 
 @pytest.mark.parametrize(("make", "per_weight"), [(make_4bit, 0.5), (make_8bit, 1)])
 def test_parameters_are_counted_as_what_they_are_unpacked_to(make, per_weight):
     model = Quantized(make((96, 128)))
-    pack_linear_layers(model)
+    pack_linear_layers(model, CPUBackend("for the test"))
     assert count_parameters(model) == (96 * 128 + 96, 96)
     assert "layer.bias" not in names_of_packed(model)
     name, _ = model.layer.stored_in
