@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from preference import Case, trainer_for
 from safetensors.torch import load_file
 from test_counts import train_and_count
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -64,6 +65,19 @@ def test_losses_are_those_of_bitsandbytes_on_the_eager_cpu(quantized, settings, 
     assert losses(ours)[0] == pytest.approx(losses(stock)[0], rel=1e-6)
     assert losses(ours) == pytest.approx(losses(stock), abs=1e-4)
     assert losses(ours)[2] - losses(ours)[-1] > 0.1
+
+
+def test_dpo_has_the_numbers_of_bitsandbytes(quantized, tmp_path):
+    """The reference is the base without the adapter. A loss is of sums over tokens, in which bfloat16 adapters add up."""
+    found = []
+    for ours in (False, True):
+        case = Case("dpo", lora="new", steps=4, settings={"max_grad_norm": 0.0})
+        trainer = trainer_for(case, tmp_path, ours, model=quantized.load())
+        torch.__future__.set_overwrite_module_params_on_conversion(ours)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], abs=5e-4)
+    assert len(set(found[0])) > 1
 
 
 def test_weights_stay_packed_and_steps_are_counted_as_ever(quantized):
