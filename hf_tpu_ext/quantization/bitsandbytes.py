@@ -137,8 +137,8 @@ def _plan_4bit(layer: Any, backend: Backend) -> nn.Module:
 def _pack_8bit(layer: Any) -> nn.Module:
     weight = layer.weight
     if weight.is_meta:
-        scales = torch.empty(layer.out_features, device="meta")
-        return PackedLinear8bit({"codes": weight.to(torch.int8), "scales": scales}, layer.bias)
+        codes = torch.empty(weight.shape, dtype=torch.int8, device="meta")
+        return PackedLinear8bit({"codes": codes, "scales": torch.empty(layer.out_features, device="meta")}, layer.bias)
     # The first call has moved them.
     codes, scales = (weight.CB, weight.SCB) if weight.CB is not None else (layer.state.CB, layer.state.SCB)
     return PackedLinear8bit({"codes": codes.data, "scales": scales.float()}, layer.bias)
