@@ -127,8 +127,9 @@ def _plan_4bit(layer: Any, backend: Backend) -> nn.Module:
     else:
         packed["scales"] = empty(blocks, out_features)
     shape = (out_features, in_features)
-    # Any does: what the step takes does not depend on them.
-    table = tuple(range(16))
+    from bitsandbytes.functional import get_4bit_type
+
+    table = tuple(get_4bit_type(weight.quant_type, device="cpu").tolist())
     return PackedLinear4bit(
         shape, packed, layer.bias, table, weight.blocksize, weight.dtype, layer.compute_dtype, backend
     )

@@ -14,7 +14,8 @@ from hf_tpu_ext.examples.tiny import make_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("planned") / "model"
-    make_model(directory, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    # Blocks of quantized weights are along rows of 64.
+    make_model(directory, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     return directory
 
 
@@ -43,6 +44,8 @@ LORA = {"r": 4, "lora_dropout": 0.1}
     "settings",
     [
         {"gradient_accumulation_steps": 2, "lora": LORA, "bf16": True, "ema_decay": 0.9},
+        {"quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "lora": LORA, "scan_layers": "on"},
+        pytest.param({"quantized": {"load_in_8bit": True}, "lora": LORA}, marks=pytest.mark.slow),
         pytest.param({"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA}, marks=pytest.mark.slow),
         pytest.param({"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5}, marks=pytest.mark.slow),
         pytest.param({"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),

@@ -15,15 +15,19 @@ from datasets import Dataset
 from hf_tpu_ext.backends.selection import select_tracing
 
 
+#: Settings that are not fields of the config.
+PARTS = {"chips": 1, "lora": None, "quantized": None}
+
 how, model, output, given = sys.argv[1:]
 settings = json.loads(given)
-chips, lora = settings.pop("chips", 1), settings.pop("lora", None)
+chips, lora, quantized = (settings.pop(name, default) for name, default in PARTS.items())
 if how == "trace":
     # With the operators of the host's programs: of the kernels of a TPU, it has none.
     select_tracing(chips).kernels.platform = "cpu"
 
 import torch_xla  # noqa: E402
 from peft import LoraConfig  # noqa: E402
+from transformers import BitsAndBytesConfig  # noqa: E402
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer  # noqa: E402
 from hf_tpu_ext.backends import xla_programs, xla_replay  # noqa: E402
@@ -64,6 +68,7 @@ def train(adapt=lambda trainer: trainer):
         ),
         train_dataset=rows,
         peft_config=None if lora is None else LoraConfig(task_type="CAUSAL_LM", **lora),
+        quantization_config=None if quantized is None else BitsAndBytesConfig(**quantized),
     )
     trainer.train()
 
