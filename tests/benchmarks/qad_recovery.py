@@ -1,0 +1,293 @@
+"""
+How much of what rounding to 4, 3 and 2 bits took from a model is brought back, from the same tokens: by a LoRA beside the
+rounded weights, and by quantization-aware training with labels and with a cached teacher, of all weights and of adapters
+inside the rounding.
+
+    python tests/benchmarks/qad_recovery.py --write-docs
+    python tests/benchmarks/qad_recovery.py --tiny
+
+The teacher is the original, SmolLM2-135M-Instruct. All train on the same rows of one kind of text, and what counts is measured
+on four other kinds: of a trained model, what `hf-tpu export --quantize` writes of it, loaded by plain transformers. Learning
+rates are chosen on one more kind, with `--validate`. Each trained model's result is kept in the working directory, so a run
+that was interrupted goes on, and `--seeds` adds to what is there.
+
+`--tiny` takes a tiny model that has learned worked additions, and held-out additions.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from damage import DOCUMENT, add_sources
+from kd_recovery import (
+    Task,
+    add_task_arguments,
+    log_probs,
+    make_cache,
+    make_trainer,
+    name_task,
+    prepare_real,
+    prepare_tiny,
+    score,
+)
+from peft import LoraConfig, PeftModel
+from qad_recovery_tables import ORIGINAL, ROUNDED, describe, make_tables
+from tables import make_parser, publish
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+from transformers.utils import logging
+
+from hf_tpu_ext.export.make import export_run
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    A way to bring a rounded model back.
+
+    Args:
+        learning_rate (`float`):
+            Chosen with `--validate`.
+        adapters (`str`, *optional*):
+            Where the adapters are, as `qat_adapters` says. By default there are none: all weights are trained.
+        taught (`bool`, *optional*, defaults to `True`):
+            Whether the cached teacher takes the place of the labels.
+    """
+
+    learning_rate: float
+    adapters: str | None = None
+    taught: bool = True
+
+
+METHODS = {
+    "recovery LoRA beside, cached teacher": Method(1e-3, "beside"),
+    "QAT, labels": Method(1e-4, taught=False),
+    "QAT, cached teacher": Method(1e-4),
+    "low-rank QAT, cached teacher": Method(1e-3, "inside"),
+}
+#: What is run with several seeds: bits, and methods that are compared.
+COMPARED = ((4, 3), ("recovery LoRA beside, cached teacher", "QAT, cached teacher"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model that is measured: how many bits, a name, which is one of [`METHODS`] or `"rounded only"`, and the seed."""
+
+    bits: int
+    name: str
+    seed: int = 0
+
+    @property
+    def directory(self) -> str:
+        return f"int{self.bits}-{self.name.replace(', ', '-').replace(' ', '_')}-{self.seed}"
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """
+    What is measured: all rows with one seed first.
+
+    Args:
+        arguments (`argparse.Namespace`):
+            The command line.
+
+    Yields:
+        [`Row`]: One at a time.
+    """
+    for bits in arguments.bits:
+        yield Row(bits, ROUNDED)
+    for seed in range(arguments.seeds):
+        for bits in arguments.bits:
+            for name in arguments.methods:
+                if seed == 0 or (bits in COMPARED[0] and name in COMPARED[1]):
+                    yield Row(bits, name, seed)
+
+
+def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
+    """
+    What makes the trained model: settings of [`TPUSFTConfig`] for a row.
+
+    Args:
+        row ([`Row`]):
+            What is trained.
+        arguments (`argparse.Namespace`):
+            The command line.
+
+    Returns:
+        `dict`: Settings.
+    """
+    method = METHODS[row.name]
+    settings = {
+        "qat_weight_dtype": f"int{row.bits}",
+        "qat_group_size": arguments.group_size,
+        "learning_rate": arguments.learning_rate or method.learning_rate,
+        "bf16": arguments.bf16,
+        "seed": row.seed,
+    }
+    if method.adapters:
+        settings["qat_adapters"] = method.adapters
+    if method.taught:
+        settings["kd_cache"] = str(arguments.work_dir / "cache")
+        settings |= {"kd_alpha": arguments.kd_alpha, "kd_temperature": arguments.kd_temperature}
+    return settings
+
+
+def export(run: Path, output_dir: Path, **settings) -> tuple[PreTrainedModel, int]:
+    """
+    Export what a run trained, and load the files by plain transformers.
+
+    Args:
+        run (`Path`):
+            A run, or a model.
+        output_dir (`Path`):
+            Where to write.
+        **settings:
+            Arguments of [`export_run`] besides.
+
+    Returns:
+        `tuple[PreTrainedModel, int]`: The model, which computes in float32, and the bytes of its weights on disk.
+    """
+    written = export_run(run, output_dir, dtype="bfloat16", overwrite=True, **settings)
+    # Unpacked once: PEFT takes no packed layers, and each pass would unpack them.
+    unpacked = CompressedTensorsConfig(run_compressed=False)
+    model = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32, quantization_config=unpacked)
+    return model, written.num_bytes
+
+
+def make(row: Row, task: Task) -> tuple[PreTrainedModel, int]:
+    """
+    Train a row, and export it.
+
+    Args:
+        row ([`Row`]):
+            What to train.
+        task ([`Task`]):
+            What it is trained on.
+
+    Returns:
+        `tuple[PreTrainedModel, int]`: As [`export`] returns them; with adapters that stay, those on top of the rounded weights.
+    """
+    arguments, original = task.arguments, task.directory / "teacher"
+    run, exported = (task.directory / folder / row.directory for folder in ("trained", "exported"))
+    asked = {"quantize": f"int{row.bits}", "group_size": arguments.group_size}
+    if row.name == ROUNDED:
+        return export(original, exported, **asked)
+    settings, adapters = settings_of(row, arguments), METHODS[row.name].adapters
+    if adapters:
+        settings["peft_config"] = LoraConfig(
+            r=arguments.rank,
+            lora_alpha=arguments.rank,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+    trainer = make_trainer(task.directory, "teacher", arguments, **settings)
+    trainer.train()
+    trainer.save_model(str(run))
+    del trainer
+    if adapters != "beside":
+        return export(run, exported, merge=adapters is not None, **asked)
+    model, num_bytes = export(original, exported, **asked)
+    return PeftModel.from_pretrained(model, run), num_bytes + sum(
+        file.stat().st_size for file in run.glob("adapter_model.*")
+    )
+
+
+def compare(task: Task) -> dict[str, list[dict]]:
+    """
+    Measure the original and every row. What was measured before, with the same settings, is read.
+
+    Args:
+        task ([`Task`]):
+            What is trained.
+
+    Returns:
+        `dict`: By `"original"` and `"int4"` etc.: the result, and by name those of the seeds. A result has, by kind, what
+        [`score`] returned, and `bytes`.
+    """
+    arguments = task.arguments
+    kinds = next(iter(task.held_out.values()))
+    original = AutoModelForCausalLM.from_pretrained(task.directory / "teacher", dtype=torch.float32)
+
+    @contextmanager
+    def measuring() -> Iterator[None]:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=arguments.bf16):
+            yield
+
+    with measuring():
+        theirs = {kind: [log_probs(original, batch) for batch in batches] for kind, batches in kinds.items()}
+
+    def measure(model: PreTrainedModel, num_bytes: int) -> dict:
+        with measuring():
+            return {kind: score(model, batches, theirs[kind]) for kind, batches in kinds.items()} | {
+                "bytes": num_bytes
+            }
+
+    results = {ORIGINAL: measure(original, 2 * original.num_parameters())}
+    common = {name: vars(arguments)[name] for name in ("steps", "batch_size", "max_length", "rank", "backend")}
+    for row in rows(arguments):
+        trained = {} if row.name == ROUNDED else common | settings_of(row, arguments)
+        trained.pop("kd_cache", None)
+        key = asdict(row) | trained | {"group_size": arguments.group_size, "kinds": list(kinds)}
+        file = task.directory / ("validation" if arguments.validate else "results") / f"{row.directory}.json"
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if kept.get("key") != key:
+            kept = {"key": key, "result": measure(*make(row, task))}
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(kept), encoding="utf-8")
+            for folder in ("trained", "exported"):
+                shutil.rmtree(task.directory / folder / row.directory, ignore_errors=True)
+        print(row.directory, json.dumps(kept["result"]), flush=True)
+        results.setdefault(f"int{row.bits}", {}).setdefault(row.name, []).append(kept["result"])
+    return results
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """
+    Parse the command line.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; by default those of the process.
+
+    Returns:
+        `argparse.Namespace`: The arguments.
+    """
+    parser = make_parser(__doc__, DOCUMENT)
+    add_sources(parser)
+    add_task_arguments(parser)
+    parser.set_defaults(backend="cpu", kd_alpha=1.0)
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2], help="bits of a weight (default: 4 3 2)")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="(default: all)")
+    parser.add_argument("--learning_rate", type=float, help="one for all methods (default: each has its own)")
+    parser.add_argument("--rank", type=int, default=32, help="rank of adapters (default: 32)")
+    parser.add_argument(
+        "--bf16", action=argparse.BooleanOptionalAction, default=True, help="compute in bfloat16 (default: yes)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="of the methods that are compared (default: 3)")
+    return name_task(parser.parse_args(argv), "qad_recovery")
+
+
+def main() -> None:
+    """Run the benchmark and print its tables."""
+    arguments = parse_arguments()
+    os.environ |= {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
+    logging.disable_progress_bar()
+    arguments.work_dir.mkdir(parents=True, exist_ok=True)
+    task = (prepare_tiny if arguments.tiny else prepare_real)(arguments, arguments.work_dir)
+    make_cache(task, student="teacher", bf16=arguments.bf16)
+    results = compare(task)
+    tokens = {
+        kind: sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for kind, batches in next(iter(task.held_out.values())).items()
+    }
+    block = "\n".join([make_tables(results), "", describe(arguments, METHODS, tokens)])
+    publish(arguments, DOCUMENT, arguments.name, block, results)
+
+
+if __name__ == "__main__":
+    main()
