@@ -20,6 +20,7 @@ examples:
   hf-tpu export runs/reward_qwen3 --dtype bfloat16
   hf-tpu export runs/qad_q4_qwen3 --merge --quantize
   hf-tpu export runs/sft_full_qwen3 --quantize int8 --group-size 32
+  hf-tpu export runs/qad_q4_qwen3 --quantize --gguf runs/qad_q4_qwen3/merged.gguf
 
 The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much
 or its base is not the one of the training, and 2 if nothing was written.
@@ -51,6 +52,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="how many weights of a row share a scale (default: as trained, or 32)",
     )
     parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="with --quantize: round a float32 GGUF file of the merged model instead, made by llama.cpp's "
+        "convert_hf_to_gguf.py, to the types Q4_0 (int4) or Q8_0 (int8), beside it",
+    )
+    parser.add_argument(
         "--output_dir",
         type=Path,
         help="where to write (default: `merged`, `converted` or `quantized` in the run's directory)",
@@ -71,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     from ..export.proof import PROMPTS
 
     logging.disable_progress_bar()
+    if args.gguf is not None:
+        return _write_gguf(args)
     export = export_run(
         args.run_dir,
         args.output_dir,
@@ -84,6 +94,25 @@ def run(args: argparse.Namespace) -> int:
     )
     print(_page(export))
     return 0 if export.good else 1
+
+
+def _write_gguf(args: argparse.Namespace) -> int:
+    from ..export.gguf import write_gguf
+    from ..export.quantized import choose_quantization
+
+    if args.quantize is None:
+        raise ValueError("--gguf rounds the weights in a GGUF file. Add --quantize.")
+    for name in ("merge", "dtype", "output_dir", "overwrite", "base_model", "prompts"):
+        if vars(args)[name]:
+            raise ValueError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")
+    trained_for = choose_quantization(args.run_dir, args.quantize, args.group_size)
+    export = write_gguf(args.gguf, trained_for)
+    print(
+        f"{export.tensors} matrices in {trained_for.describe()}, as {export.type}; {format_bytes(export.num_bytes)} in all\n"
+        f"Scales are float16: a weight differs by at most {export.difference:.2g} of its scale from the one that was trained\n"
+        f"Written: {export.path}"
+    )
+    return 0
 
 
 def _page(export) -> str:

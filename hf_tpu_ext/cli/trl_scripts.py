@@ -68,6 +68,9 @@ class TRLScript:
         # Of an adapter's base, which has no head, the number of labels is not known.
         labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""
         print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r}{labels})")
+        if vars(training_args).get("qat_weight_dtype") is not None:
+            merge = " --merge" if model_args.use_peft else ""
+            print(f"It is not rounded there. Round it: hf-tpu export {training_args.output_dir}{merge} --quantize")
         print(f"Next: hf-tpu {self.command} --config {self.recipe} (add --smoke to try it on a tiny model first)")
 
     def train(

@@ -31,7 +31,7 @@ from .proof import (
     tokenize_answers,
     tokenize_prompts,
 )
-from .quantized import choose_quantization, write_quantized
+from .quantized import check_installed, choose_quantization, write_quantized
 
 
 #: Dtypes that weights are written in.
@@ -157,6 +157,8 @@ def export_run(
     select_backend("cpu")
     source = open_source(Path(run_dir), merge, base_model)
     quantization = choose_quantization(source.directory, quantize, group_size)
+    if quantization is not None:
+        check_installed()
     name = "quantized" if quantization is not None else "merged" if merge else "converted"
     output_dir = Path(output_dir or source.directory / name)
     check_output(

@@ -22,17 +22,13 @@ def choose_quantization(run_dir: Path, dtype: str | None, group_size: int | None
     agree with; or these, of a run that was trained without rounding. `None` where `dtype` is.
 
     Raises:
-        `ValueError`: They do not agree, or nothing says to what, or a package is missing.
+        `ValueError`: They do not agree, or nothing says to what.
     """
     trained = TrainedFor.read(run_dir)
     if dtype is None:
         if group_size is not None:
             raise ValueError(f"--group-size {group_size} has no effect without --quantize. Add it, or leave this out.")
         return None
-    if find_spec("compressed_tensors") is None:
-        raise ValueError(
-            "--quantize writes the format of compressed-tensors, which is not installed: pip install 'hf_tpu_ext[quantize]'"
-        )
     if dtype not in (AS_TRAINED, *WEIGHT_DTYPES):
         raise ValueError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")
     if trained is None:
@@ -54,6 +50,14 @@ def choose_quantization(run_dir: Path, dtype: str | None, group_size: int | None
             f"--group-size {trained.group_size}; or train with qat_adapters='inside'."
         )
     return trained
+
+
+def check_installed() -> None:
+    """Raise a `ValueError` unless what [`write_quantized`] needs is there."""
+    if find_spec("compressed_tensors") is None:
+        raise ValueError(
+            "--quantize writes the format of compressed-tensors, which is not installed: pip install 'hf_tpu_ext[quantize]'"
+        )
 
 
 @torch.no_grad()

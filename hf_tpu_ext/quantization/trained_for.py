@@ -28,12 +28,13 @@ class TrainedFor:
     quantize_embedding: bool = False
     adapters: str = "inside"
 
+    def rounding(self) -> Rounding:
+        """How layers round."""
+        return Rounding(int(self.weight_dtype.removeprefix("int")), self.group_size, self.activation_dtype is not None)
+
     def fake_quantization(self, model: nn.Module) -> FakeQuantization:
         """The fake quantization of a model, which rounds so. Raises `ValueError` where a layer cannot be."""
-        rounding = Rounding(
-            int(self.weight_dtype.removeprefix("int")), self.group_size, self.activation_dtype is not None
-        )
-        return FakeQuantization(model, rounding, self.adapters, self.quantize_embedding)
+        return FakeQuantization(model, self.rounding(), self.adapters, self.quantize_embedding)
 
     def describe(self) -> str:
         """What is rounded how, e.g. `"int4, groups of 32"`."""

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig
@@ -158,3 +159,85 @@ def test_a_package_that_is_missing(lora_run, monkeypatch, tmp_path):
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install 'hf_tpu_ext\\[quantize\\]'"):
         export_run(lora_run, tmp_path / "out", merge=True, quantize="int4")
+
+
+# ---- llama.cpp ----
+
+
+@pytest.fixture
+def float_gguf(tmp_path):
+    """Writes a GGUF file of two matrices of a layer, a norm and the embeddings."""
+    gguf = pytest.importorskip("gguf")
+
+    def write(dtype=np.float32):
+        rng = np.random.default_rng(0)
+        shapes = {"token_embd.weight": (16, 64), "blk.0.attn_q.weight": (64, 64), "blk.0.ffn_down.weight": (64, 128)}
+        tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        tensors["blk.0.attn_norm.weight"] = np.ones(64, np.float32)
+        path = tmp_path / "merged.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_block_count(1)
+        writer.add_token_list(["a", "b"])
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.astype(dtype) if tensor.ndim > 1 else tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path, {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+
+    return write
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
+def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dtype, kind):
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    path, weights = float_gguf()
+    assert main(["export", str(lora_run), "--quantize", dtype, "--gguf", str(path)]) == 0
+    assert f"2 matrices in {dtype}, groups of 32, as {kind}; " in capsys.readouterr().out
+    reader = GGUFReader(path.with_name(f"merged.{kind}.gguf"))
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    rounding = TrainedFor(dtype).rounding()
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
+        assert found[name].tensor_type.name == kind
+        read = torch.from_numpy(dequantize(found[name].data, found[name].tensor_type))
+        integers, scales = rounding.quantize_weight(weights[name])
+        expected = (integers.unflatten(-1, (-1, 32)) * scales.half().float()[..., None]).flatten(-2)
+        assert torch.equal(read, expected)
+        torch.testing.assert_close(read, rounding.round_weight(weights[name]), rtol=2**-11, atol=0)
+    assert found["token_embd.weight"].tensor_type.name == "F16"
+    assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+    assert reader.get_field("tokenizer.ggml.tokens").contents() == ["a", "b"]
+    assert reader.get_field("general.file_type").contents() == {"Q4_0": 2, "Q8_0": 7}[kind]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--quantize", "int3", "--gguf", "{file}"],
+            "llama.cpp has no type of int3, groups of 32. It has such of int4 and",
+        ),
+        (
+            ["--quantize", "int4", "--group-size", "64", "--gguf", "{file}"],
+            "llama.cpp has no type of int4, groups of 64.",
+        ),
+        (
+            ["--quantize", "int4", "--gguf", "{file}.not"],
+            "there is no such file. Make it of the merged model by llama.cpp",
+        ),
+        (
+            ["--quantize", "int4", "--gguf", "{file}"],
+            "has blk.0.attn_q.weight in F16. Other integers than those of the",
+        ),
+        (["--gguf", "{file}"], "--gguf rounds the weights in a GGUF file. Add --quantize."),
+        (["--quantize", "int4", "--merge", "--gguf", "{file}"], "--merge has no effect on --gguf"),
+    ],
+)
+def test_mistakes_with_gguf(float_gguf, lora_run, capsys, argv, message):
+    path, _ = float_gguf(np.float16)
+    assert main(["export", str(lora_run), *(word.format(file=path) for word in argv)]) == 2
+    assert message in capsys.readouterr().err
+    assert [file.name for file in path.parent.iterdir()] == ["merged.gguf"]

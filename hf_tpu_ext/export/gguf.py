@@ -1,0 +1,135 @@
+"""Weights in llama.cpp's types of few bits, with the integers that they were trained with."""
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..quantization.rounding import Rounding
+from ..quantization.trained_for import TrainedFor
+
+
+#: llama.cpp's types whose blocks are an integer for each weight and one scale, by bits; with their names and file types.
+_TYPES = {4: "Q4_0", 8: "Q8_0"}
+#: Weights that share a scale in each of them.
+_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class GGUFExport:
+    """
+    A GGUF file with rounded weights.
+
+    Args:
+        path (`str`):
+            The file.
+        type (`str`):
+            llama.cpp's type of the rounded weights.
+        tensors (`int`):
+            How many were rounded.
+        num_bytes (`int`):
+            Bytes of the file.
+        difference (`float`):
+            Largest difference of a weight as llama.cpp has it from the one that was trained, as a share of its scale: scales
+            are float16 there.
+    """
+
+    path: str
+    type: str
+    tensors: int
+    num_bytes: int
+    difference: float
+
+
+def write_gguf(source: str | Path, trained_for: TrainedFor) -> GGUFExport:
+    """
+    Write a float32 GGUF file of a model, as llama.cpp's `convert_hf_to_gguf.py` makes it, anew beside it, with the matrices
+    of its layers rounded as they were trained to be. Converting has put rows elsewhere and no element of a row, and groups lie
+    along rows, so that the integers are those of the model. Other matrices become float16.
+
+    Raises:
+        `ValueError`: The file or the settings are not such; nothing was written.
+    """
+    if find_spec("gguf") is None:
+        raise ValueError("--gguf reads and writes GGUF files by a package that is not installed: pip install gguf")
+    source = Path(source)
+    rounding = trained_for.rounding()
+    if rounding.bits not in _TYPES or rounding.group_size != _BLOCK or rounding.activations:
+        raise ValueError(
+            f"llama.cpp has no type of {trained_for.describe()}. It has such of int4 and int8, in groups of {_BLOCK}, with "
+            "activations that are not rounded in training. Leave out --gguf."
+        )
+    if not source.is_file():
+        raise ValueError(
+            f"--gguf {source}: there is no such file. Make it of the merged model by llama.cpp: hf-tpu export RUN --merge "
+            "--dtype float32; python convert_hf_to_gguf.py RUN/merged --outtype f32"
+        )
+    # PyTorch is there by now, and gguf takes a while.
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, Keys, LlamaFileType, quants
+    from gguf.constants import GGML_QUANT_VERSION, GGUFValueType
+    from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
+
+    name = _TYPES[rounding.bits]
+    kind = GGMLQuantizationType[name]
+    reader = GGUFReader(source)
+    chosen = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
+    wrong = [tensor for tensor in chosen if tensor.tensor_type != GGMLQuantizationType.F32]
+    if wrong or not chosen:
+        found = f"{wrong[0].name} in {wrong[0].tensor_type.name}" if wrong else "no matrices of layers"
+        raise ValueError(
+            f"--gguf {source} has {found}. Other integers than those of the training would come out: make it in float32, "
+            "convert_hf_to_gguf.py --outtype f32"
+        )
+    names, difference = {tensor.name for tensor in chosen}, 0.0
+    for place, tensor in enumerate(reader.tensors):
+        if tensor.name in names:
+            weight = torch.from_numpy(np.array(tensor.data))
+            data, type_ = _pack(rounding, weight), kind
+            difference = max(difference, _difference(rounding, weight, quants.dequantize(data, kind)))
+        elif len(tensor.shape) > 1 and tensor.tensor_type == GGMLQuantizationType.F32:
+            # As files of llama.cpp have what is not rounded.
+            data, type_ = tensor.data.astype(np.float16), GGMLQuantizationType.F16
+        else:
+            continue
+        reader.tensors[place] = tensor._replace(data=data, tensor_type=type_, n_bytes=data.nbytes)
+    path = source.with_name(f"{source.stem}.{name}.gguf")
+    partial = path.with_name(f".{path.name}.partial")
+    writer = GGUFWriter(partial, reader.get_field(Keys.General.ARCHITECTURE).contents())
+    changed = {
+        Keys.General.FILE_TYPE: MetadataDetails(GGUFValueType.UINT32, LlamaFileType[f"MOSTLY_{name}"].value),
+        Keys.General.QUANTIZATION_VERSION: MetadataDetails(GGUFValueType.UINT32, GGML_QUANT_VERSION),
+    }
+    try:
+        copy_with_new_metadata(reader, writer, changed, [])
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return GGUFExport(str(path), name, len(chosen), path.stat().st_size, difference)
+
+
+def _is_rounded(tensor, trained_for: TrainedFor) -> bool:
+    # Matrices of layers, but not those of experts, of three dimensions; and both ends where they were rounded, too.
+    is_end = tensor.name in ("token_embd.weight", "output.weight")
+    is_matrix = tensor.name.startswith("blk.") and tensor.name.endswith(".weight") and len(tensor.shape) == 2
+    return is_matrix or (is_end and trained_for.quantize_embedding)
+
+
+def _pack(rounding: Rounding, weight: torch.Tensor) -> np.ndarray:
+    """The blocks of a matrix as bytes, `(rows, bytes)`: of each a scale, then its integers."""
+    integers, scales = rounding.quantize_weight(weight)
+    blocks = integers.unflatten(-1, (-1, _BLOCK)).numpy()
+    if rounding.bits == 4:
+        # The second half of a block is in the upper halves of its bytes.
+        low, high = np.split((blocks + 8).astype(np.uint8), 2, axis=-1)
+        blocks = low | (high << 4)
+    scales = scales.to(torch.float16).unsqueeze(-1).numpy()
+    return np.concatenate([scales.view(np.uint8), blocks.view(np.uint8)], axis=-1).reshape(weight.shape[0], -1)
+
+
+def _difference(rounding: Rounding, weight: torch.Tensor, found: np.ndarray) -> float:
+    _, scales = rounding.quantize_weight(weight)
+    differences = (torch.from_numpy(found) - rounding.round_weight(weight)).abs().unflatten(-1, (-1, _BLOCK))
+    return (differences / scales.unsqueeze(-1)).max().item()
