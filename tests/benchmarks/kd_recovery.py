@@ -44,6 +44,8 @@ METHODS = {
     "online teacher": ("student", {"kd_teacher": "teacher"}),
     "teacher, trained on the labels": ("teacher", {}),
 }
+#: Groups of kinds besides the first one: held-out text of the kind trained on, and text to choose settings on.
+TRAINED_ON, VALIDATION = "the kind trained on", "validation text"
 #: Passages of a kind that is measured.
 PASSAGES = 16
 
@@ -271,10 +273,9 @@ def prepare_real(arguments: argparse.Namespace, directory: Path) -> Task:
 
     held_out = {
         "other kinds of text": {kind: cut(kind) for kind in ("fiction", "play", "verse", "code")},
-        "the kind trained on": {"proceedings": cut("proceedings", (0.75, 1))},
+        TRAINED_ON: {"proceedings": cut("proceedings", (0.75, 1))},
+        VALIDATION: {"reference": cut("reference")},
     }
-    if arguments.validate:
-        held_out = {"validation text": {"reference": cut("reference")}}
     rows = passages(
         tokenizer, texts["proceedings"], arguments.max_length, arguments.batch_size * arguments.steps, (0, 0.75)
     ).tolist()
@@ -390,6 +391,9 @@ def main() -> None:
     os.environ |= {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
     task = (prepare_tiny if arguments.tiny else prepare_real)(arguments, arguments.work_dir)
+    validation = task.held_out.pop(VALIDATION, {})
+    if arguments.validate:
+        task.held_out = {VALIDATION: validation}
     save_damaged(task)
     make_cache(task)
     results = compare(task)

@@ -24,8 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from damage import DOCUMENT, add_sources
+from damage import ROOT, add_sources
 from kd_recovery import (
+    TRAINED_ON,
+    VALIDATION,
     Task,
     add_task_arguments,
     log_probs,
@@ -43,6 +45,9 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrain
 from transformers.utils import logging
 
 from hf_tpu_ext.export.make import export_run
+
+
+DOCUMENT = ROOT / "docs" / "quantization.md"
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,9 @@ class Method:
 
 METHODS = {
     "recovery LoRA beside, cached teacher": Method(1e-3, "beside"),
-    "QAT, labels": Method(1e-4, taught=False),
-    "QAT, cached teacher": Method(1e-4),
-    "low-rank QAT, cached teacher": Method(1e-3, "inside"),
+    "QAT, labels": Method(3e-4, taught=False),
+    "QAT, cached teacher": Method(3e-4),
+    "low-rank QAT, cached teacher": Method(2e-3, "inside"),
 }
 #: What is run with several seeds: bits, and methods that are compared.
 COMPARED = ((4, 3), ("recovery LoRA beside, cached teacher", "QAT, cached teacher"))
@@ -84,6 +89,7 @@ class Row:
 
     @property
     def directory(self) -> str:
+        """Name of its files."""
         return f"int{self.bits}-{self.name.replace(', ', '-').replace(' ', '_')}-{self.seed}"
 
 
@@ -124,7 +130,7 @@ def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
     settings = {
         "qat_weight_dtype": f"int{row.bits}",
         "qat_group_size": arguments.group_size,
-        "learning_rate": arguments.learning_rate or method.learning_rate,
+        "learning_rate": method.learning_rate if arguments.learning_rate is None else arguments.learning_rate,
         "bf16": arguments.bf16,
         "seed": row.seed,
     }
@@ -153,7 +159,7 @@ def export(run: Path, output_dir: Path, **settings) -> tuple[PreTrainedModel, in
     """
     written = export_run(run, output_dir, dtype="bfloat16", overwrite=True, **settings)
     # Unpacked once: PEFT takes no packed layers, and each pass would unpack them.
-    unpacked = CompressedTensorsConfig(run_compressed=False)
+    unpacked = CompressedTensorsConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32, quantization_config=unpacked)
     return model, written.num_bytes
 
@@ -206,11 +212,11 @@ def compare(task: Task) -> dict[str, list[dict]]:
             What is trained.
 
     Returns:
-        `dict`: By `"original"` and `"int4"` etc.: the result, and by name those of the seeds. A result has, by kind, what
-        [`score`] returned, and `bytes`.
+        `dict`: By `"original"` its result, and by `"int4"` etc. and name those of the seeds. A result has, by kind of all
+        groups, what [`score`] returned, and `bytes`.
     """
     arguments = task.arguments
-    kinds = next(iter(task.held_out.values()))
+    kinds = {kind: batches for group in task.held_out.values() for kind, batches in group.items()}
     original = AutoModelForCausalLM.from_pretrained(task.directory / "teacher", dtype=torch.float32)
 
     @contextmanager
@@ -229,19 +235,22 @@ def compare(task: Task) -> dict[str, list[dict]]:
 
     results = {ORIGINAL: measure(original, 2 * original.num_parameters())}
     common = {name: vars(arguments)[name] for name in ("steps", "batch_size", "max_length", "rank", "backend")}
+    (task.directory / "results").mkdir(exist_ok=True)
     for row in rows(arguments):
-        trained = {} if row.name == ROUNDED else common | settings_of(row, arguments)
-        trained.pop("kd_cache", None)
-        key = asdict(row) | trained | {"group_size": arguments.group_size, "kinds": list(kinds)}
-        file = task.directory / ("validation" if arguments.validate else "results") / f"{row.directory}.json"
+        key = asdict(row) | {"group_size": arguments.group_size, "bf16": arguments.bf16}
+        name = row.directory
+        if row.name != ROUNDED:
+            settings = settings_of(row, arguments)
+            key |= common | {name: value for name, value in settings.items() if name != "kd_cache"}
+            name += f"-{settings['learning_rate']:g}"
+        file = task.directory / "results" / f"{name}.json"
         kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if kept.get("key") != key:
             kept = {"key": key, "result": measure(*make(row, task))}
-            file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(kept), encoding="utf-8")
             for folder in ("trained", "exported"):
                 shutil.rmtree(task.directory / folder / row.directory, ignore_errors=True)
-        print(row.directory, json.dumps(kept["result"]), flush=True)
+        print(name, json.dumps(kept["result"]), flush=True)
         results.setdefault(f"int{row.bits}", {}).setdefault(row.name, []).append(kept["result"])
     return results
 
@@ -279,13 +288,15 @@ def main() -> None:
     logging.disable_progress_bar()
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
     task = (prepare_tiny if arguments.tiny else prepare_real)(arguments, arguments.work_dir)
+    # What a model learns of the text that it trains on is not what rounding took.
+    task.held_out.pop(TRAINED_ON, None)
     make_cache(task, student="teacher", bf16=arguments.bf16)
     results = compare(task)
+    kinds = task.held_out[VALIDATION] if arguments.validate else next(iter(task.held_out.values()))
     tokens = {
-        kind: sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-        for kind, batches in next(iter(task.held_out.values())).items()
+        kind: sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches) for kind, batches in kinds.items()
     }
-    block = "\n".join([make_tables(results), "", describe(arguments, METHODS, tokens)])
+    block = "\n".join([make_tables(results, list(kinds)), "", describe(arguments, METHODS, tokens)])
     publish(arguments, DOCUMENT, arguments.name, block, results)
 
 

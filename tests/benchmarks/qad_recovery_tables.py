@@ -20,19 +20,20 @@ Result = dict[str, dict[str, float] | int]
 Results = dict[str, Result | dict[str, list[Result]]]
 
 
-def make_tables(results: Results) -> str:
+def make_tables(results: Results, kinds: list[str]) -> str:
     """
     Show the results.
 
     Args:
         results (`dict`):
             As [`qad_recovery.compare`] returns them.
+        kinds (`list[str]`):
+            Kinds of text to show.
 
     Returns:
         `str`: Two Markdown tables: over all kinds of text, and by kind.
     """
     original = results[ORIGINAL]
-    kinds = [kind for kind in original if kind != "bytes"]
     loss = mean_of(original, kinds, "loss")
     head = ("weights", "", "on disk", "perplexity", "recovered of its logarithm", "KL to the original", "seeds")
     whole = [
