@@ -18,9 +18,10 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ from kd_recovery import (
 from peft import LoraConfig, PeftModel
 from qad_recovery_tables import ORIGINAL, ROUNDED, describe, make_tables
 from tables import make_parser, publish
+from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -215,43 +217,50 @@ def compare(task: Task) -> dict[str, list[dict]]:
         `dict`: By `"original"` its result, and by `"int4"` etc. and name those of the seeds. A result has, by kind of all
         groups, what [`score`] returned, and `bytes`.
     """
-    arguments = task.arguments
+    arguments, original = task.arguments, task.directory / "teacher"
     kinds = {kind: batches for group in task.held_out.values() for kind, batches in group.items()}
-    original = AutoModelForCausalLM.from_pretrained(task.directory / "teacher", dtype=torch.float32)
+    measured_with = {"group_size": arguments.group_size, "bf16": arguments.bf16, "kinds": list(kinds)}
+    trained_with = {name: vars(arguments)[name] for name in ("steps", "batch_size", "max_length", "rank", "backend")}
 
     @contextmanager
     def measuring() -> Iterator[None]:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=arguments.bf16):
             yield
 
-    with measuring():
-        theirs = {kind: [log_probs(original, batch) for batch in batches] for kind, batches in kinds.items()}
-
-    def measure(model: PreTrainedModel, num_bytes: int) -> dict:
+    @cache
+    def teacher() -> dict[str, list[Tensor]]:
+        model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
         with measuring():
-            return {kind: score(model, batches, theirs[kind]) for kind, batches in kinds.items()} | {
-                "bytes": num_bytes
-            }
+            return {kind: [log_probs(model, batch) for batch in batches] for kind, batches in kinds.items()}
 
-    results = {ORIGINAL: measure(original, 2 * original.num_parameters())}
-    common = {name: vars(arguments)[name] for name in ("steps", "batch_size", "max_length", "rank", "backend")}
-    (task.directory / "results").mkdir(exist_ok=True)
-    for row in rows(arguments):
-        key = asdict(row) | {"group_size": arguments.group_size, "bf16": arguments.bf16}
-        name = row.directory
-        if row.name != ROUNDED:
-            settings = settings_of(row, arguments)
-            key |= common | {name: value for name, value in settings.items() if name != "kd_cache"}
-            name += f"-{settings['learning_rate']:g}"
+    def measure(name: str, key: dict, make: Callable[[], tuple[PreTrainedModel, int]]) -> dict:
         file = task.directory / "results" / f"{name}.json"
         kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        if kept.get("key") != key:
-            kept = {"key": key, "result": measure(*make(row, task))}
+        if kept.get("key") != key | measured_with:
+            model, num_bytes = make()
+            with measuring():
+                result = {kind: score(model, batches, teacher()[kind]) for kind, batches in kinds.items()}
+            kept = {"key": key | measured_with, "result": result | {"bytes": num_bytes}}
+            file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(kept), encoding="utf-8")
-            for folder in ("trained", "exported"):
-                shutil.rmtree(task.directory / folder / row.directory, ignore_errors=True)
         print(name, json.dumps(kept["result"]), flush=True)
-        results.setdefault(f"int{row.bits}", {}).setdefault(row.name, []).append(kept["result"])
+        return kept["result"]
+
+    def load() -> tuple[PreTrainedModel, int]:
+        model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
+        return model, 2 * model.num_parameters()
+
+    results = {ORIGINAL: measure(ORIGINAL, {}, load)}
+    for row in rows(arguments):
+        name, key = row.directory, asdict(row)
+        if row.name != ROUNDED:
+            settings = settings_of(row, arguments)
+            name += f"-{settings['learning_rate']:g}"
+            key |= trained_with | {name: value for name, value in settings.items() if name != "kd_cache"}
+        result = measure(name, key, partial(make, row, task))
+        results.setdefault(f"int{row.bits}", {}).setdefault(row.name, []).append(result)
+        for folder in ("trained", "exported"):
+            shutil.rmtree(task.directory / folder / row.directory, ignore_errors=True)
     return results
 
 
