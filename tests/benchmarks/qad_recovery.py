@@ -233,10 +233,12 @@ def compare(task: Task) -> dict[str, list[dict]]:
         with measuring():
             return {kind: [log_probs(model, batch) for batch in batches] for kind, batches in kinds.items()}
 
-    def measure(name: str, key: dict, make: Callable[[], tuple[PreTrainedModel, int]]) -> dict:
+    def measure(name: str, key: dict, make: Callable[[], tuple[PreTrainedModel, int]]) -> dict | None:
         file = task.directory / "results" / f"{name}.json"
         kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if kept.get("key") != key | measured_with:
+            if arguments.show:
+                return None
             model, num_bytes = make()
             with measuring():
                 result = {kind: score(model, batches, teacher()[kind]) for kind, batches in kinds.items()}
@@ -251,6 +253,8 @@ def compare(task: Task) -> dict[str, list[dict]]:
         return model, 2 * model.num_parameters()
 
     results = {ORIGINAL: measure(ORIGINAL, {}, load)}
+    if results[ORIGINAL] is None:
+        raise ValueError(f"Nothing was measured in {task.directory} yet with these settings. Leave --show out.")
     for row in rows(arguments):
         name, key = row.directory, asdict(row)
         if row.name != ROUNDED:
@@ -258,6 +262,8 @@ def compare(task: Task) -> dict[str, list[dict]]:
             name += f"-{settings['learning_rate']:g}"
             key |= trained_with | {name: value for name, value in settings.items() if name != "kd_cache"}
         result = measure(name, key, partial(make, row, task))
+        if result is None:
+            continue
         results.setdefault(f"int{row.bits}", {}).setdefault(row.name, []).append(result)
         for folder in ("trained", "exported"):
             shutil.rmtree(task.directory / folder / row.directory, ignore_errors=True)
@@ -286,6 +292,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bf16", action=argparse.BooleanOptionalAction, default=True, help="compute in bfloat16 (default: yes)"
     )
+    parser.add_argument("--show", action="store_true", help="show what was measured so far, and train nothing")
     parser.add_argument("--seeds", type=int, default=3, help="of the methods that are compared (default: 3)")
     return name_task(parser.parse_args(argv), "qad_recovery")
 
