@@ -8,8 +8,8 @@ inside the rounding.
 
 The teacher is the original, SmolLM2-135M-Instruct. All train on the same rows of one kind of text, and what counts is measured
 on four other kinds: of a trained model, what `hf-tpu export --quantize` writes of it, loaded by plain transformers. Learning
-rates are chosen on one more kind, with `--validate`. Each trained model's result is kept in the working directory, so a run
-that was interrupted goes on, and `--seeds` adds to what is there.
+rates are chosen on one more kind, with `--validate`. Each result is kept in the working directory, so that a run
+that was interrupted goes on, `--seeds` adds to what is there, and `--show` shows it.
 
 `--tiny` takes a tiny model that has learned worked additions, and held-out additions.
 """
