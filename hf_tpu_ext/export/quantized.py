@@ -65,6 +65,7 @@ def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torc
     """
     Write a float32 model with its linear layers as integers and scales, and all else in a dtype. The model is not to be
     used afterwards. Embeddings and the output head, where they are rounded, are written as the numbers that they have then.
+    Raises `ValueError` where it has experts.
     """
     # It is as long to import as PyTorch, and only few exports need it.
     from compressed_tensors.compressors import ModelCompressor
@@ -76,6 +77,11 @@ def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torc
     )
 
     found = trained_for.fake_quantization(model)
+    if found.experts:
+        raise ValueError(
+            f"--quantize rounds linear layers, and the experts of this model are none ({', '.join(found.experts)}): a file with "
+            "both cannot be loaded. Leave out --quantize."
+        )
     rounding = found.rounding
     rounded = {name: rounding.quantize_weight(module.weight) for name, module in found.linears.items()}
     ends = [*found.embeddings, *([] if found.head is None else [found.head])]

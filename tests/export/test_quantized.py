@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.export.make import export_run
 from hf_tpu_ext.quantization.trained_for import TrainedFor
 
@@ -76,6 +77,23 @@ def test_what_is_exported_is_what_was_trained(run_with, logits_of, tmp_path, lor
         assert found[f"{weight}_packed"] == ("I32", [128, packed])
     assert found[f"{weight}_scale"] == ("F32", [128, 64 // settings.get("qat_group_size", 32)])
     assert found["model.embed_tokens.weight"][0] == "F32"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_tied_embeddings_are_rounded_once(family, tmp_path):
+    directory = make_model(tmp_path / "model", family, tie_word_embeddings=True)
+    TrainedFor("int3", 16, quantize_embedding=True).write(directory)
+    export = export_run(directory, tmp_path / "out", dtype="float32", quantize="as trained")
+    assert export.tied and export.exported.max_abs < 1e-5
+
+
+def test_experts(tmp_path):
+    directory = make_model(tmp_path / "model", "mixtral")
+    with pytest.raises(
+        ValueError, match=r"the experts of this model are none \(model.layers.\*.mlp.experts.down_proj, "
+    ):
+        export_run(directory, tmp_path / "out", dtype="float32", quantize="int4")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bfloat16(run_with, tmp_path):
