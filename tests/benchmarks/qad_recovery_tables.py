@@ -106,7 +106,7 @@ def describe(arguments: argparse.Namespace, methods: dict, tokens: dict[str, int
             f"- with the teacher: its cached top 128 tokens alone (`kd_alpha={arguments.kd_alpha:g}`, "
             f"`kd_temperature={arguments.kd_temperature:g}`)",
             "- measured: what `hf-tpu export --quantize` wrote, with scales and all that is not rounded in bfloat16, loaded by "
-            "transformers, beside it the adapters that stay; "
+            "transformers; adapters that stay are on top of it, in float32; "
             + ", ".join(f"{count:,} tokens of {kind}" for kind, count in tokens.items()),
             "- recovered: share of what rounding took, in nats per token; ± is the standard deviation over the seeds",
             f"- hardware: `backend={arguments.backend}` on {_processor()}, "
