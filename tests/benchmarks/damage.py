@@ -66,9 +66,9 @@ def damage(model: PreTrainedModel, bits: int, group_size: int) -> None:
             module.weight.copy_(round_group_wise(module.weight, bits, group_size))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sources(parser: argparse.ArgumentParser) -> None:
     """
-    Add what [`prepare`] and [`damage`] need to a command line.
+    Add what [`prepare`] needs to a command line, and the size of groups.
 
     Args:
         parser (`argparse.ArgumentParser`):
@@ -81,8 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data_dir", type=Path, default=Path(".cache/quickstart/data"), help=f"functions and docstrings; {where}"
     )
-    parser.add_argument("--bits", type=int, default=3, help="bits of a rounded weight (default: 3)")
     parser.add_argument("--group_size", type=int, default=32, help="inputs that share a scale (default: 32)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Add what [`prepare`] and [`damage`] need to a command line.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser of a benchmark.
+    """
+    add_sources(parser)
+    parser.add_argument("--bits", type=int, default=3, help="bits of a rounded weight (default: 3)")
 
 
 def prepare(arguments: argparse.Namespace) -> DatasetDict:

@@ -44,6 +44,8 @@ METHODS = {
     "online teacher": ("student", {"kd_teacher": "teacher"}),
     "teacher, trained on the labels": ("teacher", {}),
 }
+#: Groups of kinds besides the first one: held-out text of the kind trained on, and text to choose settings on.
+TRAINED_ON, VALIDATION = "the kind trained on", "validation text"
 #: Passages of a kind that is measured.
 PASSAGES = 16
 
@@ -126,7 +128,7 @@ def log_probs(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     Returns:
         `torch.Tensor` of shape `(batch, length - 1, vocabulary)`: Log-probabilities.
     """
-    return model(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+    return model(batch["input_ids"]).logits[:, :-1].float().log_softmax(-1)
 
 
 def score(model: PreTrainedModel, batches: Batches, teacher: list[Tensor]) -> dict[str, float]:
@@ -155,19 +157,23 @@ def score(model: PreTrainedModel, batches: Batches, teacher: list[Tensor]) -> di
     return {"loss": loss / count, "kl": kl / count}
 
 
-def make_cache(task: Task) -> None:
+def make_cache(task: Task, student: str = "student", bf16: bool = False) -> None:
     """
     Run `hf-tpu cache-teacher`. Does nothing where the cache is there.
 
     Args:
         task ([`Task`]):
             What is trained.
+        student (`str`, *optional*, defaults to `"student"`):
+            The folder of the model that learns.
+        bf16 (`bool`, *optional*, defaults to `False`):
+            Whether the teacher computes in bfloat16.
     """
     directory, arguments = task.directory, task.arguments
     hf_tpu(
         [
             "cache-teacher",
-            f"--model_name_or_path={directory / 'student'}",
+            f"--model_name_or_path={directory / student}",
             f"--kd_teacher={directory / 'teacher'}",
             f"--dataset_name={directory / 'data'}",
             f"--kd_cache={directory / 'cache'}",
@@ -177,7 +183,7 @@ def make_cache(task: Task) -> None:
             f"--backend={arguments.backend}",
             f"--batch_size={arguments.batch_size}",
             "--eval_strategy=steps",
-            "--bf16=False",
+            f"--bf16={bf16}",
         ]
     )
 
@@ -267,17 +273,15 @@ def prepare_real(arguments: argparse.Namespace, directory: Path) -> Task:
 
     held_out = {
         "other kinds of text": {kind: cut(kind) for kind in ("fiction", "play", "verse", "code")},
-        "the kind trained on": {"proceedings": cut("proceedings", (0.75, 1))},
+        TRAINED_ON: {"proceedings": cut("proceedings", (0.75, 1))},
+        VALIDATION: {"reference": cut("reference")},
     }
-    if arguments.validate:
-        held_out = {"validation text": {"reference": cut("reference")}}
     rows = passages(
         tokenizer, texts["proceedings"], arguments.max_length, arguments.batch_size * arguments.steps, (0, 0.75)
     ).tolist()
     write_splits(directory / "data", {"train": [{"input_ids": row} for row in rows], "test": [{"input_ids": rows[0]}]})
     (directory / "teacher").unlink(missing_ok=True)
     (directory / "teacher").symlink_to(arguments.model_dir.resolve())
-    _save_damaged(directory, arguments)
     return Task(directory, held_out, arguments)
 
 
@@ -297,17 +301,66 @@ def prepare_tiny(arguments: argparse.Namespace, directory: Path) -> Task:
     )
     trainer.train()
     trainer.model.to("cpu").save_pretrained(directory / "teacher")
-    _save_damaged(directory, arguments)
     rows = list(trainer.eval_dataset)
     batches = [trainer.data_collator(rows[begin : begin + 8]) for begin in range(0, len(rows), 8)]
     return Task(directory, {"held-out additions": {"additions": batches}}, arguments)
 
 
-def _save_damaged(directory: Path, arguments: argparse.Namespace) -> None:
+def save_damaged(task: Task) -> None:
+    """
+    Make the student: the teacher with rounded weights.
+
+    Args:
+        task ([`Task`]):
+            What is trained.
+    """
+    directory, arguments = task.directory, task.arguments
     student = AutoModelForCausalLM.from_pretrained(directory / "teacher", dtype=torch.float32)
     damage(student, arguments.bits, arguments.group_size)
     student.save_pretrained(directory / "student")
     AutoTokenizer.from_pretrained(directory / "teacher").save_pretrained(directory / "student")
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """
+    Add what a [`Task`] is made of, and how it is trained, to a command line.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            Parser of a benchmark.
+    """
+    parser.add_argument("--tiny", action="store_true", help="the tiny model and worked additions")
+    parser.add_argument(
+        "--validate", action="store_true", help="measure on the text to choose settings on, and no other"
+    )
+    parser.add_argument("--backend", default="xla", choices=("xla", "cpu"), help="what to train on (default: xla)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of a run (default: 60)")
+    parser.add_argument(
+        "--teacher_steps", type=int, default=600, help="with --tiny: those of the teacher (default: 600)"
+    )
+    parser.add_argument("--batch_size", type=int, default=4, help="rows of a batch (default: 4)")
+    parser.add_argument("--max_length", type=int, default=128, help="tokens of a row (default: 128)")
+    parser.add_argument("--kd_alpha", type=float, default=0.9, help="weight of the teacher (default: 0.9)")
+    parser.add_argument("--kd_temperature", type=float, default=1.0, help="(default: 1)")
+    parser.add_argument("--work_dir", type=Path, help="what is made on the way (default: in .cache)")
+
+
+def name_task(arguments: argparse.Namespace, name: str) -> argparse.Namespace:
+    """
+    Name a benchmark's table and working directory.
+
+    Args:
+        arguments (`argparse.Namespace`):
+            The command line.
+        name (`str`):
+            Name of the benchmark.
+
+    Returns:
+        `argparse.Namespace`: The command line, with `name` and `work_dir`.
+    """
+    arguments.name = f"{name}_tiny" if arguments.tiny else name
+    arguments.work_dir = arguments.work_dir or Path(".cache", arguments.name)
+    return arguments
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -323,28 +376,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = make_parser(__doc__, DOCUMENT)
     add_arguments(parser)
-    parser.add_argument("--tiny", action="store_true", help="the tiny model and worked additions")
-    parser.add_argument(
-        "--validate", action="store_true", help="measure on the text to choose settings on, and no other"
-    )
+    add_task_arguments(parser)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="(default: all)")
-    parser.add_argument("--backend", default="xla", choices=("xla", "cpu"), help="what to train on (default: xla)")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a run (default: 60)")
-    parser.add_argument(
-        "--teacher_steps", type=int, default=600, help="with --tiny: those of the teacher (default: 600)"
-    )
-    parser.add_argument("--batch_size", type=int, default=4, help="rows of a batch (default: 4)")
-    parser.add_argument("--max_length", type=int, default=128, help="tokens of a row (default: 128)")
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="(default: 1e-3)")
-    parser.add_argument("--kd_alpha", type=float, default=0.9, help="weight of the teacher (default: 0.9)")
-    parser.add_argument("--kd_temperature", type=float, default=1.0, help="(default: 1)")
     parser.add_argument("--seeds", type=int, help="how many (default: 2; 5 with --tiny)")
-    parser.add_argument("--work_dir", type=Path, help="what is made on the way (default: .cache/kd_recovery[_tiny])")
     arguments = parser.parse_args(argv)
-    arguments.name = "kd_recovery_tiny" if arguments.tiny else "kd_recovery"
     arguments.seeds = arguments.seeds or (5 if arguments.tiny else 2)
-    arguments.work_dir = arguments.work_dir or Path(".cache", arguments.name)
-    return arguments
+    return name_task(arguments, "kd_recovery")
 
 
 def main() -> None:
@@ -353,6 +391,10 @@ def main() -> None:
     os.environ |= {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
     task = (prepare_tiny if arguments.tiny else prepare_real)(arguments, arguments.work_dir)
+    validation = task.held_out.pop(VALIDATION, {})
+    if arguments.validate:
+        task.held_out = {VALIDATION: validation}
+    save_damaged(task)
     make_cache(task)
     results = compare(task)
     groups = {group: list(kinds) for group, kinds in task.held_out.items()}

@@ -113,6 +113,7 @@ def test_whole_comparison_in_small(tmp_path, monkeypatch, xla):
     options = ["--tiny", "--teacher_steps=40", "--steps=4", "--seeds=1", "--backend=cpu", "--learning_rate=1e-3"]
     arguments = kd_recovery.parse_arguments([*options, "--work_dir", str(tmp_path)])
     task = kd_recovery.prepare_tiny(arguments, tmp_path)
+    kd_recovery.save_damaged(task)
     kd_recovery.make_cache(task)
     results = kd_recovery.compare(task)
     losses = {name: [result["additions"]["loss"] for result in by_seed] for name, by_seed in results.items()}
