@@ -166,11 +166,13 @@ class LazyAdamW(torch.optim.AdamW):
             decay, step_size, correction2_sqrt, *_ = numbers[row]
             beta1, beta2 = group["betas"]
             # Of bfloat16 weights, too, in float32, as in PyTorch's fused AdamW: what is stored is rounded once.
-            grad, value = parameter.grad.float(), parameter.float()
+            grad, value, first, second = map(
+                _precise, (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])
+            )
             # `copy_` is the one in-place operator that torch_xla does not check in Python first, at 20 to 90 microseconds
             # each: with hundreds of parameters, a good part of the host's time for a step.
-            exp_avg = torch.lerp(state["exp_avg"].float(), grad, 1 - beta1)
-            exp_avg_sq = torch.addcmul(state["exp_avg_sq"].float() * beta2, grad, grad, value=1 - beta2)
+            exp_avg = torch.lerp(first, grad, 1 - beta1)
+            exp_avg_sq = torch.addcmul(second * beta2, grad, grad, value=1 - beta2)
             step = exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]) * step_size
             decayed = value * decay if group["weight_decay"] else value
             parameter.copy_(decayed - step)
@@ -229,11 +231,16 @@ class StepGradients:
             hook.remove()
 
 
+def _precise(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32, if its own dtype is shorter."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-    """As [`torch.nn.utils.clip_grad_norm_`]: returns the norm of the gradients before they are scaled."""
+    """As [`torch.nn.utils.clip_grad_norm_`]: returns the norm of the gradients before they are scaled, float32 at least."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     # XLA sums bfloat16 in bfloat16.
-    norm = torch.nn.utils.get_total_norm([parameter.grad.float() for parameter in parameters], foreach=False)
+    norm = torch.nn.utils.get_total_norm([_precise(parameter.grad) for parameter in parameters], foreach=False)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         # By `copy_`, see [`LazyAdamW.step`]. A gradient that persists stays the same tensor, on the same chips.

@@ -17,7 +17,7 @@ from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_lines import RunLines
 from ..data import StaticShapeCollator
-from ..quantization.bitsandbytes import check_method
+from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
 from ..step.adapters import adapters_scaled_inside
 from ..step.attention import static_masks
@@ -116,9 +116,12 @@ class TPUTrainerMixin(
         check_settings(args, self.backend.static_shapes, given.arguments)
         if self.backend.unknown_upstream:
             check_trainer(type(self), given.arguments)
-            if isinstance(model, str) and given.arguments.get("quantization_config") is not None:
-                # Upstream ignores it unless it loads the model.
-                check_method(given.arguments["quantization_config"])
+            # Upstream ignores the argument unless it loads the model.
+            quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
+            if isinstance(model, nn.Module):
+                quantization = find_config(model)
+            if quantization is not None:
+                check_method(quantization)
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
                 model.tie_weights()

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
+    GPTQConfig,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
@@ -24,7 +25,7 @@ from hf_tpu_ext.trainers.trainer import collate_with_mask
 
 
 QUESTIONS = Dataset.from_list([{"question": "a?", "answer": "b"}] * 4)
-FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
+GPTQ = GPTQConfig(bits=4)
 
 
 # ---- Settings ----
@@ -127,11 +128,11 @@ def test_what_xla_refuses_an_eager_device_takes(runs):
 # ---- Quantized weights ----
 
 
-QUANTIZED = ["quantization_config", "bitsandbytes", "QLoRA", "use_peft: true", "dtype: bfloat16"]
+QUANTIZED = ["quantized by gptq", "bitsandbytes", "load_in_4bit", "unquantized name"]
 
 
 def test_quantization_in_the_config(runs):
-    config = runs.config(model_init_kwargs={"quantization_config": FOUR_BIT})
+    config = runs.config(model_init_kwargs={"quantization_config": GPTQ})
     refused(QUANTIZED, lambda: runs.trainer(TPUSFTTrainer, config, model=str(runs.model_dir)))
 
 
@@ -139,7 +140,7 @@ def test_quantization_as_an_argument(runs):
     refused(
         QUANTIZED,
         lambda: runs.trainer(
-            TPUSFTTrainer, runs.config(), model=str(runs.model_dir), quantization_config=FOUR_BIT, lora={}
+            TPUSFTTrainer, runs.config(), model=str(runs.model_dir), quantization_config=GPTQ, lora={}
         ),
     )
 
@@ -148,7 +149,7 @@ def test_quantization_as_an_argument(runs):
 def test_model_that_was_loaded_quantized(runs, lora):
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
     # What transformers notes on a model that it loads with kernels that this machine has not.
-    model.is_quantized = True
+    model.is_quantized, model.hf_quantizer = True, SimpleNamespace(quantization_config=GPTQ)
     given = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if lora else model
     refused(QUANTIZED, lambda: runs.trainer(TPUSFTTrainer, runs.config(), model=given))
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

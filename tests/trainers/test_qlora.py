@@ -29,11 +29,11 @@ def wide_model(tmp_path_factory):
 def quantized(runs, wide_model, monkeypatch):
     """`runs` with quantized models, for both trainers."""
     runs.model_dir = wide_model
-    trainer_of = runs.trainer
+    trainer_of, before = runs.trainer, torch.__future__.get_overwrite_module_params_on_conversion()
 
     def trainer(cls, config, model=None, lora=None, **kwargs):
         # torch_xla has set it, and weights of bitsandbytes cannot be moved then.
-        torch.__future__.set_overwrite_module_params_on_conversion(cls.__module__.startswith("hf_tpu_ext"))
+        torch.__future__.set_overwrite_module_params_on_conversion(before and cls.__module__.startswith("hf_tpu_ext"))
         return trainer_of(cls, config, model or runs.load(), lora, **kwargs)
 
     runs.load = lambda **settings: AutoModelForCausalLM.from_pretrained(
@@ -41,7 +41,7 @@ def quantized(runs, wide_model, monkeypatch):
     )
     runs.trainer = trainer
     yield runs
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    torch.__future__.set_overwrite_module_params_on_conversion(before)
 
 
 def losses(trainer):
@@ -73,7 +73,8 @@ def test_dpo_has_the_numbers_of_bitsandbytes(quantized, tmp_path):
     for ours in (False, True):
         case = Case("dpo", lora="new", steps=4, settings={"max_grad_norm": 0.0})
         trainer = trainer_for(case, tmp_path, ours, model=quantized.load())
-        torch.__future__.set_overwrite_module_params_on_conversion(ours)
+        # As above; the fixture takes it back.
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
         trainer.train()
         found.append(losses(trainer))
     assert found[1] == pytest.approx(found[0], abs=5e-4)
