@@ -60,6 +60,8 @@ class Method:
     Args:
         learning_rate (`float`):
             Chosen with `--validate`.
+        at_four_bits (`float`, *optional*):
+            The one for 4 bits and more, where less is to be brought back.
         adapters (`str`, *optional*):
             Where the adapters are, as `qat_adapters` says. By default there are none: all weights are trained.
         taught (`bool`, *optional*, defaults to `True`):
@@ -69,13 +71,23 @@ class Method:
     learning_rate: float
     adapters: str | None = None
     taught: bool = True
+    at_four_bits: float | None = None
+
+    def rate(self, bits: int) -> float:
+        """The learning rate for weights of so many bits."""
+        return self.learning_rate if self.at_four_bits is None or bits < 4 else self.at_four_bits
+
+    def rates(self) -> str:
+        """The learning rates, for people."""
+        at_four_bits = "" if self.at_four_bits is None else f" ({self.at_four_bits:g} at 4 bits)"
+        return f"{self.learning_rate:g}{at_four_bits}"
 
 
 METHODS = {
     "recovery LoRA beside, cached teacher": Method(1e-3, "beside"),
-    "QAT, labels": Method(3e-4, taught=False),
-    "QAT, cached teacher": Method(3e-4),
-    "low-rank QAT, cached teacher": Method(2e-3, "inside"),
+    "QAT, labels": Method(3e-4, taught=False, at_four_bits=1e-4),
+    "QAT, cached teacher": Method(3e-4, at_four_bits=1e-4),
+    "low-rank QAT, cached teacher": Method(2e-3, "inside", at_four_bits=5e-4),
 }
 #: What is run with several seeds: bits, and methods that are compared.
 COMPARED = ((4, 3), ("recovery LoRA beside, cached teacher", "QAT, cached teacher"))
@@ -132,7 +144,7 @@ def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
     settings = {
         "qat_weight_dtype": f"int{row.bits}",
         "qat_group_size": arguments.group_size,
-        "learning_rate": method.learning_rate if arguments.learning_rate is None else arguments.learning_rate,
+        "learning_rate": method.rate(row.bits) if arguments.learning_rate is None else arguments.learning_rate,
         "bf16": arguments.bf16,
         "seed": row.seed,
     }

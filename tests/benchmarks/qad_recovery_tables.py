@@ -92,7 +92,8 @@ def describe(arguments: argparse.Namespace, methods: dict, tokens: dict[str, int
         "standard library"
     )
     rates = ", ".join(
-        f"{arguments.learning_rate or methods[name].learning_rate:g} for {name}" for name in arguments.methods
+        f"{methods[name].rates() if arguments.learning_rate is None else arguments.learning_rate} for {name}"
+        for name in arguments.methods
     )
     options = f"--steps {arguments.steps} --seeds {arguments.seeds}" + " --tiny" * arguments.tiny
     return "\n".join(

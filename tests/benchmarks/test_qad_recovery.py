@@ -38,7 +38,7 @@ def test_description_has_the_settings_that_were_run():
     arguments = qad_recovery.parse_arguments(["--steps", "7", "--seeds", "2", "--bits", "3", "--methods", INSIDE])
     lines = describe(arguments, METHODS, {"verse": 2032})
     assert "7 steps of 4 x 128 tokens, 3,584 in all" in lines
-    assert f"{METHODS[INSIDE].learning_rate:g} for {INSIDE}; AdamW" in lines
+    assert f"{METHODS[INSIDE].rates()} for {INSIDE}; AdamW" in lines
     assert "2,032 tokens of verse" in lines
 
 
