@@ -26,38 +26,36 @@ def pack_linear_layers(model: nn.Module, backend: Backend) -> None:
     Raises:
         `ValueError`: A model is quantized by another method.
     """
-    # transformers sets the attribute on a model that it loads quantized, which may be inside a PEFT model.
-    quantized = [module for module in model.modules() if vars(module).get("is_quantized")]
-    for module in quantized:
-        check_method(module.hf_quantizer.quantization_config)
-    if not quantized:
+    config = find_config(model)
+    if config is None:
         return
+    check_method(config)
     import bitsandbytes
 
     makers = {
         bitsandbytes.nn.Linear4bit: partial(_pack_4bit, backend=backend),
         bitsandbytes.nn.Linear8bitLt: _pack_8bit,
     }
-    for module in quantized:
+    unpacked = 0
+    for parent in list(model.modules()):
         # What accelerate would compare with the device of the run.
-        vars(module).pop("hf_device_map", None)
-        unpacked = 0
-        for parent in list(module.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) in makers:
-                    layer = makers[type(child)](child)
-                    unpacked += isinstance(layer, nn.Linear)
-                    parent.register_module(name, layer.train(child.training))
-        if unpacked:
-            logger.warning(
-                f"{unpacked} quantized linear layers are kept unpacked on the device, with the same numbers: their "
-                "in_features are no multiple of the block of bitsandbytes (64)."
-            )
+        vars(parent).pop("hf_device_map", None)
+        for name, child in list(parent.named_children()):
+            if type(child) in makers:
+                layer = makers[type(child)](child)
+                unpacked += isinstance(layer, nn.Linear)
+                parent.register_module(name, layer.train(child.training))
+    if unpacked:
+        logger.warning(
+            f"{unpacked} quantized linear layers are kept unpacked on the device, with the same numbers: their in_features "
+            "are no multiple of the block of bitsandbytes (64)."
+        )
 
 
 def find_config(model: nn.Module) -> QuantizationConfigMixin | None:
     """How transformers has quantized a model when it loaded it, or the model under an adapter; `None` if it has not."""
     model = unwrap_peft_model(model)
+    # transformers sets the attribute on a model that it loads quantized only.
     return model.hf_quantizer.quantization_config if vars(model).get("is_quantized") else None
 
 

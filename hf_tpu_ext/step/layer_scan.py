@@ -288,7 +288,8 @@ class LayerStack(nn.ModuleList):
         number: Tensor | None,
     ) -> Tensor:
         weights, others = weights[: len(self._names)], weights[len(self._names) :]
-        seeds, made = others[: -len(self._made) or None], others[len(others) - len(self._made) :]
+        num_seeds = len(others) - len(self._made)
+        seeds, made = others[:num_seeds], others[num_seeds:]
         if seeds:
             seed, chip = seeds[0].unbind()
             # To dropout, a block is what a chip is: one of several with as many rows.

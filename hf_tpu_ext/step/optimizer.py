@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from .ema import WeightAverage
+from .ema import WeightAverage, at_least_float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +233,7 @@ class StepGradients:
 
 def _precise(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float32, if its own dtype is shorter."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(at_least_float32(tensor.dtype))
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..step.ema import WeightAverage, average_dtype, in_place_of_weights
+from ..step.ema import WeightAverage, at_least_float32, in_place_of_weights
 from ..step.layer_scan import LayerStack
 from ..step.optimizer import LazyAdamW
 from .configs import ExtensionArguments
@@ -224,6 +224,6 @@ class Averaging(TrainerCallback):
                     )
                 loaded = [file.get_tensor(name) for name in wanted]
                 whole = loaded[0] if parts is None else torch.stack(loaded)
-                average.values[parameter] = self._trainer.backend.send(whole.to(average_dtype(parameter.dtype)))
+                average.values[parameter] = self._trainer.backend.send(whole.to(at_least_float32(parameter.dtype)))
             average.updates = int(file.metadata()[_UPDATES])
         return True
