@@ -18,6 +18,7 @@ from .autocast import current_autocast, matmul_dtype
 from .module_settings import settings_of
 from .row_blocks import RowBlocks
 from .seeded_dropout import draw_seeds, dropouts_seeded
+from .static_cache import StaticKeyValueCache
 
 
 # transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
@@ -255,7 +256,10 @@ class LayerStack(nn.ModuleList):
         weights = [_get(self._template, name) for name in self._names]
         if self._template.training and self._dropouts:
             weights.append(draw_seeds(self._backend, len(self.layers)))
-        if kwargs.get("past_key_values") is not None:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, StaticKeyValueCache):
+            return self._run_with_cache(hidden, weights, cache, kwargs)
+        if cache is not None:
             # Answers to prompts, in the middle of training: each layer has its own place in the cache.
             for index, layer in enumerate(self.layers):
                 parts = {name: weight[index] for name, weight in zip(self._names, weights, strict=True)}
@@ -265,6 +269,33 @@ class LayerStack(nn.ModuleList):
         return _LayerLoop.apply(
             partial(self._call, blocks), self._in_turn, self._keeps_dots, blocks, kwargs, hidden, *weights
         )
+
+    def _run_with_cache(
+        self, hidden: Tensor, weights: Sequence[Tensor], cache: StaticKeyValueCache, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Run the layers on a prompt, whose keys and values are put into a cache, or on one token after it."""
+        kept = () if cache.index is None else cache.tensors
+        # The loop would compute anew in each turn what it does not carry.
+        leaves, form = tree_flatten({name: value for name, value in kwargs.items() if value is not cache})
+        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        index = () if cache.index is None else (cache.index,)
+        shared = (*compress(leaves, is_tensor), *index)
+
+        def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+            hidden, shared, kept = carry
+            number, *entries = entries
+            entries = self._in_turn(hidden, entries)
+            values = iter(shared)
+            named = tree_unflatten([next(values) if known else leaf for leaf, known in zip(leaves, is_tensor, strict=True)], form)
+            of_turn = cache.of_layer(number, kept, *values)
+            parts = dict(zip((*self._names, *self._made), entries, strict=True))
+            hidden = functional_call(self._template, parts, (hidden,), {**named, "past_key_values": of_turn})
+            return (hidden, shared, of_turn.tensors if kept else ()), () if kept else of_turn.tensors
+
+        numbers = torch.arange(len(self.layers), dtype=torch.int32, device=hidden.device)
+        (hidden, _, kept), made = self._backend.loops.scan(turn, (hidden, shared, kept), (numbers, *weights))
+        cache.put(kept or made)
+        return hidden
 
     def _in_turn(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
