@@ -47,7 +47,7 @@ class Generator:
 
     Prompts are padded on the left to the shortest declared length that holds them. One program reads them and fills a cache of
     keys and values, and a second has a loop over all further tokens, which ends when all rows have. The host reads the tokens
-    once. On an eager device the same is computed by plain PyTorch.
+    once. Eager devices have [`~transformers.GenerationMixin.generate`].
 
     Args:
         model ([`~torch.nn.Module`]):
@@ -59,10 +59,9 @@ class Generator:
             own settings stand in for those that are left out.
         prompt_lengths (`Sequence[int]`):
             Declared lengths of prompts, ascending.
-        make_replay (`Callable[[Callable[[], list[torch.Tensor]]], StepReplay]`, *optional*):
-            Makes what replays the programs, given what they read and change besides the model. By default they are traced.
         run (`Callable`, *optional*):
-            Runs what was traced, called with the name of the program and `run=`, which does so. By default it is called.
+            Runs what was traced, called with the name of the program, the shape of its tokens and `run=`, which does so. By
+            default that is called.
 
     Raises:
         `ValueError`: A setting cannot work in a program of static shapes; the message names it.
@@ -74,7 +73,6 @@ class Generator:
         backend: Backend,
         config: GenerationConfig,
         prompt_lengths: Sequence[int],
-        make_replay: Callable[[Callable[[], list[Tensor]]], StepReplay] | None = None,
         run: Callable[..., Any] | None = None,
     ):
         self._model, self._backend = model, backend
@@ -93,10 +91,14 @@ class Generator:
         self._pad_token_id = (ends or [0])[0] if self.config.pad_token_id is None else self.config.pad_token_id
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
-        self._run = run or (lambda name, run: run())
-        # What programs read and change, besides the model.
+        self._run = run
+        #: Replays the programs, if anything does. It has to be given [`~Generator.tensors`].
+        self.replay: StepReplay | None = None
         self._state: list[Tensor] = []
-        self._replay = None if make_replay is None else make_replay(lambda: self._state)
+
+    def tensors(self) -> list[Tensor]:
+        """What programs read and change besides the model; always in the same order."""
+        return self._state
 
     @property
     def _total(self) -> int:
@@ -179,19 +181,22 @@ class Generator:
         rows = ids.shape[0]
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, rows)
         seed = self._backend.send(seed)
-        made = self._call(PREFILL, partial(self._prefill, num_layers), {**prompts, "seed": seed})
+        made = self._call(PREFILL, tuple(ids.shape), partial(self._prefill, num_layers), {**prompts, "seed": seed})
         if self._new_tokens > 1:
-            made += self._call(DECODE, partial(self._decode, num_layers), {"seed": seed, "rows": rows})
+            shape = (rows, self._new_tokens)
+            made += self._call(DECODE, shape, partial(self._decode, num_layers), {"seed": seed, "rows": rows})
         return made
 
-    def _call(self, name: str, trace: Callable[..., list[Tensor]], data: dict[str, Any]) -> list[Tensor]:
-        run = partial(self._run, name)
-        if self._replay is None:
+    def _call(
+        self, name: str, shape: tuple[int, int], trace: Callable[..., list[Tensor]], data: dict[str, Any]
+    ) -> list[Tensor]:
+        run = _call_it if self._run is None else partial(self._run, name, shape)
+        if self.replay is None:
             made = trace(**data)
             run(run=self._backend.end_step)
             return made
-        made = trace(**data) if self._replay.begin(name, data) else None
-        return self._replay.end(run, made=made)
+        made = trace(**data) if self.replay.begin(name, data) else None
+        return self.replay.end(run, made=made)
 
     def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._state, (*rows, *cache), strict=True):
@@ -215,7 +220,8 @@ class Generator:
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
         self._put_state(rows, cache.padded(end))
-        return [token, log_prob]
+        # That of the state is for the second program.
+        return [token.clone(), log_prob]
 
     def _decode(self, num_layers: int, seed: Tensor, rows: int) -> list[Tensor]:
         start, loops = self._lengths[-1], self._backend.loops
@@ -273,6 +279,10 @@ class _Rows(NamedTuple):
     position: Tensor
     attention: Tensor
     history: Tensor
+
+
+def _call_it(run: Callable[[], Any]) -> Any:
+    return run()
 
 
 def _all(finished: Tensor) -> Tensor:
