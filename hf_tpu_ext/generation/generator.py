@@ -83,12 +83,15 @@ class Generator:
                 f"max_new_tokens={self.config.max_new_tokens} says not how long completions may be. Give a number: "
                 "max_new_tokens=256."
             )
-        self._lengths, self._new_tokens = list(prompt_lengths), self.config.max_new_tokens
+        #: Declared lengths of prompts, ascending.
+        self.prompt_lengths = list(prompt_lengths)
+        self._new_tokens = self.config.max_new_tokens
         self._sampler = Sampler(plain, self.config, backend.device)
         ends = self.config.eos_token_id
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         self._ends = set(ends)
-        self._pad_token_id = (ends or [0])[0] if self.config.pad_token_id is None else self.config.pad_token_id
+        #: What follows the end of a row, and precedes a prompt.
+        self.pad_token_id = (ends or [0])[0] if self.config.pad_token_id is None else self.config.pad_token_id
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
         self._run = run
@@ -102,7 +105,7 @@ class Generator:
 
     @property
     def _total(self) -> int:
-        return self._lengths[-1] + self._new_tokens
+        return self.prompt_lengths[-1] + self._new_tokens
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
         """
@@ -146,15 +149,15 @@ class Generator:
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"Prompt {number} has no tokens. Give at least one, for example the bos token.")
-            if len(prompt) > self._lengths[-1]:
+            if len(prompt) > self.prompt_lengths[-1]:
                 raise ValueError(
-                    f"Prompt {number} has {len(prompt)} tokens, and the declared length of prompts is {self._lengths[-1]}. "
+                    f"Prompt {number} has {len(prompt)} tokens, and the declared length of prompts is {self.prompt_lengths[-1]}. "
                     "Declare more, or cut the prompt."
                 )
-        length = next(each for each in self._lengths if each >= longest)
+        length = next(each for each in self.prompt_lengths if each >= longest)
         # As many rows for each chip.
         rows = -(-len(prompts) // self._backend.num_chips) * self._backend.num_chips
-        ids = torch.full((rows, length), self._pad_token_id)
+        ids = torch.full((rows, length), self.pad_token_id)
         mask = torch.zeros_like(ids)
         for row in range(rows):
             prompt = torch.tensor(prompts[min(row, len(prompts) - 1)])
@@ -203,7 +206,7 @@ class Generator:
             tensor.data = value
 
     def _prefill(self, num_layers: int, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
-        end = self._lengths[-1]
+        end = self.prompt_lengths[-1]
         cache = StaticKeyValueCache(self._backend, num_layers, self._total)
         # Padding has any position.
         positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -224,7 +227,7 @@ class Generator:
         return [token.clone(), log_prob]
 
     def _decode(self, num_layers: int, seed: Tensor, rows: int) -> list[Tensor]:
-        start, loops = self._lengths[-1], self._backend.loops
+        start, loops = self.prompt_lengths[-1], self._backend.loops
         numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
 
         def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
@@ -237,7 +240,7 @@ class Generator:
                 history = loops.put_block(history, token[:, None], (None, index))
             logits = self._logits(token[:, None], attention, position, cache)
             token, log_prob = self._sampler.choose(logits, seed, number, history)
-            token = torch.where(finished > 0, self._pad_token_id, token)
+            token = torch.where(finished > 0, self.pad_token_id, token)
             finished = torch.maximum(finished, self._sampler.is_end(token))
             rows = _Rows(finished, token, position + 1, attention, history)
             return (_all(finished), rows, cache.tensors), (token, log_prob)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig
 
@@ -22,27 +23,50 @@ class TextGeneration:
     Generates completions with the weights that a trainer's model has now, in programs of static shape.
 
     They are replayed from the third time on, as steps are, see [`StepReplay`], unless code of the user's runs in the model.
+    Where steps are not traced, upstream's `generate` makes the tokens, one prompt after the other, and no log-probabilities.
 
     Args:
         trainer ([`TPUTrainerMixin`]):
-            The trainer, on a device whose steps are traced.
-        config ([`~transformers.GenerationConfig`]), prompt_lengths (`Sequence[int]`):
+            The trainer.
+        config ([`~transformers.GenerationConfig`]):
             As in [`Generator`].
+        prompt_lengths (`Sequence[int]`, *optional*):
+            As in [`Generator`]. By default the length of the longest prompt of each call.
     """
 
-    def __init__(self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int]):
-        self._trainer = trainer
-        self.generator = Generator(trainer.model, trainer.backend, config, prompt_lengths, run=self._run)
+    def __init__(self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int] = ()):
+        self._trainer, self._config, self._lengths = trainer, config, list(prompt_lengths)
+        self.generator: Generator | None = None
         self._known: list[int] = []
         self._said: str | None = None
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
         """As [`Generator.generate`]."""
         trainer = self._trainer
+        if not trainer.backend.traces_steps:
+            return self._generate_eagerly(prompts)
+        lengths = self._lengths or [max(map(len, prompts))]
+        if self.generator is None or lengths != self.generator.prompt_lengths:
+            self.generator = Generator(trainer.model, trainer.backend, self._config, lengths, run=self._run)
+            self._known = []
         with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
             self._follow_model()
             with trainer.copies.not_made():
                 return self.generator.generate(prompts, seed)
+
+    def _generate_eagerly(self, prompts: Sequence[Sequence[int]]) -> Generated:
+        model = self._trainer.model
+        was_training = model.training
+        model.eval()
+        made = []
+        with torch.no_grad(), self._trainer.compute_loss_context_manager():
+            for prompt in prompts:
+                ids = torch.tensor([prompt], device=self._trainer.args.device)
+                mask = torch.ones_like(ids)
+                answer = model.generate(input_ids=ids, attention_mask=mask, generation_config=self._config)
+                made.append(answer[0, len(prompt) :].tolist())
+        model.train(was_training)
+        return Generated(made, [])
 
     def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Program | None]) -> Program | None:
         where = f"{name} after step {self._trainer.state.global_step}"
