@@ -15,7 +15,6 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
 from ..step.attention import static_masks
-from ..step.layer_scan import LayerStack
 from ..step.replay import StepReplay
 from ..step.static_cache import StaticKeyValueCache
 from .sampling import Sampler
@@ -177,17 +176,15 @@ class Generator:
     # ---- The two programs ----
 
     def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor) -> list[Tensor]:
-        is_loop = any(isinstance(module, LayerStack) for module in self._model.modules())
-        num_layers = 1 if is_loop else self._num_layers
         # What the first program hands to the second. Tensors of another shape stand for it till then.
-        self._state = self._backend.send([torch.zeros(1) for _ in range(len(_Rows._fields) + 2 * num_layers)])
+        self._state = self._backend.send([torch.zeros(1) for _ in range(len(_Rows._fields) + 2 * self._num_layers)])
         rows = ids.shape[0]
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, rows)
         seed = self._backend.send(seed)
-        made = self._call(PREFILL, tuple(ids.shape), partial(self._prefill, num_layers), {**prompts, "seed": seed})
+        made = self._call(PREFILL, tuple(ids.shape), self._prefill, {**prompts, "seed": seed})
         if self._new_tokens > 1:
             shape = (rows, self._new_tokens)
-            made += self._call(DECODE, shape, partial(self._decode, num_layers), {"seed": seed, "rows": rows})
+            made += self._call(DECODE, shape, self._decode, {"seed": seed, "rows": rows})
         return made
 
     def _call(
@@ -203,11 +200,12 @@ class Generator:
 
     def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._state, (*rows, *cache), strict=True):
-            tensor.data = value
+            # Each chip has its own rows.
+            tensor.data = self._backend.constrain_rows(value)
 
-    def _prefill(self, num_layers: int, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
+    def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
         end = self.prompt_lengths[-1]
-        cache = StaticKeyValueCache(self._backend, num_layers, self._total)
+        cache = StaticKeyValueCache(self._backend, self._num_layers, self._total)
         # Padding has any position.
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         logits = self._logits(ids, attention, positions, cache)
@@ -226,7 +224,7 @@ class Generator:
         # That of the state is for the second program.
         return [token.clone(), log_prob]
 
-    def _decode(self, num_layers: int, seed: Tensor, rows: int) -> list[Tensor]:
+    def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         start, loops = self.prompt_lengths[-1], self._backend.loops
         numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
 
@@ -235,7 +233,7 @@ class Generator:
             finished, token, position, attention, history = rows
             (number,) = entries
             index = number + (start - 1)
-            cache = StaticKeyValueCache(self._backend, num_layers, self._total, index, kept)
+            cache = StaticKeyValueCache(self._backend, self._num_layers, self._total, index, kept)
             if self._sampler.reads_history:
                 history = loops.put_block(history, token[:, None], (None, index))
             logits = self._logits(token[:, None], attention, position, cache)

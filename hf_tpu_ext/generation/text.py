@@ -87,7 +87,9 @@ def generate(
             'padding=True, padding_side="left").'
         )
     if next(model.parameters()).device.type != backend.device.type:
-        place_model(model, backend, {"data": backend.num_chips, "fsdp": 1})
+        mesh = {"data": backend.num_chips, "fsdp": 1}
+        backend.use_mesh(mesh)
+        place_model(model, backend, mesh)
     length = input_ids.shape[1]
     config, _ = unwrap_peft_model(model)._prepare_generation_config(generation_config, **kwargs)
     if config.max_new_tokens is None and config.max_length is not None:

@@ -257,10 +257,10 @@ class LayerStack(nn.ModuleList):
         if self._template.training and self._dropouts:
             weights.append(draw_seeds(self._backend, len(self.layers)))
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, StaticKeyValueCache):
-            return self._run_with_cache(hidden, weights, cache, kwargs)
+        if isinstance(cache, StaticKeyValueCache) and cache.index is None:
+            return self._run_prompt(hidden, weights, cache, kwargs)
         if cache is not None:
-            # Answers to prompts, in the middle of training: each layer has its own place in the cache.
+            # Tokens after a prompt: each layer has its own place in the cache, which a loop would copy at every turn.
             for index, layer in enumerate(self.layers):
                 parts = {name: weight[index] for name, weight in zip(self._names, weights, strict=True)}
                 hidden = functional_call(layer.train(self._template.training), parts, (hidden,), kwargs)
@@ -270,31 +270,28 @@ class LayerStack(nn.ModuleList):
             partial(self._call, blocks), self._in_turn, self._keeps_dots, blocks, kwargs, hidden, *weights
         )
 
-    def _run_with_cache(
+    def _run_prompt(
         self, hidden: Tensor, weights: Sequence[Tensor], cache: StaticKeyValueCache, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Run the layers on a prompt, whose keys and values are put into a cache, or on one token after it."""
-        kept = () if cache.index is None else cache.tensors
+        """Run the layers on a prompt, whose keys and values go into a cache."""
         # The loop would compute anew in each turn what it does not carry.
         leaves, form = tree_flatten({name: value for name, value in kwargs.items() if value is not cache})
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        index = () if cache.index is None else (cache.index,)
-        shared = (*compress(leaves, is_tensor), *index)
 
         def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
-            hidden, shared, kept = carry
-            number, *entries = entries
-            entries = self._in_turn(hidden, entries)
-            values = iter(shared)
-            named = tree_unflatten([next(values) if known else leaf for leaf, known in zip(leaves, is_tensor, strict=True)], form)
-            of_turn = cache.of_layer(number, kept, *values)
-            parts = dict(zip((*self._names, *self._made), entries, strict=True))
-            hidden = functional_call(self._template, parts, (hidden,), {**named, "past_key_values": of_turn})
-            return (hidden, shared, of_turn.tensors if kept else ()), () if kept else of_turn.tensors
+            hidden, shared = carry
+            given = iter(shared)
+            named = tree_unflatten(
+                [next(given) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)], form
+            )
+            of_layer = StaticKeyValueCache(self._backend, 1, cache.length)
+            parts = dict(zip((*self._names, *self._made), self._in_turn(hidden, entries), strict=True))
+            hidden = functional_call(self._template, parts, (hidden,), {**named, "past_key_values": of_layer})
+            return (hidden, shared), of_layer.tensors
 
-        numbers = torch.arange(len(self.layers), dtype=torch.int32, device=hidden.device)
-        (hidden, _, kept), made = self._backend.loops.scan(turn, (hidden, shared, kept), (numbers, *weights))
-        cache.put(kept or made)
+        carry = (hidden, tuple(compress(leaves, is_tensor)))
+        (hidden, _), (keys, values) = self._backend.loops.scan(turn, carry, tuple(weights))
+        cache.put([tensor for of_layer in zip(keys, values, strict=True) for tensor in of_layer])
         return hidden
 
     def _in_turn(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

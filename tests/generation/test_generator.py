@@ -52,7 +52,9 @@ def generate_eagerly(model, prompts, **config):
 
 
 def place(model, backend):
-    place_model(model, backend, {"data": backend.num_chips, "fsdp": 1})
+    mesh = {"data": backend.num_chips, "fsdp": 1}
+    backend.use_mesh(mesh)
+    place_model(model, backend, mesh)
     return model
 
 
