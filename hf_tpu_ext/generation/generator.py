@@ -200,8 +200,9 @@ class Generator:
 
     def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._state, (*rows, *cache), strict=True):
+            tensor.data = value
             # Each chip has its own rows.
-            tensor.data = self._backend.constrain_rows(value)
+            self._backend.shard(tensor, (("data", "fsdp"), *[None] * (value.ndim - 1)))
 
     def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
         end = self.prompt_lengths[-1]
