@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from .sampling import Sampler
 
 #: What the watch calls the program of the prompts, and that of the tokens after them.
 PREFILL, DECODE = "prefill", "decode"
+# Loops over tokens in a program, and tokens of a loop.
+_MOST_LOOPS, _LEAST_OF_A_LOOP = 4, 128
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,6 @@ class Generator:
     def tensors(self) -> list[Tensor]:
         """What programs read and change besides the model; always in the same order."""
         return self._state
-
-    @property
-    def _total(self) -> int:
-        return self.prompt_lengths[-1] + self._new_tokens
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
         """
@@ -206,7 +205,7 @@ class Generator:
 
     def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
         end = self.prompt_lengths[-1]
-        cache = StaticKeyValueCache(self._backend, self._num_layers, self._total)
+        cache = StaticKeyValueCache(self._backend, self._num_layers, ids.shape[1])
         # Padding has any position.
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         logits = self._logits(ids, attention, positions, cache)
@@ -221,34 +220,42 @@ class Generator:
             pad(pad(attention, (before, 0)), (0, self._new_tokens), value=1),
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
-        self._put_state(rows, cache.padded(end))
+        self._put_state(rows, cache.padded(end, end + self._new_tokens))
         # That of the state is for the second program.
         return [token.clone(), log_prob]
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
-        start, loops = self.prompt_lengths[-1], self._backend.loops
-        numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
+        state = _Rows(*self._state[: len(_Rows._fields)])
+        carry = (_all(state.finished), state, tuple(self._state[len(_Rows._fields) :]))
+        made = []
+        for first, end in self._parts():
+            numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
+            turn = partial(self._decode_token, seed, self.prompt_lengths[-1] + end)
+            carry, tokens = self._backend.loops.scan(turn, carry, (numbers,), until=True)
+            made.append(tokens)
+        _, state, kept = carry
+        self._put_state(state, kept)
+        return [torch.cat(parts) for parts in zip(*made, strict=True)]
 
-        def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
-            _, rows, kept = carry
-            finished, token, position, attention, history = rows
-            (number,) = entries
-            index = number + (start - 1)
-            cache = StaticKeyValueCache(self._backend, self._num_layers, self._total, index, kept)
-            if self._sampler.reads_history:
-                history = loops.put_block(history, token[:, None], (None, index))
-            logits = self._logits(token[:, None], attention, position, cache)
-            token, log_prob = self._sampler.choose(logits, seed, number, history)
-            token = torch.where(finished > 0, self.pad_token_id, token)
-            finished = torch.maximum(finished, self._sampler.is_end(token))
-            rows = _Rows(finished, token, position + 1, attention, history)
-            return (_all(finished), rows, cache.tensors), (token, log_prob)
+    def _parts(self) -> list[tuple[int, int]]:
+        """Which tokens are in which loop: in each, they attend to no more positions than there are by its end."""
+        count = max(1, min(_MOST_LOOPS, self._new_tokens // _LEAST_OF_A_LOOP))
+        ends = [self._new_tokens * part // count for part in range(1, count + 1)]
+        return list(pairwise([1, *ends]))
 
-        rows, kept = _Rows(*self._state[: len(_Rows._fields)]), tuple(self._state[len(_Rows._fields) :])
-        carry, (tokens, log_probs) = loops.scan(turn, (_all(rows.finished), rows, kept), (numbers,), until=True)
-        _, rows, kept = carry
-        self._put_state(rows, kept)
-        return [tokens, log_probs]
+    def _decode_token(self, seed: Tensor, length: int, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+        _, (finished, token, position, attention, history), kept = carry
+        (number,) = entries
+        index = number + (self.prompt_lengths[-1] - 1)
+        cache = StaticKeyValueCache(self._backend, self._num_layers, length, index, kept)
+        if self._sampler.reads_history:
+            history = self._backend.loops.put_block(history, token[:, None], (None, index))
+        logits = self._logits(token[:, None], attention[:, :length], position, cache)
+        token, log_prob = self._sampler.choose(logits, seed, number, history)
+        token = torch.where(finished > 0, self.pad_token_id, token)
+        finished = torch.maximum(finished, self._sampler.is_end(token))
+        rows = _Rows(finished, token, position + 1, attention, history)
+        return (_all(finished), rows, cache.tensors), (token, log_prob)
 
     def _logits(self, ids: Tensor, attention: Tensor, positions: Tensor, cache: StaticKeyValueCache) -> Tensor:
         """The logits of the last position: `(rows, vocabulary)`."""

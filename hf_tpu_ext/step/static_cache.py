@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -36,7 +35,7 @@ class _Layer(CacheLayerMixin):
             self.keys, self.values = key_states, value_states
         else:
             self.keys, self.values = self._put(self.keys, key_states), self._put(self.values, value_states)
-        return self.keys, self.values
+        return self.keys[:, :, : self._length], self.values[:, :, : self._length]
 
     def _put(self, cached: Tensor, states: Tensor) -> Tensor:
         return self._backend.loops.put_block(cached, states.to(cached.dtype), (None, None, self._index, None))
@@ -64,7 +63,7 @@ class StaticKeyValueCache(Cache):
         num_layers (`int`):
             Layers of the model.
         length (`int`):
-            Positions.
+            Positions that are attended to: the first of those of the tensors.
         index (`torch.Tensor` of shape `()`, int32, *optional*):
             The position of the token. Without it, a prompt is to come.
         tensors (`Sequence[torch.Tensor]` of shapes `(rows, heads, length, width)`, *optional*):
@@ -93,6 +92,6 @@ class StaticKeyValueCache(Cache):
         for layer, keys, values in zip(self.layers, tensors[::2], tensors[1::2], strict=False):
             layer.keys, layer.values = keys, values
 
-    def padded(self, end: int) -> tuple[Tensor, ...]:
-        """The tensors with room for tokens after a prompt, whose last token is before position `end`."""
-        return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], self.length - end)) for tensor in self.tensors)
+    def padded(self, end: int, length: int) -> tuple[Tensor, ...]:
+        """The tensors of `length` positions, for tokens after a prompt whose last token is before position `end`."""
+        return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], length - end)) for tensor in self.tensors)

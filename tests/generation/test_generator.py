@@ -24,7 +24,13 @@ SIZES = dict(
     initializer_range=0.3,
 )
 END = 5
-PROMPTS = [[17, 61, 8], [12, 90, 33, 45, 76, 9, 20, 84, 51], [66, 7], [25, 31, 94, 10, 58, 70, 39, 82, 14, 47, 6, 91], [80]]
+PROMPTS = [
+    [17, 61, 8],
+    [12, 90, 33, 45, 76, 9, 20, 84, 51],
+    [66, 7],
+    [25, 31, 94, 10, 58, 70, 39, 82, 14, 47, 6, 91],
+    [80],
+]
 GREEDY = dict(max_new_tokens=10, do_sample=False)
 
 
@@ -113,6 +119,15 @@ def test_layers_as_a_loop(xla):
     assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
 
 
+def test_loops_over_tokens_follow_one_another(xla):
+    """More tokens than one loop has, with a row that ends in the first."""
+    settings = dict(max_new_tokens=300, do_sample=False)
+    expected = generate_eagerly(make(), PROMPTS, **settings)
+    assert {len(text) == 300 for text in expected} == {True, False}
+    found = Generator(place(make(), xla), xla, GenerationConfig(**settings), [16]).generate(PROMPTS)
+    assert found.token_ids == expected
+
+
 def test_two_programs_and_one_read(qwen):
     generator = Generator(qwen.model, qwen.backend, GenerationConfig(**{**GREEDY, "max_new_tokens": 9}), [8, 16])
     spent = []
@@ -150,7 +165,13 @@ def test_samples_follow_the_seed(qwen):
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(temperature=1.3), dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=6, top_p=0.8, temperature=0.6)],
+    [
+        dict(temperature=1.3),
+        dict(top_k=4),
+        dict(top_p=0.7),
+        dict(min_p=0.2),
+        dict(top_k=6, top_p=0.8, temperature=0.6),
+    ],
     ids=str,
 )
 def test_samples_follow_the_distribution(xla, settings):
