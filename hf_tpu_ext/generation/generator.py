@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,6 @@ from .sampling import Sampler
 
 #: What the watch calls the program of the prompts, and that of the tokens after them.
 PREFILL, DECODE = "prefill", "decode"
-# Loops over tokens in a program, and tokens of a loop.
-_MOST_LOOPS, _LEAST_OF_A_LOOP = 4, 128
 
 
 @dataclass(frozen=True)
@@ -227,30 +224,20 @@ class Generator:
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         state = _Rows(*self._state[: len(_Rows._fields)])
         carry = (_all(state.finished), state, tuple(self._state[len(_Rows._fields) :]))
-        made = []
-        for first, end in self._parts():
-            numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
-            turn = partial(self._decode_token, seed, self.prompt_lengths[-1] + end)
-            carry, tokens = self._backend.loops.scan(turn, carry, (numbers,), until=True)
-            made.append(tokens)
-        _, state, kept = carry
+        numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
+        turn = partial(self._decode_token, seed)
+        (_, state, kept), made = self._backend.loops.scan(turn, carry, (numbers,), until=True)
         self._put_state(state, kept)
-        return [torch.cat(parts) for parts in zip(*made, strict=True)]
+        return list(made)
 
-    def _parts(self) -> list[tuple[int, int]]:
-        """Which tokens are in which loop: in each, they attend to no more positions than there are by its end."""
-        count = max(1, min(_MOST_LOOPS, self._new_tokens // _LEAST_OF_A_LOOP))
-        ends = [self._new_tokens * part // count for part in range(1, count + 1)]
-        return list(pairwise([1, *ends]))
-
-    def _decode_token(self, seed: Tensor, length: int, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+    def _decode_token(self, seed: Tensor, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
         _, (finished, token, position, attention, history), kept = carry
         (number,) = entries
         index = number + (self.prompt_lengths[-1] - 1)
-        cache = StaticKeyValueCache(self._backend, self._num_layers, length, index, kept)
+        cache = StaticKeyValueCache(self._backend, self._num_layers, attention.shape[1], index, kept)
         if self._sampler.reads_history:
             history = self._backend.loops.put_block(history, token[:, None], (None, index))
-        logits = self._logits(token[:, None], attention[:, :length], position, cache)
+        logits = self._logits(token[:, None], attention, position, cache)
         token, log_prob = self._sampler.choose(logits, seed, number, history)
         token = torch.where(finished > 0, self.pad_token_id, token)
         finished = torch.maximum(finished, self._sampler.is_end(token))

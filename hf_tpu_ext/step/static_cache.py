@@ -35,7 +35,7 @@ class _Layer(CacheLayerMixin):
             self.keys, self.values = key_states, value_states
         else:
             self.keys, self.values = self._put(self.keys, key_states), self._put(self.values, value_states)
-        return self.keys[:, :, : self._length], self.values[:, :, : self._length]
+        return self.keys, self.values
 
     def _put(self, cached: Tensor, states: Tensor) -> Tensor:
         return self._backend.loops.put_block(cached, states.to(cached.dtype), (None, None, self._index, None))
@@ -63,7 +63,7 @@ class StaticKeyValueCache(Cache):
         num_layers (`int`):
             Layers of the model.
         length (`int`):
-            Positions that are attended to: the first of those of the tensors.
+            Positions.
         index (`torch.Tensor` of shape `()`, int32, *optional*):
             The position of the token. Without it, a prompt is to come.
         tensors (`Sequence[torch.Tensor]` of shapes `(rows, heads, length, width)`, *optional*):

@@ -119,15 +119,6 @@ def test_layers_as_a_loop(xla):
     assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
 
 
-def test_loops_over_tokens_follow_one_another(xla):
-    """More tokens than one loop has, with a row that ends in the first."""
-    settings = dict(max_new_tokens=300, do_sample=False)
-    expected = generate_eagerly(make(), PROMPTS, **settings)
-    assert {len(text) == 300 for text in expected} == {True, False}
-    found = Generator(place(make(), xla), xla, GenerationConfig(**settings), [16]).generate(PROMPTS)
-    assert found.token_ids == expected
-
-
 def test_two_programs_and_one_read(qwen):
     generator = Generator(qwen.model, qwen.backend, GenerationConfig(**{**GREEDY, "max_new_tokens": 9}), [8, 16])
     spent = []
