@@ -10,7 +10,7 @@ QUICKSTART := .cache/quickstart
 UPSTREAM := trl transformers accelerate peft
 UPSTREAM_PATTERN := $(subst $() ,|,$(UPSTREAM))
 
-.PHONY: setup quickstart test test-slow test-bounds quality style benchmark docs clean help
+.PHONY: setup quickstart test test-slow test-torch-tpu test-bounds quality style benchmark docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,6 +36,16 @@ test: setup  ## Lint and run the tests
 
 test-slow: setup  ## Run the slow tests too
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' tests
+
+# torch_tpu and torch_xla need different versions of torch.
+$(VENV)-torch-tpu/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)-torch-tpu
+	$(VENV)-torch-tpu/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-torch-tpu/bin/python -m pip install --quiet -e '.[test_torch_tpu]'
+	@touch $@
+
+test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu, in an environment of its own
+	$(VENV)-torch-tpu/bin/python -m pytest -q tests/torch_tpu
 
 test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
 
@@ -70,4 +80,4 @@ docs: setup  ## Build the documentation
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest .cache build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-torch-tpu $(VENV)-lowest $(VENV)-newest .cache build dist *.egg-info

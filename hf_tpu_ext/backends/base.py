@@ -48,6 +48,8 @@ class Backend(ABC):
     static_shapes: bool = False
     #: Whether operators are recorded, and a step is one program that runs when it ends.
     traces_steps: bool = False
+    #: Whether each operator is a program of its own, which is compiled while a step runs.
+    compiles_operators: bool = False
     #: Whether losses and metrics are summed on the device and read at logs only, in one transfer.
     metrics_on_device: bool = False
     #: Whether one process drives all chips, and tensors are annotated with how they are split over them.

@@ -20,9 +20,9 @@ _TPU_PCI_DEVICES = {
 _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 
 #: Names of the accelerators, as settings give them.
-BACKENDS = ("auto", "xla", "cuda", "cpu")
+BACKENDS = ("auto", "tpu", "xla", "cuda", "cpu")
 #: Those that drive TPU chips.
-TPU_BACKENDS = ("xla",)
+TPU_BACKENDS = ("tpu", "xla")
 #: What `PJRT_DEVICE` may say.
 PJRT_DEVICES = ("TPU", "CPU")
 
@@ -95,6 +95,22 @@ def show_chips(pjrt_device: str, num_chips: int, all_chips: int) -> None:
 def has_torch_xla() -> bool:
     """Whether torch_xla is installed. It is looked up, not imported."""
     return importlib.util.find_spec("torch_xla") is not None
+
+
+def has_torch_tpu() -> bool:
+    """Whether torch_tpu is installed. It is looked up, not imported."""
+    return importlib.util.find_spec("torch_tpu") is not None
+
+
+def skip_metadata_query() -> None:
+    """
+    Keep libtpu from asking Google Cloud which TPU this machine is a part of, where torch_tpu is installed and there is none.
+
+    PyTorch asks torch_tpu for its devices at the first backward pass, on the CPU too, and libtpu would wait for answers for
+    minutes. Before that.
+    """
+    if has_torch_tpu() and not tpu_chips():
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
 def remember_pjrt_device() -> None:

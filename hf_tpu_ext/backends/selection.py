@@ -7,7 +7,15 @@ import torch
 from .base import Backend
 from .cpu import CPUBackend
 from .cuda import CUDABackend
-from .detect import BACKENDS, find_pjrt_mistake, has_torch_xla, pjrt_device_asked_for, tpu_chips
+from .detect import (
+    BACKENDS,
+    find_pjrt_mistake,
+    has_torch_tpu,
+    has_torch_xla,
+    pjrt_device_asked_for,
+    skip_metadata_query,
+    tpu_chips,
+)
 
 
 _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
@@ -19,13 +27,13 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     """
     Choose the accelerator for this process. Neither a device nor the XLA runtime is started.
 
-    `"auto"` takes a TPU, then XLA on the host if `PJRT_DEVICE=CPU` asks for it, then CUDA, then the CPU. That torch_xla
+    `"auto"` takes a TPU, by torch_tpu or by torch_xla, whichever is installed, then XLA on the host if `PJRT_DEVICE=CPU` asks for it, then CUDA, then the CPU. That torch_xla
     can be imported does not count: on a CUDA machine with torch_xla installed, CUDA is used. `USE_TORCH_XLA=0` keeps
     `"auto"` away from XLA.
 
     Args:
         name (`str`, *optional*):
-            `"auto"`, `"xla"`, `"cuda"` or `"cpu"`. By default what the environment variable `HF_TPU_EXT_BACKEND` says, or
+            `"auto"`, `"tpu"` (torch_tpu), `"xla"` (torch_xla), `"cuda"` or `"cpu"`. By default what the environment variable `HF_TPU_EXT_BACKEND` says, or
             `"auto"`.
         num_chips (`int`, *optional*):
             How many of the accelerator's chips to drive. By default what the environment variable `TPU_NUM_DEVICES` says,
@@ -44,6 +52,7 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     if asked not in BACKENDS:
         raise ValueError(f"Unknown {source}={asked!r}. Allowed: {', '.join(BACKENDS)}.")
     if asked not in _chosen:
+        skip_metadata_query()
         # A choice stands once it is made, "auto" too: torch_xla's import changes the environment that it is made from.
         _chosen[asked] = _choose() if asked == "auto" else _explicit(asked, f"{source}='{asked}'")
     setting = "num_chips"
@@ -93,8 +102,22 @@ def _xla(pjrt_device: str, reason: str) -> Backend:
     return XLABackend(reason, pjrt_device)
 
 
+def _torch_tpu(reason: str) -> Backend:
+    from .torch_tpu import TorchTPUBackend
+
+    return TorchTPUBackend(reason)
+
+
+def _finds_torch_tpu() -> bool:
+    """Whether torch_tpu, which is loaded by `import torch` where it finds a chip, has a device in this process."""
+    accelerator = torch.accelerator.current_accelerator() if has_torch_tpu() else None
+    return accelerator is not None and accelerator.type == "tpu" and torch.accelerator.is_available()
+
+
 def _choose() -> Backend:
     chips = tpu_chips()
+    if _finds_torch_tpu():
+        return _torch_tpu("torch_tpu has a device")
     pjrt_device = pjrt_device_asked_for()
     xla_allowed = has_torch_xla() and os.environ.get("USE_TORCH_XLA", "1").upper() not in _OFF
     if xla_allowed and chips and pjrt_device in (None, "TPU"):
@@ -106,7 +129,8 @@ def _choose() -> Backend:
         return CUDABackend("CUDA is available")
     if chips:
         return CPUBackend(
-            "a TPU is attached but torch_xla is not used: pip install 'hf_tpu_ext[tpu]', unset USE_TORCH_XLA"
+            "a TPU is attached but neither torch_tpu nor torch_xla is used: pip install 'hf_tpu_ext[torch_tpu]', or "
+            "'hf_tpu_ext[tpu]' for torch_xla; unset USE_TORCH_XLA, TORCH_DEVICE_BACKEND_AUTOLOAD"
         )
     if has_torch_xla():
         return CPUBackend("no TPU or GPU found; PJRT_DEVICE=CPU would compile with XLA for this CPU")
@@ -119,6 +143,18 @@ def _check_pjrt_device(pjrt_device: str, chips: int) -> None:
 
 
 def _explicit(name: str, setting: str) -> Backend:
+    if name == "tpu":
+        if not has_torch_tpu():
+            raise ValueError(
+                f"{setting} needs torch_tpu, which is not installed: pip install 'hf_tpu_ext[torch_tpu]'. torch_xla is "
+                "backend='xla'."
+            )
+        if not _finds_torch_tpu():
+            raise ValueError(
+                f"{setting} was asked for, but torch_tpu has no device in this process: it found no TPU chip when torch was "
+                "imported, or TORCH_DEVICE_BACKEND_AUTOLOAD=0 kept it from looking. Use 'auto' to auto-detect, or 'cpu'."
+            )
+        return _torch_tpu(f"{setting} was asked for")
     if name == "xla":
         if not has_torch_xla():
             raise ValueError(f"{setting} needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")

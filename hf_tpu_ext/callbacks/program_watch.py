@@ -114,6 +114,8 @@ class ProgramWatch:
         self._compiles = backend.compiles()
         self._compare = 0
         self._cut: SourceLine | None = None
+        # Whether the runtime has compiled all that it was asked for. Where operators are programs, it does so on its own time.
+        self._settled = True
         #: Optimizer step under way, from 1; `None` outside of training.
         self.step: int | None = None
         self.recompiles = 0
@@ -135,16 +137,29 @@ class ProgramWatch:
         return list(self._known)
 
     def end(
-        self, kind: str, shape: tuple[int, ...], where: str, run: Callable[[], Program | None] | None = None
+        self,
+        kind: str,
+        shape: tuple[int, ...],
+        where: str,
+        run: Callable[[], Program | None] | None = None,
+        settle: bool = False,
     ) -> Program | None:
         """
         End the program recorded so far, which does e.g. a `"training step"` for a batch of a shape, at a place in the
         run, e.g. `"step 12"`. Returns what `run` does, which compiles and starts it, by default [`Backend.end_step`].
         Raises [`TooManyRecompiles`] where it was compiled again, and that too often.
+
+        Where operators are programs, what was compiled is counted at the first of a kind and shape, and when it is to
+        `settle`, since the device is waited for.
         """
-        run = self._backend.end_step if run is None else run
-        self.note_others()
         known = self._known.setdefault((kind, shape), _Known())
+        if self._backend.compiles_operators:
+            if known.runs and not settle:
+                return None
+            run, self._settled = self._backend.wait, True
+        else:
+            run = self._backend.end_step if run is None else run
+            self.note_others()
         operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
         start = time.monotonic()
         with self._backend.insight.own_reads():
@@ -154,6 +169,8 @@ class ProgramWatch:
                 with self._compiling(f"{kind} {format_size(shape)}"):
                     program = run()
         seconds = time.monotonic() - start
+        if self._backend.compiles_operators:
+            seconds = (self._backend.counters() - self._spent).compile_seconds
         cut, self._cut = self._cut, None
         known.runs += 1
         is_compiled = self._backend.compiles() > self._compiles
@@ -180,9 +197,17 @@ class ProgramWatch:
         was. Raises [`TooManyRecompiles`] where one line of code has programs compiled again, and that too often.
         """
         count = self._backend.compiles() - self._compiles
+        if self._backend.compiles_operators:
+            settled, self._settled = self._settled, False
+            if not settled:
+                # Those of a step that has not been counted are among them.
+                return
         if not count:
             return
         sites = self._backend.insight.compile_sites()[-count:]
+        if self._backend.compiles_operators:
+            # Of a log, an evaluation or a checkpoint: one event for all.
+            count = 1
         seconds = (self._backend.counters() - self._spent).compile_seconds / count
         for frames in [*sites, *[()] * (count - len(sites))]:
             self._note_other(frames, seconds)

@@ -34,9 +34,10 @@ def autoload() -> None:
     or if it is set nowhere and the machine has a TPU. `HF_TPU_EXT=0` in the environment switches all of this off. Of a
     value that means neither, a line says so.
     """
-    from ..backends.detect import remember_pjrt_device
+    from ..backends.detect import remember_pjrt_device, skip_metadata_query
 
     remember_pjrt_device()
+    skip_metadata_query()
     switch = os.environ.get(_SWITCH, "").lower()
     _check(switch, "the environment")
     if switch in _OFF:

@@ -33,7 +33,7 @@ def check_versions(
 ) -> list[Check]:
     """
     Set installed versions beside those that this package asks for, as `importlib.metadata.requires` gives them. A TPU
-    makes the packages of the extra `[tpu]` necessary.
+    makes the packages of the extra `[tpu]` necessary, or those of `[torch_tpu]`, which exclude them.
     """
     if find_version(_PACKAGE) is None:
         return [
@@ -42,15 +42,29 @@ def check_versions(
     asked = [Requirement(line) for line in requires or importlib.metadata.requires(_PACKAGE)]
     checks = [_check_python(python or platform.python_version())]
     checks += [_check(requirement, find_version) for requirement in asked if requirement.marker is None]
-    with_xla = has_tpu or find_version("torch_xla") is not None
-    for requirement in asked:
-        if requirement.marker is None or not _is_of_extra(requirement, "tpu"):
-            continue
-        if with_xla:
-            checks.append(_check(requirement, find_version, "tpu"))
-        elif requirement.name == "torch_xla":
-            checks.append(Check("torch_xla", "none", "not installed; a TPU needs it: pip install 'hf_tpu_ext[tpu]'"))
-    return checks
+    with_xla, with_torch_tpu = (find_version(name) is not None for name in ("torch_xla", "torch_tpu"))
+    if with_xla and with_torch_tpu:
+        return [*checks, _both(find_version)]
+    extra = "torch_tpu" if with_torch_tpu else "tpu" if with_xla or has_tpu else None
+    if extra is None:
+        how = "pip install 'hf_tpu_ext[tpu]', or 'hf_tpu_ext[torch_tpu]' for torch_tpu"
+        return [*checks, Check("torch_xla", "none", f"not installed; a TPU needs it: {how}")]
+    return checks + [
+        _check(requirement, find_version, extra)
+        for requirement in asked
+        if requirement.marker is not None and _is_of_extra(requirement, extra)
+    ]
+
+
+def _both(find_version: Callable[[str], str | None]) -> Check:
+    """What is wrong with an environment that has both of the packages that drive a TPU."""
+    found = ", ".join(f"{name} {find_version(name)}" for name in ("torch", "torch_xla", "torch_tpu"))
+    return Check(
+        "torch_xla and torch_tpu",
+        "failed",
+        f"{found}: torch_xla needs torch 2.9, torch_tpu 2.11 or newer, so one of them cannot work",
+        "Make an environment for each: pip install 'hf_tpu_ext[tpu]' in one, 'hf_tpu_ext[torch_tpu]' in the other",
+    )
 
 
 def check_libtpu(
@@ -59,7 +73,7 @@ def check_libtpu(
     find_version: Callable[[str], str | None] = installed_version,
 ) -> Check:
     """
-    Look for the TPU runtime, in the version that torch_xla asks for. The arguments are as for [`check_versions`].
+    Look for the TPU runtime, in the version that torch_xla or torch_tpu asks for. The arguments are as for [`check_versions`].
     """
     if not has_tpu:
         return Check("libtpu", "none", "the TPU runtime; not needed here")
@@ -69,9 +83,10 @@ def check_libtpu(
                 return Check("libtpu", "ok", f"{variable}={path}")
             return Check("libtpu", "failed", f"{variable}={path} is no file", f"unset {variable}")
     if requires is None:
-        requires = (importlib.metadata.requires("torch_xla") or []) if installed_version("torch_xla") else []
+        drives = next((name for name in ("torch_tpu", "torch_xla") if installed_version(name)), None)
+        requires = [] if drives is None else importlib.metadata.requires(drives) or []
     for requirement in map(Requirement, requires):
-        if requirement.name == "libtpu" and _is_of_extra(requirement, "tpu"):
+        if requirement.name == "libtpu" and (requirement.marker is None or _is_of_extra(requirement, "tpu")):
             return _check(requirement, find_version)
     return _check(Requirement("libtpu"), find_version)
 

@@ -148,7 +148,7 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attent
     if backend.kernels.platform == "tpu":
         use_matrix_rope(model, backend)
     backend.place(model)
-    if backend.traces_steps:
+    if backend.unknown_upstream:
         accept_cpu_tensors(model)
     plan = ShardingPlan(model, mesh)
     plan.apply(model, backend)

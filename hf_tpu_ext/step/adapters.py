@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from peft.import_utils import is_bnb_4bit_available, is_bnb_available
-from peft.tuners.lora import Linear, bnb
+from peft.tuners import lora
+from peft.tuners.lora import Linear
 from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 # Those around linear layers of bitsandbytes are defined where it is installed.
 _LINEAR = (
     Linear,
-    *([bnb.Linear8bitLt] if is_bnb_available() else []),
-    *([bnb.Linear4bit] if is_bnb_4bit_available() else []),
+    *([lora.Linear8bitLt] if is_bnb_available() else []),
+    *([lora.Linear4bit] if is_bnb_4bit_available() else []),
 )
 
 

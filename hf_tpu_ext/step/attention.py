@@ -14,6 +14,7 @@ from transformers.masking_utils import (
     and_masks,
     eager_mask,
     packed_sequence_mask_function,
+    sdpa_mask,
 )
 from transformers.utils import logging
 
@@ -74,11 +75,15 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
     return name
 
 
-def attention_to_load_with(asked: str | None) -> tuple[str, list[str]]:
+def attention_to_load_with(asked: str | None, traced: bool = True) -> tuple[str, list[str]]:
     """
-    Choose what a model is loaded with whose attention is replaced when it is placed, where the caller asked for the
-    `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
+    Choose what a model is loaded with whose attention is replaced when it is placed, or kept where steps are not `traced`, and
+    the caller asked for the `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
     """
+    if not traced and asked in _SAME_NUMBERS:
+        return asked or "sdpa", []
+    if not traced:
+        return "sdpa", [f"attn_implementation={asked} is replaced by sdpa: its kernels are not for TPU"]
     replaced = (
         [] if asked in _SAME_NUMBERS else [f"attn_implementation={asked} is replaced by attention that XLA compiles"]
     )
@@ -113,10 +118,24 @@ def _static_mask(
     return eager_mask(mask_function=mask_function, **settings)
 
 
+def _static_sdpa_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -> torch.Tensor:
+    if segment_ids is not None:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(segment_ids))
+    # Upstream leaves the mask out where it finds nothing masked, which it reads from the device.
+    settings = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = sdpa_mask(mask_function=mask_function, **settings)
+    # Each token attends to itself, those of padding too: a row with nothing to attend to is NaN in some kernels, and its
+    # gradient is NaN in all rows.
+    places = torch.arange(mask.shape[-2], device=mask.device)[:, None] == torch.arange(
+        mask.shape[-1], device=mask.device
+    )
+    return mask | places
+
+
 @contextmanager
 def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
-    Within this context, models with eager attention or one of this package's build their attention masks in a static
+    Within this context, models with eager attention, SDPA or one of this package's build their attention masks in a static
     shape and without reading the device.
 
     With `segment_ids` of shape `(batch, length)`, the number of each token's document and 0 for padding, tokens attend
@@ -126,8 +145,9 @@ def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
     names = ("eager", *_IMPLEMENTATIONS)
     ALL_MASK_ATTENTION_FUNCTIONS.update({name: partial(_static_mask, name, segment_ids=segment_ids) for name in names})
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_static_sdpa_mask, segment_ids=segment_ids)
     try:
         yield
     finally:
-        for name in names:
+        for name in (*names, "sdpa"):
             del ALL_MASK_ATTENTION_FUNCTIONS[name]

@@ -94,22 +94,28 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         assert args.device.type == backend.device.type
 
 
-def compile_arguments(args: TrainingArguments, loads_model: bool, num_chips: int) -> CompiledArguments:
+def compile_arguments(
+    args: TrainingArguments, loads_model: bool, num_chips: int, traced: bool = True
+) -> CompiledArguments:
     """
-    Adapt arguments to a device whose steps are compiled programs. A setting that has no equivalent there is a
-    `ValueError`. `loads_model` is whether the trainer loads the model by its name, or a reference, with `model_init_kwargs`.
+    Adapt arguments to a device that compiles. A setting that has no equivalent there is a `ValueError`. `loads_model` is
+    whether the trainer loads the model by its name, or a reference, with `model_init_kwargs`; `traced` is whether a step is
+    one traced program.
     """
     adapted = CompiledArguments(copy_arguments(args))
     _precision(adapted)
-    _optimizer(adapted)
-    _activation_checkpointing(adapted)
+    _optimizer(adapted, traced)
+    if traced:
+        _activation_checkpointing(adapted)
     _kernels(adapted)
     _distribution(adapted, num_chips)
+    if not traced:
+        _untraced_settings(adapted)
     _memory_savings(adapted)
     if isinstance(args, SFTConfig):
         _supervised(adapted)
     if loads_model and "model_init_kwargs" in vars(args):
-        _model_loading(adapted)
+        _model_loading(adapted, traced)
     # Pinned host memory is for CUDA transfers.
     adapted.args.dataloader_pin_memory = False
     # Upstream's filter reads the loss of every micro-step; the trainer has its own, which reads at logs only.
@@ -145,8 +151,10 @@ def _precision(adapted: CompiledArguments) -> None:
         adapted.changes.append("ACCELERATE_MIXED_PRECISION has no effect: the recipe's bf16 decides")
 
 
-def _optimizer(adapted: CompiledArguments) -> None:
+def _optimizer(adapted: CompiledArguments, traced: bool) -> None:
     args = adapted.args
+    if not traced and args.optim in (ADAMW_NAMES - {OptimizerNames.ADAMW_TORCH_XLA}) | HOST_SCALAR_NAMES:
+        return
     if args.optim in ADAMW_NAMES:
         if args.optim != OptimizerNames.ADAMW_TORCH:
             adapted.changes.append(
@@ -181,6 +189,37 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
     asked = args.rematerialization if isinstance(args, ExtensionArguments) else None
     adapted.rematerialization = asked or ("full" if args.gradient_checkpointing else "none")
     set_gradient_checkpointing(args, adapted.rematerialization in ("full", "dots"))
+
+
+def _untraced_settings(adapted: CompiledArguments) -> None:
+    """Refuse, or name, what only traced programs have. Gradient checkpointing is PyTorch's own."""
+    args = adapted.args
+    # Steps are run as they are.
+    adapted.step_replay = False
+    adapted.rematerialization = "full" if args.gradient_checkpointing else "none"
+    if not isinstance(args, ExtensionArguments):
+        return
+    if args.rematerialization == "dots":
+        raise ValueError(
+            "rematerialization='dots' is not there yet on torch_tpu. Set it to 'full' (gradient_checkpointing=True) or 'none'."
+        )
+    if args.rematerialization is not None:
+        adapted.rematerialization = args.rematerialization
+        set_gradient_checkpointing(args, args.rematerialization == "full")
+    if args.attention == "splash":
+        raise ValueError(
+            "attention='splash' is not there yet on torch_tpu. Leave it out: attn_implementation chooses there, and 'sdpa', "
+            "the default, takes torch_tpu's flash kernel."
+        )
+    named = {
+        "attention": None if args.attention == "auto" else args.attention,
+        "scan_layers": "on" if args.scan_layers == "on" else None,
+        "step_replay": args.step_replay or None,
+    }
+    reason = "steps are not traced by torch_tpu"
+    adapted.changes += [
+        f"{name}={value} has no effect: {reason}" for name, value in named.items() if value is not None
+    ]
 
 
 def set_gradient_checkpointing(args: TrainingArguments, value: bool) -> None:
@@ -258,10 +297,10 @@ def _supervised(adapted: CompiledArguments) -> None:
         )
 
 
-def _model_loading(adapted: CompiledArguments) -> None:
+def _model_loading(adapted: CompiledArguments, traced: bool) -> None:
     args = adapted.args
     model_init_kwargs = dict(args.model_init_kwargs or {})
-    attention, replaced = attention_to_load_with(model_init_kwargs.get("attn_implementation"))
+    attention, replaced = attention_to_load_with(model_init_kwargs.get("attn_implementation"), traced)
     adapted.changes += replaced
     if isinstance(model_init_kwargs.get("device_map"), (str, dict)):
         adapted.changes.append("device_map has no effect: mesh decides placement")

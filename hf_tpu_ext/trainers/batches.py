@@ -149,7 +149,7 @@ class BatchesMixin:
         return sent
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        if not self.backend.traces_steps:
+        if not self.backend.static_shapes:
             return super()._get_num_items_in_batch(batch_samples, device)
         sent = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
         if sent and labels.device == device:

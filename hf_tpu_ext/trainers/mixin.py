@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers import DefaultFlowCallback, PreTrainedModel, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends import select_backend
@@ -40,6 +40,7 @@ from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import WeightCopies
 from .dataset_checks import check_has_rows, named_datasets
+from .eager_steps import EagerSteps
 from .ema import Averaging
 from .evaluation import CompiledEvaluation
 from .evaluation_steps import EvaluationSteps
@@ -127,7 +128,7 @@ class TPUTrainerMixin(
                 model.tie_weights()
         of_host = self.backend.prepare_host()
         self.compiled = (
-            compile_arguments(args, loads_model(args, given), self.backend.num_chips)
+            compile_arguments(args, loads_model(args, given), self.backend.num_chips, traced=self.backend.traces_steps)
             if self.backend.unknown_upstream
             else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
         )
@@ -151,6 +152,8 @@ class TPUTrainerMixin(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
             self._prepare_traced_steps()
+        elif self.backend.static_shapes:
+            self._prepare_eager_steps()
         elif self.averaging.average is not None:
             # Before all other callbacks, one of which may evaluate.
             self.callback_handler.callbacks.insert(0, self.averaging)
@@ -167,24 +170,37 @@ class TPUTrainerMixin(
         self._add_saving_callbacks()
         self.followed = FollowedArguments(self, args)
 
-    def _prepare_traced_steps(self) -> None:
+    def _place_models(self) -> None:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
         if self.chips.sharding_plan is None:
             # Quantized weights are on their device, to upstream.
             self._move_model_to_device(self.model, self.args.device)
+        for model in self._other_models():
+            if isinstance(model, PreTrainedModel):
+                # Upstream has moved it to the device.
+                model.tie_weights()
+            place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+
+    def _prepare_eager_steps(self) -> None:
+        self._place_models()
+        self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
+        self.steps = EagerSteps(self)
+        self.evaluations = EvaluationSteps(self)
+        callbacks = [self.steps] if self.averaging.average is None else [self.steps, self.averaging]
+        # After upstream's own, which says whether a step is logged, and before all that may evaluate.
+        assert isinstance(self.callback_handler.callbacks[0], DefaultFlowCallback)
+        self.callback_handler.callbacks[1:1] = callbacks
+
+    def _prepare_traced_steps(self) -> None:
+        self._place_models()
         save_from_host(self.backend)
         if self.optimizer is not None:
             check_optimizer(self.optimizer, self.model)
             self._save_from_host(self.optimizer)
         self._checkpoint_activations()
         self.backend.set_rng_state(self.args.seed)
-        for model in self._other_models():
-            if isinstance(model, PreTrainedModel):
-                # Upstream has moved it to the device.
-                model.tie_weights()
-            place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         if self._override_returns_loss:
             # What is logged is what it returns to upstream's loop.
@@ -319,6 +335,13 @@ class TPUTrainerMixin(
         """Within this context, upstream's code runs models in static shapes; `segment_ids` as in [`static_masks`]."""
         with (
             static_masks(segment_ids),
+            self._parts_replaced() if self.backend.traces_steps else nullcontext(),
+        ):
+            yield
+
+    @contextmanager
+    def _parts_replaced(self) -> Iterator[None]:
+        with (
             head_computed_by(partial(score_tokens, self.backend)),
             self.chips.tokens_stay_on_chips(),
             checkpointing_left_on(type(self)),
@@ -368,6 +391,8 @@ class TPUTrainerMixin(
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         if self.backend.traces_steps:
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
+        if self.backend.static_shapes:
+            return self.steps.run(model, inputs, num_items_in_batch, super().training_step)
         if self.status is not None:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
@@ -484,7 +509,7 @@ class TPUTrainerMixin(
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
-        if self.backend.traces_steps:
+        if self.backend.static_shapes:
             self.watching.end()
             self.layers.end()
             self.steps.end_run()

@@ -71,15 +71,17 @@ class TrainerWatch:
         where: str,
         run: Callable[[], Program | None] | None = None,
         shape: tuple[int, ...] | None = None,
+        settle: bool = False,
     ) -> Program | None:
         """
         End the program recorded so far, and note what it depends on if it is compiled. Messages name what it does and
         its place in the run. `run`, by default [`Backend.end_step`], compiles and starts it; what it gives is
-        returned. `shape` is that of its tokens, by default that of the batch under way.
+        returned. `shape` is that of its tokens, by default that of the batch under way; `settle` is as in
+        [`ProgramWatch.end`].
         """
         known = len(self.programs.events)
         shape = self.batch_shape if shape is None else shape
-        program = self.programs.end(kind, shape, where, run)
+        program = self.programs.end(kind, shape, where, run, settle)
         status = self._trainer.status
         if status is not None:
             for event in self.programs.events[known:]:

@@ -1,8 +1,11 @@
 """Versions beside those that are asked for, of made sets of packages."""
 
 import importlib.metadata
+from configparser import ConfigParser
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from hf_tpu_ext.doctor.versions import check_libtpu, check_versions
 
@@ -12,6 +15,8 @@ REQUIRES = [
     "trl<2,>=1.15",
     'torch==2.9.*; extra == "tpu"',
     'torch_xla==2.9.*; extra == "tpu"',
+    'torch<=2.15.0,>=2.11; extra == "torch_tpu"',
+    'torch_tpu==0.2.*; extra == "torch_tpu"',
     'jax==0.7.1; extra == "plan"',
 ]
 TORCH_XLA_REQUIRES = ['libtpu==0.0.21; extra == "tpu"', "numpy", 'jax==0.7.1; extra == "pallas"']
@@ -64,6 +69,44 @@ def test_torch_xla_is_needed_by_a_tpu_only(has_tpu, name, status):
     check = examine({"torch": "2.9.1", "trl": "1.16.0"}, has_tpu)[name]
     assert check.status == status
     assert "pip install 'hf_tpu_ext[tpu]'" in (check.fix or check.text)
+
+
+@pytest.mark.parametrize("has_tpu", [False, True])
+def test_torch_tpu_in_place_of_torch_xla(has_tpu):
+    checks = examine({"torch": "2.13.0+cpu", "torch_tpu": "0.2.0", "trl": "1.16.0"}, has_tpu)
+    assert {check.status for check in checks.values()} == {"ok"}
+    assert "torch_tpu [torch_tpu]" in checks and "torch_xla" not in str(checks)
+
+
+@pytest.mark.parametrize("torch", ["2.9.1", "2.16.0"])
+def test_torch_that_does_not_match_torch_tpu(torch):
+    check = examine({"torch": torch, "torch_tpu": "0.2.0", "trl": "1.16.0"})["torch [torch_tpu]"]
+    assert (check.status, check.fix) == ("failed", "pip install 'hf_tpu_ext[torch_tpu]'")
+
+
+def test_both_in_one_environment():
+    check = examine({"torch": "2.9.1", "torch_xla": "2.9.0", "torch_tpu": "0.2.0", "trl": "1.16.0"})[
+        "torch_xla and torch_tpu"
+    ]
+    assert check.status == "failed"
+    assert "an environment for each" in check.fix and "torch 2.9.1, torch_xla 2.9.0, torch_tpu 0.2.0" in check.text
+
+
+def test_the_extras_exclude_each_other():
+    """So that pip refuses both at once."""
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    by_extra = {
+        extra: next(
+            requirement
+            for requirement in map(Requirement, setup["options.extras_require"][extra].split())
+            if requirement.name == "torch"
+        )
+        for extra in ("tpu", "torch_tpu")
+    }
+    versions = [f"2.{minor}.{patch}" for minor in range(6, 18) for patch in range(3)]
+    allowed = [set(requirement.specifier.filter(versions)) for requirement in by_extra.values()]
+    assert all(allowed) and not allowed[0] & allowed[1]
 
 
 def test_an_old_python():

@@ -1,0 +1,136 @@
+"""torch_tpu: PyTorch's device `tpu`, one process for each chip. Nothing but this file imports torch_tpu."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..hardware.topologies import Chip, find_chip
+from .base import Backend, map_tensors
+from .counters import Counters
+from .detect import tpu_chips, tpu_kind
+from .host import enable_hugepages, peak_of_process
+from .insight import Insight
+
+
+class TorchTPUInsight(Insight):
+    """
+    What torch_tpu tells about reads, which is nothing: those of the trainers are counted here, and no others.
+    """
+
+    def __init__(self):
+        #: Transfers from the device that the trainers asked for.
+        self.reads = 0
+
+    @contextmanager
+    def own_reads(self) -> Iterator[None]:
+        self.reads += 1
+        yield
+
+
+class TorchTPUBackend(Backend):
+    """
+    Eager PyTorch on a TPU chip, where each operator is a program that is compiled once for each shape.
+
+    The names with an underscore are those of torch_tpu 0.2 (`tests/torch_tpu/test_torch_tpu_contract.py`).
+    """
+
+    name = "tpu"
+    static_shapes = True
+    compiles_operators = True
+    metrics_on_device = True
+    unknown_upstream = True
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.insight = TorchTPUInsight()
+        self._on_chip = tpu_chips() > 0
+
+    @property
+    def device(self) -> torch.device:
+        # A process has one chip, whose index is 0.
+        return torch.device("tpu", 0)
+
+    @property
+    def device_name(self) -> str:
+        return tpu_kind() if self._on_chip else "CPU, by a PJRT plug-in"
+
+    @property
+    def chip(self) -> Chip | None:
+        return find_chip(tpu_kind()) if self._on_chip else None
+
+    def peak_memory(self) -> int | None:
+        return torch.accelerator.max_memory_allocated() if self._on_chip else peak_of_process()
+
+    def use_chips(self, num_chips: int | None, setting: str) -> None:
+        if num_chips not in (None, 1):
+            raise ValueError(
+                f"{setting}={num_chips}, but a process of torch_tpu drives one chip. Leave it out, and start a process for "
+                f"each chip: torchrun --nproc_per_node={num_chips}."
+            )
+
+    def prepare_host(self) -> list[str]:
+        return enable_hugepages() if self._on_chip else []
+
+    # ---- Steps ----
+
+    def wait(self) -> None:
+        torch.accelerator.synchronize()
+
+    def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
+        self.wait()
+        if on_finished is not None:
+            on_finished()
+        # A tensor that stands in it twice (tied weights) stays one tensor.
+        fetched: dict[int, torch.Tensor] = {}
+
+        def read(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in fetched:
+                fetched[id(tensor)] = tensor.detach().cpu()
+            return fetched[id(tensor)]
+
+        with self.insight.own_reads():
+            return map_tensors(read, data)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        # `.to("tpu")` gives every name a tensor of its own, so weights that were one tensor before are made one again.
+        first_name: dict[int, str] = {}
+        tied: list[tuple[str, str]] = []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            original = first_name.setdefault(id(parameter), name)
+            if original != name:
+                tied.append((name, original))
+        model.to(self.device)
+        for name, original in tied:
+            module_name, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
+        return model
+
+    # ---- Counts ----
+
+    def compiles(self) -> int:
+        stats = torch.tpu._get_cache_stats()
+        return stats.num_cache_reqs - stats.num_cache_hits
+
+    def counters(self) -> Counters:
+        stats = torch.tpu._get_cache_stats()
+        seconds = sum(entry.compilation_duration.total_seconds() for entry in stats.per_entry_stats)
+        return Counters(
+            compiles=stats.num_cache_reqs - stats.num_cache_hits,
+            compile_seconds=seconds,
+            executions=stats.num_cache_reqs,
+            reads=self.insight.reads,
+        )
+
+    # ---- Random numbers ----
+
+    def rng_state(self) -> int:
+        generator = torch.tpu.default_generators[0]
+        return int.from_bytes(generator.get_state().numpy().tobytes(), "little")
+
+    def set_rng_state(self, state: int) -> None:
+        generator = torch.tpu.default_generators[0]
+        size = generator.get_state().numel()
+        generator.set_state(torch.frombuffer(bytearray(state.to_bytes(size, "little")), dtype=torch.uint8))

@@ -1,0 +1,101 @@
+"""The training steps of a run on a device that runs operators one by one, and compiles each of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+
+
+class EagerSteps(TrainerCallback):
+    """
+    Owns the training steps of a trainer where they are run by upstream's loop, operator by operator.
+
+    Upstream's `training_step` runs as it is written. The loss stays on the device until a log. After the optimizer the step
+    ends, and what it had compiled is counted and explained: at the first step of each shape, and before a log, an evaluation or a
+    checkpoint, which wait for the device anyway.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    #: Steps are not replayed, as those of [`TrainingSteps`] are.
+    replay = why_not = None
+    replays = False
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        # The step that has begun and not ended.
+        self._under_way: str | None = None
+        # The last step whose compiles were counted.
+        self._counted = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._rates: list[float] = []
+
+    # ---- A run ----
+
+    def on_train_begin(self, args, state, control, optimizer, **kwargs):
+        self._counted = state.global_step
+        self._trainer.watching.begin()
+        self.reset_upstream_loss()
+        if isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer.optimizer.defaults["fused"]:
+            self._hooks = [
+                optimizer.optimizer.register_step_pre_hook(self._send_rates),
+                optimizer.optimizer.register_step_post_hook(self._restore_rates),
+            ]
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end_run()
+
+    def end_run(self) -> None:
+        """Leave the trainer as it was before the run. Callbacks are not told of the end of one that fails."""
+        self._under_way = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def reset_upstream_loss(self) -> None:
+        """Set the sum of losses that upstream keeps back to 0."""
+        self._trainer._tr_loss = self._trainer.backend.send(torch.zeros(()))
+
+    # A rate of exactly 0, as in the first step of a warm-up, would be a constant, and the update another program.
+
+    def _send_rates(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = self._trainer.backend.send(torch.tensor(group["lr"], dtype=torch.float32))
+
+    def _restore_rates(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
+    # ---- A step ----
+
+    def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable) -> torch.Tensor:
+        """Run a micro-step by `step`, which is upstream's and is given the other arguments. Returns the loss, on the device."""
+        trainer = self._trainer
+        self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
+        loss = step(model, inputs, num_items_in_batch)
+        trainer._log_step_loss(loss)
+        return loss
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._end(settle=False)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Upstream's own callback is before this one.
+        self._end(settle=control.should_log or control.should_evaluate or control.should_save)
+
+    def _end(self, settle: bool) -> None:
+        kind, self._under_way = self._under_way, None
+        if kind is None:
+            return
+        done = self._trainer.state.global_step
+        step = done if kind == OPTIMIZER_STEP else done + 1
+        where = f"step {step}" if step <= self._counted + 1 else f"steps {self._counted + 1} to {step}"
+        self._trainer.end_program(kind, where, settle=settle)
+        if settle:
+            self._counted = done

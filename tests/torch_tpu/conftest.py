@@ -1,0 +1,73 @@
+"""Tests of torch_tpu, which runs on the host here, in an environment of its own: `make test-torch-tpu`."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+_spec = importlib.util.spec_from_file_location("cpu_plugin", Path(__file__).with_name("cpu_plugin.py"))
+cpu_plugin = importlib.util.module_from_spec(_spec)
+sys.modules["cpu_plugin"] = cpu_plugin
+_spec.loader.exec_module(cpu_plugin)
+
+WHY_ABSENT = cpu_plugin.why_absent()
+if WHY_ABSENT is None:
+    # A flag that the plug-in's XLA does not have yet.
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if "fusion_emitters" not in flag)
+    cpu_plugin.start()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if WHY_ABSENT is not None and Path(__file__).parent in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.skip(reason=WHY_ABSENT))
+
+
+def _trainers_conftest():
+    """The tiny model and data of `tests/trainers`."""
+    path = Path(__file__).parents[1] / "trainers" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("trainers_conftest", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def shared():
+    return _trainers_conftest()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Directory of a tiny Qwen3 with its tokenizer."""
+    from hf_tpu_ext.examples.tiny import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def tpu():
+    """The backend."""
+    from hf_tpu_ext.backends import select_backend
+
+    backend = select_backend()
+    assert backend.name == "tpu"
+    return backend
+
+
+@pytest.fixture
+def runs(tpu, shared, tiny_model, tmp_path, monkeypatch):
+    """As in `tests/trainers`: `stock` is upstream's trainer on eager CPU, `ours` is the trainer of this package, on torch_tpu."""
+    from hf_tpu_ext.trainers import ExtensionArguments
+
+    monkeypatch.setattr(ExtensionArguments, "run_report", False)
+    return shared.Runs(tiny_model, tmp_path / "run")
+
+
+@pytest.fixture
+def same_logs(shared):
+    return shared.assert_same_logs

@@ -1,0 +1,61 @@
+"""Which accelerator is chosen where torch_tpu is installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_tpu_ext.backends import select_backend, selection
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A process that has chosen nothing yet."""
+    monkeypatch.setattr(selection, "_chosen", {})
+    monkeypatch.delenv("HF_TPU_EXT_BACKEND", raising=False)
+    return monkeypatch
+
+
+def test_auto_takes_its_device(fresh):
+    backend = select_backend()
+    assert (backend.name, str(backend.device), backend.reason) == ("tpu", "tpu:0", "torch_tpu has a device")
+
+
+def test_an_explicit_choice(fresh):
+    assert select_backend("tpu").reason == "backend='tpu' was asked for"
+    assert select_backend("cpu").name == "cpu"
+    with pytest.raises(ValueError, match=r"backend='xla' needs torch_xla, which is not installed"):
+        select_backend("xla")
+
+
+def test_several_chips_are_several_processes(fresh):
+    with pytest.raises(ValueError, match=r"num_chips=4, .* drives one chip.* torchrun --nproc_per_node=4"):
+        select_backend("tpu", 4)
+
+
+def run(script, **env):
+    names = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH", "HF_TPU_EXT_BACKEND")
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={name: value for name, value in os.environ.items() if name not in names} | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_without_a_chip_it_is_no_device_and_the_cpu_is_used():
+    result = run("from hf_tpu_ext.backends import select_backend; print(select_backend().name); select_backend('tpu')")
+    assert result.stdout == "cpu\n"
+    assert "backend='tpu' was asked for, but torch_tpu has no device in this process" in result.stderr
+
+
+def test_the_first_backward_pass_on_the_cpu_does_not_ask_google_cloud():
+    """By the hook that PyTorch calls in every process, and without it when a backend is chosen."""
+    backward = "x = torch.ones(2, requires_grad=True); x.sum().backward(); print(os.environ['TPU_SKIP_MDS_QUERY'])"
+    assert run(f"import os, torch; {backward}").stdout == "1\n"
+    chosen = "import os, torch; from hf_tpu_ext.backends import select_backend; select_backend()"
+    assert run(f"{chosen}; {backward}", TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "1\n"
