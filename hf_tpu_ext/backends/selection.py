@@ -129,8 +129,8 @@ def _choose() -> Backend:
         return CUDABackend("CUDA is available")
     if chips:
         return CPUBackend(
-            "a TPU is attached but neither torch_tpu nor torch_xla is used: pip install 'hf_tpu_ext[torch_tpu]', or "
-            "'hf_tpu_ext[tpu]' for torch_xla; unset USE_TORCH_XLA, TORCH_DEVICE_BACKEND_AUTOLOAD"
+            "a TPU is attached but torch_xla is not used: pip install 'hf_tpu_ext[tpu]' (or 'hf_tpu_ext[torch_tpu]' for "
+            "torch_tpu, which TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps out), unset USE_TORCH_XLA"
         )
     if has_torch_xla():
         return CPUBackend("no TPU or GPU found; PJRT_DEVICE=CPU would compile with XLA for this CPU")
