@@ -36,12 +36,15 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     """
     upstream = upstream_of(cls)
     generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
-    if generates:
-        vllm = " (nor does use_vllm=True)" if vars(given.get("args") or object).get("use_vllm") else ""
+    if cls.generates:
+        cls.check_given(given)
+    elif generates:
+        ours = [name for name in ("GRPOTrainer", "RLOOTrainer") if name in generates]
+        instead = f"hf_tpu_ext.TPU{ours[0]}" if ours else f"trl.{upstream.__name__} on CUDA"
         raise ValueError(
-            f"{generates[0]} generates text within a training step, which does not train on XLA{vllm}. Use "
-            f"trl.{upstream.__name__} on CUDA. Trainers whose loss is a function of a batch work: transformers.Trainer, "
-            "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
+            f"{generates[0]} generates text within a training step, which does not train on XLA as it is. Use {instead}. "
+            "Trainers whose loss is a function of a batch work: transformers.Trainer, SFTTrainer, RewardTrainer, DPOTrainer, "
+            "KTOTrainer; and with generation of this package's, TPUGRPOTrainer and TPURLOOTrainer."
         )
     if upstream.__module__.startswith("trl."):
         for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
