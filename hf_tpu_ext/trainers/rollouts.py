@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from .upstream import checkpointing_left_on, upstream_names, upstream_of
 SCORING, REFERENCE, REWARD = "scoring pass", "reference pass", "reward pass"
 # What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
 _OF_PROMPTS = ("prompt_ids", "prompt_mask")
+# Whether the adapters of a model are those of the reference, or off.
+_with_adapter_of_reference = ContextVar("with_adapter_of_reference", default=False)
 # Rows of a dataset that are tokenized at once.
 _ROWS_AT_ONCE = 1000
 
@@ -71,8 +74,6 @@ class RolloutMixin(RolloutCheckpoints):
     drops_nan_metrics = True
     # Upstream prepares a batch on the host, before the program of the step begins.
     methods_on_host = ("_prepare_inputs",)
-    #: What programs of these trainers are of, when they are computed with the adapters of a reference.
-    _is_reference = False
 
     # ---- Setting up ----
 
@@ -188,7 +189,7 @@ class RolloutMixin(RolloutCheckpoints):
         try:
             with (
                 checkpointing_left_on(type(self)),
-                upstream_names(type(self), use_adapter=self._note_adapter),
+                upstream_names(type(self), use_adapter=_note_reference),
             ):
                 yield
         finally:
@@ -297,7 +298,7 @@ class RolloutMixin(RolloutCheckpoints):
             }
         )
         ids, mask = _join(batch)
-        is_reference = self._is_reference or model is self.ref_model
+        is_reference = _with_adapter_of_reference.get() or model is self.ref_model
         scored = self.run_passes(
             REFERENCE if is_reference else SCORING,
             model,
@@ -313,15 +314,6 @@ class RolloutMixin(RolloutCheckpoints):
                 model, batch["input_ids"], batch["attention_mask"], self.max_completion_length
             )
         return log_probs
-
-    @contextmanager
-    def _note_adapter(self, model, adapter_name, use_adapter: Callable) -> Iterator[None]:
-        with use_adapter(model, adapter_name):
-            self._is_reference = True
-            try:
-                yield
-            finally:
-                self._is_reference = False
 
     def _calculate_rewards(self, *args, **kwargs):
         functions = self.reward_funcs
@@ -380,6 +372,16 @@ class RolloutMixin(RolloutCheckpoints):
     def _end_run(self) -> None:
         super()._end_run()
         self.passes.forget()
+
+
+@contextmanager
+def _note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Callable) -> Iterator[None]:
+    with use_adapter(model, adapter_name):
+        token = _with_adapter_of_reference.set(True)
+        try:
+            yield
+        finally:
+            _with_adapter_of_reference.reset(token)
 
 
 def _join(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ class FixedCompletions:
             rng = random.Random(f"{prompt} {self._made}")
             self._made += 1
             length = rng.choice([1, 3, 6, LONGEST - 1, LONGEST])
-            tokens = [rng.randrange(97, 105) for _ in range(length)]
+            tokens = self._tokenizer("".join(rng.choice("abcdefgh") for _ in range(length)))["input_ids"]
             if length < LONGEST:
                 tokens[-1] = self._tokenizer.eos_token_id
             found.append(tokens)
