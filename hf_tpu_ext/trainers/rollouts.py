@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ..data import round_up_length
+from ..data import round_up_length, validate_buckets
 from ..step.looped_head import head_wrapped_by
 from .configs import ExtensionArguments
 from .dataset_checks import named_datasets
@@ -102,30 +102,43 @@ class RolloutMixin(RolloutCheckpoints):
 
     def _declare_lengths(self) -> list[int]:
         most = vars(self.args).get("max_prompt_length")
-        lengths: dict[str, list[int]] = {}
-        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
-            if isinstance(dataset, datasets.Dataset):
-                lengths[name] = list(self._prompt_lengths(dataset))
-            elif dataset is not None and most is None:
-                raise ValueError(
-                    f"The lengths of the prompts of {name} are not known (a streaming dataset). Give the longest in tokens: "
-                    f"{self._config_name}(max_prompt_length=256)."
-                )
-            elif dataset is not None:
-                lengths[name] = [most]
+        lengths = {
+            name: list(self._prompt_lengths(dataset))
+            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
+            if isinstance(dataset, datasets.Dataset)
+        }
+        streams = [
+            name
+            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
+            if dataset is not None and name not in lengths
+        ]
+        if streams and most is None:
+            raise ValueError(
+                f"The lengths of the prompts of {streams[0]} are not known (a streaming dataset). Give the longest in tokens: "
+                f"{self._config_name}(max_prompt_length=256)."
+            )
         for name, of_rows in lengths.items():
-            longest = max(of_rows)
-            if most is not None and longest > most:
+            if most is not None and (longest := max(of_rows)) > most:
                 raise ValueError(
                     f"Row {of_rows.index(longest)} of {name} has a prompt of {longest} tokens, which is longer than "
                     f"max_prompt_length={most}. Set max_prompt_length={round_up_length(longest, longest + 128)}, or leave such "
                     "rows out with dataset.filter."
                 )
-        longest = max(map(max, lengths.values()))
+        longest = most if streams else max(map(max, lengths.values()))
         multiple = self.pad_to_multiple_of or 1
         declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
+        return self._prompt_buckets(longest, declared, lengths.get("train_dataset"))
+
+    def _prompt_buckets(self, longest: int, declared: int, of_rows: list[int] | None) -> list[int]:
+        """The lengths that prompts are padded to, of which the longest has `longest` tokens."""
         buckets = self.args.length_buckets if isinstance(self.args, ExtensionArguments) else None
-        return declare_lengths(buckets, declared, lengths.get("train_dataset"), self._train_batch_size, "random")
+        if not buckets:
+            return [declared]
+        if len(buckets) == 1:
+            return declare_lengths(buckets, declared, of_rows, self._train_batch_size, "random")
+        buckets = validate_buckets(buckets, max(*buckets, declared))
+        declared = next((bucket for bucket in buckets if bucket >= longest), declared)
+        return [*(bucket for bucket in buckets if bucket < declared), declared]
 
     def _prompt_lengths(self, dataset: datasets.Dataset) -> Iterator[int]:
         for batch in dataset.with_format(None).select_columns(["prompt"]).iter(_ROWS_AT_ONCE):

@@ -37,15 +37,12 @@ DEFAULTS = {
 
 
 class FixedCompletions:
-    """Completions by the prompt and by how many there were before: of one token to `LONGEST`, ended and cut off ones."""
-
-    _made = 0
+    """Completions of one token to `LONGEST`, ended and cut off ones, drawn from PyTorch's generator as samples are."""
 
     def _completions(self, prompts):
+        rng = random.Random(int(torch.randint(2**31, ())))
         found = []
-        for prompt in prompts:
-            rng = random.Random(f"{prompt} {self._made}")
-            self._made += 1
+        for _ in prompts:
             length = rng.choice([1, 3, 6, LONGEST - 1, LONGEST])
             tokens = self._tokenizer("".join(rng.choice("abcdefgh") for _ in range(length)))["input_ids"]
             if length < LONGEST:

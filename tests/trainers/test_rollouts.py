@@ -128,31 +128,35 @@ def assert_compiled(case, trainer):
     evaluation.
     """
     args, counted = trainer.args, trainer.counted
-    accumulated, evaluated_every = args.gradient_accumulation_steps, 3
+    batches = len(trainer.get_train_dataloader())
+    of_epoch = [
+        min(args.gradient_accumulation_steps, batches - first)
+        for first in range(0, batches, args.gradient_accumulation_steps)
+    ]
     generated_every = args.steps_per_generation * trainer.num_iterations
-    passes = (case.kind == "rloo" or accumulated % generated_every != 0) + (trainer.beta != 0)
+    passes = (case.kind == "rloo" or args.gradient_accumulation_steps % generated_every != 0) + (trainer.beta != 0)
     passes += sum(reward == "model" for reward in case.rewards)
     synced = case.settings.get("ref_model_sync_steps")
-    evaluations = 0
+    done, generations = 0, 0
     for index, step in enumerate(counted):
-        generations = sum(
-            micro_step % generated_every == 0 for micro_step in range(index * accumulated, (index + 1) * accumulated)
-        )
-        evaluates = case.evaluates and ((index + 1) % evaluated_every == 0 or index + 1 == case.steps)
-        batches = -(-3 * trainer.num_generations_eval // 4) if evaluates else 0
-        expected = accumulated + generations * passes * args.steps_per_generation + batches * (1 + passes)
-        expected += bool(synced) and (index + 1) % synced == 0
-        assert step.executions == expected, f"executions of step {index + 1}"
-        logs = (index + 1) % args.logging_steps == 0
-        if not (logs or evaluates):
-            assert step.reads == generations * passes, f"reads of step {index + 1}"
-        if index > 1 and (generated_every == 1 or index * accumulated > 2 * generated_every) and not evaluates:
+        micro_steps = range(done, done + of_epoch[index % len(of_epoch)])
+        done = micro_steps.stop
+        generates = sum(micro_step % generated_every == 0 for micro_step in micro_steps)
+        generations += generates
+        evaluates = case.evaluates and ((index + 1) % 3 == 0 or index + 1 == case.steps)
+        evaluated = -(-3 * trainer.num_generations_eval // 4) if evaluates else 0
+        syncs = bool(synced) and (index + 1) % synced == 0
+        assert step.executions == (
+            len(micro_steps) + generates * passes * args.steps_per_generation + evaluated * (1 + passes) + syncs
+        ), f"executions of step {index + 1}"
+        if (index + 1) % args.logging_steps and not evaluates:
+            assert step.reads == generates * passes, f"reads of step {index + 1}"
+        if index > 1 and generations > 2 and not evaluates and not syncs and len(trainer.lengths) == 1:
             assert step.compiles == 0, f"compiles of step {index + 1}"
-        evaluations += evaluates
     assert trainer.watch.recompiles == 0
     assert [event.cause for event in trainer.watch.events if event.cause] == []
     assert sum(step.fallbacks for step in counted) == 0
     assert sum(step.compiles for step in counted) <= len(trainer.watch.programs) + bool(synced)
     if not case.evaluates:
         # The last step has been replayed, whatever it consists of.
-        assert counted[-1].replays >= accumulated
+        assert counted[-1].replays >= len(micro_steps)
