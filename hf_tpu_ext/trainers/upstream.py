@@ -18,6 +18,8 @@ from .preference_checks import check_preferences
 
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
 _GENERATE = {"DistillationTrainer", "GKDTrainer", "GRPOTrainer", "OnlineDPOTrainer", "RLOOTrainer", "XPOTrainer"}
+# Those that this package has one in the place of.
+_REPLACED = {"GRPOTrainer", "RLOOTrainer"}
 _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
@@ -40,12 +42,11 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     if cls.generates:
         cls.check_given(given)
     elif generates:
-        ours = [name for name in ("GRPOTrainer", "RLOOTrainer") if name in generates]
-        instead = f"hf_tpu_ext.TPU{ours[0]}" if ours else f"trl.{upstream.__name__} on CUDA"
+        instead = "Use trl.{} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
         raise ValueError(
-            f"{generates[0]} generates text within a training step, which does not train on XLA as it is. Use {instead}. "
-            "Trainers whose loss is a function of a batch work: transformers.Trainer, SFTTrainer, RewardTrainer, DPOTrainer, "
-            "KTOTrainer; and with generation of this package's, TPUGRPOTrainer and TPURLOOTrainer."
+            f"{generates[0]} generates text within a training step, which does not train on XLA as it is. "
+            f"{instead.format(generates[0])}. Trainers whose loss is a function of a batch work: transformers.Trainer, "
+            "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
         )
     if upstream.__module__.startswith("trl."):
         for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():

@@ -95,7 +95,7 @@ MORE = {
     "grpo-fp32-head": grpo(cast_lm_head_to_fp32=True, **REFERENCE),
     "grpo-no-checkpointing": grpo(gradient_checkpointing=False, **REUSED),
     "grpo-multiple": grpo(pad_to_multiple_of=16, **REUSED),
-    "grpo-long": grpo(max_prompt_length=64, length_buckets=[8, 64], **REFERENCE),
+    "grpo-buckets": Case("grpo", {"max_prompt_length": 64, "length_buckets": [8, 64], **REFERENCE}, steps=16),
     "grpo-async": grpo(rewards=(asynchronous, of_length)),
     "grpo-model-conversation": Case("grpo", {}, rewards=("model",), conversation=True),
     "grpo-logs": Case("grpo", {"log_completions": True, "num_completions_to_print": 1}, evaluates=True),
