@@ -160,7 +160,7 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
         "processing_class": AutoTokenizer.from_pretrained(directory, padding_side="left"),
         **given,
     }
-    return cls(model=model, reward_funcs=rewards, args=config_cls(**config), **more)
+    return cls(args=config_cls(**config), **{"model": model, "reward_funcs": rewards, **more})
 
 
 def train(case: Case, base: Path, ours: bool, **given):

@@ -1,0 +1,56 @@
+"""Eight devices train on completions as one does with the rows of all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rollouts import Case, assert_same_numbers, train
+
+
+# Of 8 rows a step, and of 32 a generation.
+ROWS = {
+    "num_generations": 8,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "beta": 0.04,
+    "per_device_eval_batch_size": 4,
+}
+SPECS = {
+    "grpo": ("grpo", {**ROWS, "loss_type": "dapo", "top_entropy_quantile": 0.5, "mask_truncated_completions": True}),
+    "grpo-fsdp": ("grpo", {**ROWS, "loss_type": "grpo", "mesh": "fsdp", "gradient_accumulation_steps": 2}),
+    "grpo-model": ("grpo", {**ROWS, "generation_batch_size": 32}),
+    # Ratios of whole sequences go by the exponential of a sum over tokens, and so does what the rounding of these makes of them.
+    "rloo": ("rloo", {**ROWS, "learning_rate": 1e-4}),
+}
+
+
+@pytest.mark.slow
+def test_eight_devices(xla, tmp_path):
+    spec = {}
+    for name, (kind, settings) in SPECS.items():
+        settings = {**settings, "per_device_train_batch_size": 1, "num_generations": 4}
+        if "generation_batch_size" in settings:
+            # Of all devices, as upstream counts.
+            del settings["steps_per_generation"]
+        spec[name] = {"kind": kind, "settings": settings, "evaluates": True}
+    spec_file, output_file = tmp_path / "spec.json", tmp_path / "output.json"
+    spec_file.write_text(json.dumps(spec))
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("rollout_driver.py"), tmp_path, spec_file, output_file],
+        env={**os.environ, "CPU_NUM_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    for name, found in json.loads(output_file.read_text()).items():
+        settings = {**spec[name]["settings"], "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
+        rewards = ("model",) if name.endswith("model") else Case.rewards
+        case = Case(spec[name]["kind"], settings, evaluates=True, rewards=rewards)
+        reference = train(case, tmp_path, ours=False)
+        assert found["rows"] == [32, 8] and found["mesh"]
+        assert_same_numbers(found["log"], reference.state.log_history)
+        assert found["recompiles"] == 0 and sum(fallbacks for _, _, fallbacks, _ in found["steps"]) == 0
