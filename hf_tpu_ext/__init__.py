@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from .generation import generate
     from .trainers import (
         TPUDPOConfig,
         TPUDPOTrainer,
@@ -40,6 +41,7 @@ __all__ = [
     "TPUTrainer",
     "TPUTrainingArguments",
     "TrainingPreempted",
+    "generate",
 ]
 
 
@@ -47,5 +49,5 @@ def __getattr__(name: str):
     # The backend has to be chosen before transformers and accelerate are imported, and PyTorch's autoload imports this
     # package in every process that imports torch: so nothing is imported until a trainer is asked for.
     if name in __all__:
-        return getattr(import_module(".trainers", __name__), name)
+        return getattr(import_module(".generation" if name == "generate" else ".trainers", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -441,9 +441,9 @@ class TPUTrainerMixin(
         """Counts and explains the programs of the run, where programs are compiled."""
         return self.watching.programs
 
-    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
+    def end_program(self, kind: str, where: str, **given: Any) -> Program | None:
         """As [`TrainerWatch.end_program`]."""
-        return self.watching.end_program(kind, where, run)
+        return self.watching.end_program(kind, where, **given)
 
     def _loss_sums_tokens(self, model: nn.Module) -> bool:
         """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""
