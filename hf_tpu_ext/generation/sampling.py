@@ -80,9 +80,7 @@ class Sampler:
     @staticmethod
     def _processors(model: PreTrainedModel, config: GenerationConfig, device: torch.device) -> LogitsProcessorList:
         processors = model._get_logits_processor(config, input_ids_seq_length=1, device=device, logits_processor=[])
-        kept = LogitsProcessorList(
-            each for each in processors if not type(each).__name__.startswith("MinNewTokens")
-        )
+        kept = LogitsProcessorList(each for each in processors if not type(each).__name__.startswith("MinNewTokens"))
         for each in kept:
             if type(each).__name__ not in _ON_DEVICE:
                 raise ValueError(

@@ -134,7 +134,13 @@ def why_whole(backend: Backend, module: nn.Module, query: Tensor, dropout: float
 
 
 def _attend_one(
-    eager: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any
+    eager: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """
     Attention of one token to those in a cache. Heads that share a key are queries of it: the cache is not repeated for each of

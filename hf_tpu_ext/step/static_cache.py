@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin

@@ -1,7 +1,7 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,8 @@ async def _find_row_async(function: Callable, kwargs: dict[str, Any]) -> int | N
 
 
 def _raised(name: str, error: Exception, row: int | None, kwargs: dict[str, Any]) -> str:
-    what = f"The reward function '{name}' raised {type(error).__name__}: {error}."
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"The reward function '{name}' raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})."
     if row is None:
         return f"{what} It does so for all {len(kwargs['prompts'])} rows together, and for none of them alone."
     return f"{what} {_describe_row(row, kwargs)} Have it return None where a row has no reward."

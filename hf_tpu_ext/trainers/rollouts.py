@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ..data import round_up_length, validate_buckets
+from ..generation.sampling import check_generation_config
 from ..step.looped_head import head_wrapped_by
 from .configs import ExtensionArguments
 from .dataset_checks import named_datasets
@@ -23,6 +24,7 @@ from .passes import Passes
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rollout_checkpoints import RolloutCheckpoints
 from .rollout_checks import check_rollouts
+from .text import TextGeneration
 from .upstream import checkpointing_left_on, upstream_names, upstream_of
 
 
@@ -98,7 +100,6 @@ class RolloutMixin(RolloutCheckpoints):
             args.steps_per_generation = given // rows
         args.generation_batch_size = rows * args.steps_per_generation
         self.passes = Passes(self)
-        self._generator = None
 
     def _declare_lengths(self) -> list[int]:
         most = vars(self.args).get("max_prompt_length")
@@ -158,6 +159,8 @@ class RolloutMixin(RolloutCheckpoints):
                 "The model comes with a processor for images. Training on completions of images does not work on XLA. Pass a "
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
+        check_generation_config(self.generation_config)
+        self._text = TextGeneration(self, self.generation_config, self.lengths)
         length = self.lengths[-1] + self.max_completion_length
         for index, function in enumerate(self.reward_funcs):
             if isinstance(function, PreTrainedModel):
@@ -212,13 +215,7 @@ class RolloutMixin(RolloutCheckpoints):
 
     def _pad_batch(self, batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Pad what upstream has padded to the longest of a batch, on the host, to a declared length."""
-        longest = int(batch["prompt_mask"].sum(1).max())
-        width = next((length for length in self.lengths if length >= longest), None)
-        if width is None:
-            raise ValueError(
-                f"A prompt has {longest} tokens, and prompts are padded to {self.lengths[-1]} on XLA. Set "
-                f"{self._config_name}(max_prompt_length={round_up_length(longest, longest + 128)}), or leave such rows out."
-            )
+        width = self._declared_for(int(batch["prompt_mask"].sum(1).max()), "A prompt")
         room, longest = self.max_completion_length, int(batch["completion_mask"].sum(1).max())
         if longest > room:
             raise ValueError(
@@ -253,7 +250,24 @@ class RolloutMixin(RolloutCheckpoints):
         Returns:
             `list[list[int]]`: The tokens of the completions, each up to and with the one that ends it.
         """
-        raise NotImplementedError
+        for row, prompt in enumerate(prompts):
+            self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
+        wanted = self.args.generation_batch_size if self.model.training else self.args.eval_batch_size
+        was_training = self.model.training
+        # The last batch of an evaluation is the same program.
+        made = self._text.generate([*prompts, *prompts[-1:] * (wanted - len(prompts))])
+        self.model.train(was_training)
+        return made.token_ids[: len(prompts)]
+
+    def _declared_for(self, tokens: int, what: str) -> int:
+        """The length that prompts of so many tokens are padded to."""
+        width = next((length for length in self.lengths if length >= tokens), None)
+        if width is None:
+            raise ValueError(
+                f"{what} has {tokens} tokens, and prompts are padded to {self.lengths[-1]} on XLA. Set "
+                f"{self._config_name}(max_prompt_length={round_up_length(tokens, tokens + 128)}), or leave such rows out."
+            )
+        return width
 
     def run_passes(
         self,

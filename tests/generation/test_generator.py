@@ -24,7 +24,13 @@ SIZES = dict(
     initializer_range=0.3,
 )
 END = 5
-PROMPTS = [[17, 61, 8], [12, 90, 33, 45, 76, 9, 20, 84, 51], [66, 7], [25, 31, 94, 10, 58, 70, 39, 82, 14, 47, 6, 91], [80]]
+PROMPTS = [
+    [17, 61, 8],
+    [12, 90, 33, 45, 76, 9, 20, 84, 51],
+    [66, 7],
+    [25, 31, 94, 10, 58, 70, 39, 82, 14, 47, 6, 91],
+    [80],
+]
 GREEDY = dict(max_new_tokens=10, do_sample=False)
 
 
@@ -150,7 +156,13 @@ def test_samples_follow_the_seed(qwen):
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(temperature=1.3), dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(top_k=6, top_p=0.8, temperature=0.6)],
+    [
+        dict(temperature=1.3),
+        dict(top_k=4),
+        dict(top_p=0.7),
+        dict(min_p=0.2),
+        dict(top_k=6, top_p=0.8, temperature=0.6),
+    ],
     ids=str,
 )
 def test_samples_follow_the_distribution(xla, settings):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from trl import SFTConfig
 from transformers import GenerationConfig, TrainerCallback
 
 
