@@ -375,7 +375,7 @@ class TPUTrainerMixin(
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         if self.backend.traces_steps:
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
-        if self.status is not None:
+        if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 

@@ -42,7 +42,8 @@ class RolloutCheckpoints:
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")
             if int(index) < len(batches):
-                batches[int(index)][key] = tensor
+                # Where batches are padded, they wait on the host.
+                batches[int(index)][key] = tensor if self.backend.static_shapes else tensor.to(self.args.device)
             rows.add(len(tensor) if tensor.ndim else self._train_batch_size)
         # Of other batches than this run's, upstream generates anew.
         fits = all(batches) and rows == {self._train_batch_size}

@@ -179,17 +179,26 @@ class RolloutMixin(RolloutCheckpoints):
 
     # ---- A batch ----
 
+    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._prepare_inputs(inputs)
+        if not self.backend.static_shapes:
+            self._count_tokens(batch)
+        return batch
+
+    def _count_tokens(self, batch: dict[str, Tensor]) -> None:
+        if self.status is not None and self.model.training:
+            ids, mask = _join(batch)
+            self.status.count({"input_ids": ids, "attention_mask": mask})
+
     def _send_batch(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
         batch = self._pad_batch(batch)
-        rows = len(batch["prompt_ids"])
-        ids, mask = _join(batch)
-        if self.status is not None and self.model.training:
-            self.status.count({"input_ids": ids, "attention_mask": mask})
+        self._count_tokens(batch)
+        rows, *_ = batch["prompt_ids"].shape
         sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0)
-        self.watching.batch_shape = tuple(ids.shape)
+        self.watching.batch_shape = tuple(_join(batch)[0].shape)
         return sent
 
     @contextmanager

@@ -132,7 +132,10 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
     """Make the trainer of a case, with models below the directory `base`; `given` goes to it in place of the case's."""
     cls, config_cls = (OURS if ours else STOCK)[case.kind]
     config = {**DEFAULTS, "output_dir": str(base / "run"), "max_steps": case.steps}
-    config |= {"run_report": False} if ours else {"use_cpu": True}
+    if not ours:
+        config["use_cpu"] = True
+    elif config_cls not in (GRPOConfig, RLOOConfig):
+        config["run_report"] = False
     if case.evaluates:
         config |= {"eval_strategy": "steps", "eval_steps": 3}
     of_package = {*ExtensionArguments.__dataclass_fields__, "max_prompt_length"}

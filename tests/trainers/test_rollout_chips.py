@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rollouts import Case, assert_same_numbers, train
+from rollouts import OURS, Case, assert_same_numbers, train
+
+from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer
 
 
 # Of 8 rows a step, and of 32 a generation.
@@ -27,6 +29,24 @@ SPECS = {
 }
 
 
+def train_on_eight(spec, directory):
+    spec_file, output_file = directory / "spec.json", directory / "output.json"
+    spec_file.write_text(json.dumps(spec))
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("rollout_driver.py"), directory, spec_file, output_file],
+        env={**os.environ, "CPU_NUM_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(output_file.read_text())
+    for run in found.values():
+        assert run["recompiles"] == 0 and sum(fallbacks for _, _, fallbacks, _ in run["steps"]) == 0
+        assert run["rows"] == [32, 8]
+    return found
+
+
 @pytest.mark.slow
 def test_eight_devices(xla, tmp_path):
     spec = {}
@@ -36,21 +56,19 @@ def test_eight_devices(xla, tmp_path):
             # Of all devices, as upstream counts.
             del settings["steps_per_generation"]
         spec[name] = {"kind": kind, "settings": settings, "evaluates": True}
-    spec_file, output_file = tmp_path / "spec.json", tmp_path / "output.json"
-    spec_file.write_text(json.dumps(spec))
-    result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("rollout_driver.py"), tmp_path, spec_file, output_file],
-        env={**os.environ, "CPU_NUM_DEVICES": "8"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    for name, found in json.loads(output_file.read_text()).items():
+    for name, found in train_on_eight(spec, tmp_path).items():
         settings = {**spec[name]["settings"], "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
         rewards = ("model",) if name.endswith("model") else Case.rewards
         case = Case(spec[name]["kind"], settings, evaluates=True, rewards=rewards)
-        reference = train(case, tmp_path, ours=False)
-        assert found["rows"] == [32, 8] and found["mesh"]
-        assert_same_numbers(found["log"], reference.state.log_history)
-        assert found["recompiles"] == 0 and sum(fallbacks for _, _, fallbacks, _ in found["steps"]) == 0
+        assert_same_numbers(found["log"], train(case, tmp_path, ours=False).state.log_history)
+
+
+@pytest.mark.slow
+def test_eight_devices_write_what_one_writes(xla, tmp_path, monkeypatch):
+    settings = {**ROWS, "num_generations": 4, "temperature": 0.8}
+    spec = {"kind": "grpo", "settings": {**settings, "per_device_train_batch_size": 1}, "evaluates": True}
+    found = train_on_eight({"written": spec}, tmp_path)["written"]
+    monkeypatch.setitem(OURS, "grpo", (TPUGRPOTrainer, TPUGRPOConfig))
+    settings |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
+    one = train(Case("grpo", settings, evaluates=True), tmp_path, ours=True)
+    assert_same_numbers(found["log"], one.state.log_history)

