@@ -1,11 +1,9 @@
 """Training on completions that the model writes itself: GRPO, RLOO."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import datasets
@@ -16,24 +14,21 @@ from transformers import PreTrainedModel
 
 from ..data import round_up_length, validate_buckets
 from ..generation.sampling import check_generation_config
-from ..step.looped_head import head_wrapped_by
+from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from .configs import ExtensionArguments
 from .dataset_checks import named_datasets
 from .lengths import declare_lengths
 from .passes import Passes
-from .reward_functions import RewardsOnDevice, check_rewards
+from .reward_functions import RewardsOnDevice
 from .rollout_checkpoints import RolloutCheckpoints
 from .rollout_checks import check_rollouts
+from .rollout_scores import REWARD, RolloutScores, join_completions, note_reference
 from .text import TextGeneration
 from .upstream import checkpointing_left_on, upstream_names, upstream_of
 
 
-#: What the watch calls the programs of log-probabilities and rewards, which run beside the training steps.
-SCORING, REFERENCE, REWARD = "scoring pass", "reference pass", "reward pass"
 # What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
 _OF_PROMPTS = ("prompt_ids", "prompt_mask")
-# Whether the adapters of a model are those of the reference, or off.
-_with_adapter_of_reference = ContextVar("with_adapter_of_reference", default=False)
 # Rows of a dataset that are tokenized at once.
 _ROWS_AT_ONCE = 1000
 
@@ -60,7 +55,7 @@ class RolloutArguments(ExtensionArguments):
         super().__post_init__()
 
 
-class RolloutMixin(RolloutCheckpoints):
+class RolloutMixin(RolloutScores, RolloutCheckpoints):
     """
     The part of [`TPUGRPOTrainer`] and [`TPURLOOTrainer`] that makes their batches.
 
@@ -159,9 +154,9 @@ class RolloutMixin(RolloutCheckpoints):
                 "The model comes with a processor for images. Training on completions of images does not work on XLA. Pass a "
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
-        rows, copies = self.args.generation_batch_size, self.num_generations
+        prompts = self.args.generation_batch_size // self.num_generations
         self.compiled.changes.append(
-            f"a generation is {rows // copies} prompts (padded to {' or '.join(map(str, self.lengths))} tokens) x {copies} "
+            f"a generation is {prompts} prompt{'s' * (prompts > 1)} (padded to {' or '.join(map(str, self.lengths))} tokens) x {self.num_generations} "
             f"completions of up to {self.max_completion_length} tokens, trained on {self.num_iterations} x in "
             f"{self.args.steps_per_generation} batches"
         )
@@ -197,7 +192,7 @@ class RolloutMixin(RolloutCheckpoints):
 
     def _count_tokens(self, batch: dict[str, Tensor]) -> None:
         if self.status is not None and self.model.training:
-            ids, mask = _join(batch)
+            ids, mask = join_completions(batch)
             self.status.count({"input_ids": ids, "attention_mask": mask})
 
     def _send_batch(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -208,7 +203,7 @@ class RolloutMixin(RolloutCheckpoints):
         self._count_tokens(batch)
         rows, *_ = batch["prompt_ids"].shape
         sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0)
-        self.watching.batch_shape = tuple(_join(batch)[0].shape)
+        self.watching.batch_shape = tuple(join_completions(batch)[0].shape)
         return sent
 
     @contextmanager
@@ -224,7 +219,7 @@ class RolloutMixin(RolloutCheckpoints):
         try:
             with (
                 checkpointing_left_on(type(self)),
-                upstream_names(type(self), use_adapter=_note_reference),
+                upstream_names(type(self), use_adapter=note_reference),
             ):
                 yield
         finally:
@@ -288,90 +283,6 @@ class RolloutMixin(RolloutCheckpoints):
             )
         return width
 
-    def run_passes(
-        self,
-        kind: str,
-        model: nn.Module,
-        batch: dict[str, Tensor],
-        trace: Callable[[dict[str, Tensor]], Tensor],
-        rows_at_once: int | None = None,
-    ) -> Tensor:
-        """
-        Compute a value for each row of a batch on the host, or several, by passes over so many rows.
-
-        Args:
-            kind (`str`):
-                As in [`Passes.run`].
-            model (`torch.nn.Module`):
-                The model.
-            batch (`dict[str, torch.Tensor]`):
-                Tensors of any number of rows, on the host.
-            trace (`Callable`):
-                Computes the values of some rows on the device.
-            rows_at_once (`int`, *optional*):
-                How many rows. By default those of a step.
-
-        Returns:
-            `torch.Tensor`: The values of all rows, on the host. They are read once.
-        """
-        wanted = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
-        rows, made = len(batch["input_ids"]), []
-        for start in range(0, rows, wanted):
-            part = {key: value[start : start + wanted] for key, value in batch.items()}
-            missing = wanted - len(part["input_ids"])
-            # For the last part to be the same program: each row is by itself.
-            part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
-            sent = self._send_rows(part, whole=wanted % self.backend.num_chips != 0)
-            made.append(self.passes.run(kind, model, sent, trace))
-        return torch.cat(self.backend.fetch(made))[:rows]
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, *args, **kwargs
-    ):
-        compute = partial(super()._get_per_token_logps_and_entropies, model)
-        if not self.backend.static_shapes:
-            return compute(input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
-        if input_ids.device.type == self.backend.device.type:
-            with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape)):
-                return compute(input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
-        split = input_ids.shape[1] - logits_to_keep
-        batch = self._pad_batch(
-            {
-                "prompt_ids": input_ids[:, :split],
-                "prompt_mask": attention_mask[:, :split],
-                "completion_ids": input_ids[:, split:],
-                "completion_mask": attention_mask[:, split:],
-            }
-        )
-        ids, mask = _join(batch)
-        is_reference = _with_adapter_of_reference.get() or model is self.ref_model
-        scored = self.run_passes(
-            REFERENCE if is_reference else SCORING,
-            model,
-            {"input_ids": ids, "attention_mask": mask},
-            partial(self._score, model),
-            batch_size * self.backend.num_chips,
-        )
-        return scored[:, :logits_to_keep], None, None
-
-    def _score(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad(), self.compute_loss_context_manager(), self.models_compiled():
-            log_probs, _, _ = self._get_per_token_logps_and_entropies(
-                model, batch["input_ids"], batch["attention_mask"], self.max_completion_length
-            )
-        return log_probs
-
-    def _calculate_rewards(self, *args, **kwargs):
-        functions = self.reward_funcs
-        self.reward_funcs = [
-            function if isinstance(function, nn.Module) else check_rewards(function, name)
-            for function, name in zip(functions, self.reward_func_names, strict=True)
-        ]
-        try:
-            return super()._calculate_rewards(*args, **kwargs)
-        finally:
-            self.reward_funcs = functions
-
     # ---- Steps ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -392,14 +303,16 @@ class RolloutMixin(RolloutCheckpoints):
         return super(upstream_of(type(self)), self).training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        with upstream_names(type(self), nanmin=_nanmin, nanmax=_nanmax):
+        if not self.backend.static_shapes:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with upstream_names(type(self), nanmin=nanmin_of_all, nanmax=nanmax_of_all):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         if not self.backend.static_shapes:
             return super().get_high_entropy_mask(entropies, mask, threshold)
         chosen = mask.bool()
-        return (entropies >= _quantile(entropies.float(), chosen, threshold)) & chosen
+        return (entropies >= quantile_of_chosen(entropies.float(), chosen, threshold)) & chosen
 
     def _get_num_items_in_batch(self, batch_samples, device) -> None:
         # Rows that have no completion yet.
@@ -408,6 +321,11 @@ class RolloutMixin(RolloutCheckpoints):
     def floating_point_ops(self, inputs) -> float:
         # Upstream counts the tokens of `input_ids`, which there are none of, times the parameters.
         return 0.0 if self.backend.static_shapes else super().floating_point_ops(inputs)
+
+    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
+        # There is no other prediction than a loss.
+        loss_only = True if self.backend.static_shapes else prediction_loss_only
+        return super().evaluation_loop(dataloader, description, loss_only, *args, **kwargs)
 
     def _rows_counted(self, inputs) -> int:
         state = self.accelerator.gradient_state
@@ -418,60 +336,3 @@ class RolloutMixin(RolloutCheckpoints):
     def _end_run(self) -> None:
         super()._end_run()
         self.passes.forget()
-
-
-@contextmanager
-def _note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Callable) -> Iterator[None]:
-    with use_adapter(model, adapter_name):
-        token = _with_adapter_of_reference.set(True)
-        try:
-            yield
-        finally:
-            _with_adapter_of_reference.reset(token)
-
-
-def _join(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Prompts and completions one after the other: their tokens, and which of them are no padding."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-
-
-def _only_completions(kept: int, shape: torch.Size, score: Callable) -> Callable:
-    """
-    Have the head score the last `kept` tokens of rows, whose ids are of `shape`. Upstream leaves out the scores of prompts
-    later, where it cannot leave out the tokens.
-    """
-    rows, length = shape[0], shape[1] - 1
-
-    def score_completions(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
-    ) -> tuple:
-        hidden = hidden.view(rows, length, -1)[:, length - kept :].reshape(rows * kept, -1)
-        targets = targets.view(rows, length)[:, length - kept :].reshape(-1)
-        return tuple(
-            None if value is None else pad(value.view(rows, kept), (length - kept, 0)).view(-1)
-            for value in score(hidden, weight, bias, targets, *settings)
-        )
-
-    return score_completions
-
-
-def _nanmin(values: Tensor, nanmin: Callable) -> Tensor:
-    if values.device.type == "cpu":
-        return nanmin(values)
-    # Upstream chooses rows, whose number would be read.
-    is_nan = torch.isnan(values)
-    return torch.where(is_nan.all(), torch.nan, torch.where(is_nan, torch.inf, values).min())
-
-
-def _nanmax(values: Tensor, nanmax: Callable) -> Tensor:
-    return nanmax(values) if values.device.type == "cpu" else -_nanmin(-values, nanmax)
-
-
-def _quantile(values: Tensor, chosen: Tensor, threshold: float) -> Tensor:
-    """`torch.quantile` of the chosen values, which are not picked out: how many they are would be read."""
-    ordered = torch.where(chosen, values, torch.inf).flatten().sort().values
-    rank = threshold * (chosen.sum() - 1).clamp(min=0).to(values.dtype)
-    below = rank.floor()
-    lower, upper = (ordered.gather(0, index.long()[None])[0] for index in (below, rank.ceil()))
-    return torch.lerp(lower, upper, rank - below)

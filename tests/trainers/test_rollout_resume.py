@@ -24,9 +24,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("grpo", "rloo") else [pytest.mark.slow]) for name in CASES]
-)
+# By default, `test_rollouts_written.py` resumes.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_resumes_bit_for_bit(xla, models, tmp_path, name):
     saves = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
     case = replace(CASES[name], steps=10)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from rollouts import LONGEST, OURS, Case, train, trainer_for
+from rollouts import LONGEST, OURS, Case, prompts_for, train, trainer_for
 from test_preference_resume import logged_after, weights_and_moments
 
 from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOConfig, TPURLOOTrainer
@@ -73,7 +73,7 @@ def test_the_ratio_is_one_at_first(models):
             torch.testing.assert_close(torch.tensor(of_row), expected[: len(of_row)], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_a_resumed_run_writes_the_same(models, tmp_path, kind):
     """Also in the middle of what was written, which goes on with it; tables of completions are there for each log."""
     settings = {"steps_per_generation": 2, "num_iterations": 2, "log_completions": True, "num_completions_to_print": 1}
@@ -89,3 +89,16 @@ def test_a_resumed_run_writes_the_same(models, tmp_path, kind):
     if kind == "grpo":
         table = pandas.read_parquet(Path(tmp_path / "run" / "completions" / "completions_00006.parquet"))
         assert {"prompt", "completion", "early", "advantage"} <= set(table.columns) and len(table) == 8
+
+
+def test_evaluates_and_predicts_outside_of_a_run(models):
+    """Of several sets, and before training; there is no other prediction than the loss."""
+    case = Case("grpo", {"beta": 0.04, "bf16": True}, lora="new", evaluates=True, rewards=(early,), steps=4)
+    sets = {"a": prompts_for(case, 2, 3), "b": prompts_for(case, 5, 4)}
+    trainer = trainer_for(case, models, ours=True, eval_dataset=sets)
+    metrics = trainer.evaluate()
+    assert metrics.keys() >= {"eval_a_loss", "eval_b_loss", "eval_reward"}
+    trainer.train()
+    assert trainer.watch.recompiles == 0 and trainer.steps.replay is None and trainer.steps.why_not is None
+    predicted = trainer.predict(sets["a"])
+    assert predicted.predictions is None and "test_loss" in predicted.metrics
