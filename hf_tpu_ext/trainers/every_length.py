@@ -85,6 +85,11 @@ class EveryLengthMixin:
                 found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
             return dataset.select([found[place] for place in sorted(found)])
         row = next(iter(dataset))
+        if self.generates:
+            raise ValueError(
+                "Completions are generated while the run goes on, so graphs cannot be compiled before it. Start the run: it fills "
+                "the compilation cache, too."
+            )
         if not any(column.endswith("_ids") for column in row):
             raise ValueError(
                 "Images are tokenized batch by batch, so graphs cannot be compiled before the run. Start the run: it fills "

@@ -99,6 +99,13 @@ class TPUTrainerMixin(
         `ValueError`: A setting does not work on the chosen device; the message says what to set instead.
     """
 
+    #: Whether this package has what a trainer needs that writes its own data.
+    generates = False
+    #: Methods of upstream that run between programs, on the host: code of the user's in them is in no step.
+    methods_on_host: tuple[str, ...] = ()
+    #: Whether upstream leaves NaN out of the means that it logs.
+    drops_nan_metrics = False
+
     def __init__(self, *args, **kwargs):
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
         args = self._complete_arguments(given.arguments.get("args"), given.arguments.get("model"))
@@ -368,7 +375,7 @@ class TPUTrainerMixin(
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         if self.backend.traces_steps:
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
-        if self.status is not None:
+        if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -378,13 +385,17 @@ class TPUTrainerMixin(
             self.chips.keep_gradients_local(model)
         with self._micro_steps_as_data(self.steps.data):
             if self.chips.local_gradients is None:
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             else:
                 with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
-                    loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
+                    loss = self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
         if self.steps.replay is not None or not self._override_returns_loss:
             self._log_step_loss(loss)
         return loss
+
+    def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
+        """What upstream computes in a micro-step."""
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
