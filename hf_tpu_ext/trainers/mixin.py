@@ -266,6 +266,11 @@ class TPUTrainerMixin(
         """Class of the arguments that have `max_length`, for messages."""
         return type(self.args).__name__ if "max_length" in vars(self.args) else None
 
+    @property
+    def step_lengths(self) -> list[int]:
+        """The lengths of the rows that a step is compiled for."""
+        return self.lengths
+
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
         """Say of each frozen weight whether bfloat16 holds it exactly."""
         return bfloat16_holds(weights, self.backend)

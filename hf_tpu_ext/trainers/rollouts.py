@@ -159,6 +159,12 @@ class RolloutMixin(RolloutCheckpoints):
                 "The model comes with a processor for images. Training on completions of images does not work on XLA. Pass a "
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
+        rows, copies = self.args.generation_batch_size, self.num_generations
+        self.compiled.changes.append(
+            f"a generation is {rows // copies} prompts (padded to {' or '.join(map(str, self.lengths))} tokens) x {copies} "
+            f"completions of up to {self.max_completion_length} tokens, trained on {self.num_iterations} x in "
+            f"{self.args.steps_per_generation} batches"
+        )
         check_generation_config(self.generation_config)
         self._text = TextGeneration(self, self.generation_config, self.lengths)
         length = self.lengths[-1] + self.max_completion_length
@@ -169,6 +175,10 @@ class RolloutMixin(RolloutCheckpoints):
                 self.reward_funcs[index] = RewardsOnDevice(
                     self, function, kind, round_up_length(length + 16, 2 * length)
                 )
+
+    @property
+    def step_lengths(self) -> list[int]:
+        return [length + self.max_completion_length for length in self.lengths]
 
     @property
     def _runs_other_passes(self) -> bool:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rollouts import OURS, Case, assert_same_numbers, train
+from rollouts import OURS, Case, assert_same_numbers, train, trainer_for
 
 from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer
 
@@ -72,3 +72,21 @@ def test_eight_devices_write_what_one_writes(xla, tmp_path, monkeypatch):
     settings |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
     one = train(Case("grpo", settings, evaluates=True), tmp_path, ours=True)
     assert_same_numbers(found["log"], one.state.log_history)
+
+
+@pytest.mark.slow
+def test_a_run_of_eight_devices_goes_on_on_one(xla, tmp_path, monkeypatch):
+    """In the middle of a generation, with the same rows of a step and of a generation."""
+    settings = {**ROWS, "num_generations": 4, "per_device_train_batch_size": 1}
+    saves = {"save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path / "eight")}
+    train_on_eight({"written": {"kind": "grpo", "settings": {**settings, **saves}}}, tmp_path)
+    monkeypatch.setitem(OURS, "grpo", (TPUGRPOTrainer, TPUGRPOConfig))
+    resumed = trainer_for(Case("grpo", settings), tmp_path, ours=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "eight" / "checkpoint-3"))
+    args = resumed.args
+    assert (args.gradient_accumulation_steps, args.generation_batch_size, args.steps_per_generation) == (8, 32, 32)
+    whole = json.loads((tmp_path / "eight" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    # The log of step 4 covers a step before the checkpoint as well, on one of the two. Other metrics are means over micro-steps.
+    mine, other = (next(entry for entry in log if entry["step"] == 6) for log in (resumed.state.log_history, whole))
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert mine[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
