@@ -169,10 +169,6 @@ class TracingBackend(XLABackend):
 
     def _take_as_run(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            # What the program says of a tensor that no one has placed: the rows of a cache.
-            sharding = None if tensor in self._shardings else _XLAC._get_xla_op_sharding(tensor)
-            if sharding is not None:
-                self._shardings[tensor] = sharding, _XLAC._get_xla_sharding_spec(tensor)
             tensor.data = self._new(tensor)
             self._own(tensor)
 

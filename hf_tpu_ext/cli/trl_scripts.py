@@ -179,7 +179,7 @@ _SCRIPTS = (
         purpose="Train a language model on rewards for what it writes (GRPO)",
         recipe="recipes/grpo_lora_qwen2.yaml",
         dataset="trl-lib/DeepMath-103K",
-        tiny_data="data",
+        tiny_data="questions",
         rewards="--reward_funcs accuracy_reward ",
     ),
     TRLScript(
@@ -187,7 +187,7 @@ _SCRIPTS = (
         purpose="Train a language model on rewards for what it writes (RLOO)",
         recipe="recipes/grpo_lora_qwen2.yaml",
         dataset="trl-lib/DeepMath-103K",
-        tiny_data="data",
+        tiny_data="questions",
         rewards="--reward_funcs accuracy_reward ",
     ),
 )

@@ -102,10 +102,6 @@ class Generator:
         """What programs read and change besides the model; always in the same order."""
         return self._state
 
-    @property
-    def _total(self) -> int:
-        return self.prompt_lengths[-1] + self._new_tokens
-
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
         """
         Generate a completion of each prompt.
@@ -200,12 +196,13 @@ class Generator:
 
     def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._state, (*rows, *cache), strict=True):
+            tensor.data = value
             # Each chip has its own rows.
-            tensor.data = self._backend.constrain_rows(value)
+            self._backend.shard(tensor, (("data", "fsdp"), *[None] * (value.ndim - 1)))
 
     def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
         end = self.prompt_lengths[-1]
-        cache = StaticKeyValueCache(self._backend, self._num_layers, self._total)
+        cache = StaticKeyValueCache(self._backend, self._num_layers, ids.shape[1])
         # Padding has any position.
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         logits = self._logits(ids, attention, positions, cache)
@@ -220,34 +217,32 @@ class Generator:
             pad(pad(attention, (before, 0)), (0, self._new_tokens), value=1),
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
-        self._put_state(rows, cache.padded(end))
+        self._put_state(rows, cache.padded(end, end + self._new_tokens))
         # That of the state is for the second program.
         return [token.clone(), log_prob]
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
-        start, loops = self.prompt_lengths[-1], self._backend.loops
+        state = _Rows(*self._state[: len(_Rows._fields)])
+        carry = (_all(state.finished), state, tuple(self._state[len(_Rows._fields) :]))
         numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
+        turn = partial(self._decode_token, seed)
+        (_, state, kept), made = self._backend.loops.scan(turn, carry, (numbers,), until=True)
+        self._put_state(state, kept)
+        return list(made)
 
-        def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
-            _, rows, kept = carry
-            finished, token, position, attention, history = rows
-            (number,) = entries
-            index = number + (start - 1)
-            cache = StaticKeyValueCache(self._backend, self._num_layers, self._total, index, kept)
-            if self._sampler.reads_history:
-                history = loops.put_block(history, token[:, None], (None, index))
-            logits = self._logits(token[:, None], attention, position, cache)
-            token, log_prob = self._sampler.choose(logits, seed, number, history)
-            token = torch.where(finished > 0, self.pad_token_id, token)
-            finished = torch.maximum(finished, self._sampler.is_end(token))
-            rows = _Rows(finished, token, position + 1, attention, history)
-            return (_all(finished), rows, cache.tensors), (token, log_prob)
-
-        rows, kept = _Rows(*self._state[: len(_Rows._fields)]), tuple(self._state[len(_Rows._fields) :])
-        carry, (tokens, log_probs) = loops.scan(turn, (_all(rows.finished), rows, kept), (numbers,), until=True)
-        _, rows, kept = carry
-        self._put_state(rows, kept)
-        return [tokens, log_probs]
+    def _decode_token(self, seed: Tensor, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+        _, (finished, token, position, attention, history), kept = carry
+        (number,) = entries
+        index = number + (self.prompt_lengths[-1] - 1)
+        cache = StaticKeyValueCache(self._backend, self._num_layers, attention.shape[1], index, kept)
+        if self._sampler.reads_history:
+            history = self._backend.loops.put_block(history, token[:, None], (None, index))
+        logits = self._logits(token[:, None], attention, position, cache)
+        token, log_prob = self._sampler.choose(logits, seed, number, history)
+        token = torch.where(finished > 0, self.pad_token_id, token)
+        finished = torch.maximum(finished, self._sampler.is_end(token))
+        rows = _Rows(finished, token, position + 1, attention, history)
+        return (_all(finished), rows, cache.tensors), (token, log_prob)
 
     def _logits(self, ids: Tensor, attention: Tensor, positions: Tensor, cache: StaticKeyValueCache) -> Tensor:
         """The logits of the last position: `(rows, vocabulary)`."""

@@ -92,6 +92,6 @@ class StaticKeyValueCache(Cache):
         for layer, keys, values in zip(self.layers, tensors[::2], tensors[1::2], strict=False):
             layer.keys, layer.values = keys, values
 
-    def padded(self, end: int) -> tuple[Tensor, ...]:
-        """The tensors with room for tokens after a prompt, whose last token is before position `end`."""
-        return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], self.length - end)) for tensor in self.tensors)
+    def padded(self, end: int, length: int) -> tuple[Tensor, ...]:
+        """The tensors of `length` positions, for tokens after a prompt whose last token is before position `end`."""
+        return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], length - end)) for tensor in self.tensors)
