@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from trl import GRPOConfig, GRPOTrainer
 
 from .configs import describe_fields
+from .entropy_bonus import EntropyBonusMixin
 from .mixin import TPUTrainerMixin
 from .rollouts import RolloutArguments, RolloutMixin
 from .synced_reference import SyncedReferenceMixin
@@ -16,7 +17,7 @@ class TPUGRPOConfig(RolloutArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""
 
 
-class TPUGRPOTrainer(RolloutMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOTrainer):
+class TPUGRPOTrainer(EntropyBonusMixin, RolloutMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] (https://huggingface.co/papers/2402.03300) that trains on TPU, GPU and CPU with the same arguments.
 

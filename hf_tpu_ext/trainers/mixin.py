@@ -361,6 +361,10 @@ class TPUTrainerMixin(
             return {}
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
+    def _state_of_steps(self) -> list[torch.Tensor]:
+        """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
+        return []
+
     def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
         if self.evaluations.data is not None:
             return self.evaluations.data

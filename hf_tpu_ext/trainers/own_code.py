@@ -33,6 +33,7 @@ _PACKAGES_OF_CALLBACKS = (_OURS, "transformers")
 # Of upstream's attributes: they change at every step, or are no part of what is computed.
 _BOOKKEEPING = {
     "_current_train_step_time",
+    "_last_world_entropy",
     "_metrics",
     "_mixed_mesh_grads",
     "_step",
@@ -40,6 +41,7 @@ _BOOKKEEPING = {
     "_total_train_tokens",
     "accelerator",
     "current_gradient_accumulation_steps",
+    "entropy_coef",
     "lr_scheduler",
     "optimizer",
     "processing_class",

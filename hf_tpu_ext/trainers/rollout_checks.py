@@ -20,8 +20,6 @@ _SETTINGS = {
     "use_transformers_paged=False: completions are generated with a static cache.",
     "use_transformers_continuous_batching": "its batches have other shapes at every call, each of which compiles. Set "
     "use_transformers_continuous_batching=False: completions are generated with a static cache.",
-    "use_adaptive_entropy": "the coefficient would be read from the device at every step, and compiled anew. Set "
-    "use_adaptive_entropy=False, and entropy_coef to a number.",
 }
 _TOOLS = (
     "conversations with tools have other lengths at every turn, each of which compiles. Leave it out, and train on prompts, "

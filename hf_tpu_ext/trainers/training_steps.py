@@ -304,6 +304,7 @@ class TrainingSteps(TrainerCallback):
         for state in self._optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
         tensors += trainer.averaging.tensors.values()
+        tensors += trainer._state_of_steps()
         if trainer.chips.local_gradients is not None:
             tensors += trainer.chips.local_gradients.tensors
         return tensors

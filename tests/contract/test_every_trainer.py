@@ -89,6 +89,7 @@ OF_ROLLOUTS = {
     "_get_per_token_logps_and_entropies": ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"],
     "get_high_entropy_mask": ["entropies", "mask", "threshold"],
 }
+OF_ENTROPY = {"_last_world_entropy", "entropy_coef", "use_adaptive_entropy"}
 SET_BY_ROLLOUTS = {"_buffered_inputs", "_current_train_step_time", "_metrics", "_step", "reward_funcs"}
 
 
@@ -101,9 +102,10 @@ def test_rollouts_override_what_is_there(upstream):
         taken = list(inspect.signature(vars(upstream)[name]).parameters)[1:]
         assert taken[: len(expected)] == expected, f"{upstream.__name__}.{name} takes {taken}"
     assert SET_BY_ROLLOUTS <= theirs
+    assert upstream is trl.RLOOTrainer or OF_ENTROPY <= theirs
     for cls in ROLLOUTS:
         ours = {name for name in set(vars(cls)) | set_on_self(cls) if not name.startswith("__")}
-        assert ours & (theirs - OF_TRAINER) <= OF_ROLLOUTS.keys() | SET_BY_ROLLOUTS, f"{cls.__name__}"
+        assert ours & (theirs - OF_TRAINER) <= OF_ROLLOUTS.keys() | SET_BY_ROLLOUTS | OF_ENTROPY, f"{cls.__name__}"
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])

@@ -34,7 +34,6 @@ class _Processor(ProcessorMixin):
             ["use_transformers_paged=True", "Set use_transformers_paged=False", "static cache"],
         ),
         ({"use_transformers_continuous_batching": True}, {}, ["use_transformers_continuous_batching=False"]),
-        ({"use_adaptive_entropy": True}, {}, ["use_adaptive_entropy=True", "entropy_coef to a number"]),
         ({}, {"tools": [len]}, ["tools does not work on XLA", "Leave it out"]),
         ({}, {"environment_factory": dict}, ["environment_factory does not work on XLA", "rollout_func"]),
         ({}, {"processing_class": _Processor()}, ["_Processor", "processing_class=processor.tokenizer"]),

@@ -19,6 +19,7 @@ CASES = {
     "grpo": Case("grpo", {**REUSED, "beta": 0.04, "loss_type": "dapo"}),
     "grpo-accumulated": Case("grpo", {**REUSED, "gradient_accumulation_steps": 2, "temperature": 0.7}, lora="new"),
     "grpo-synced": Case("grpo", {**REUSED, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "grpo-adaptive": Case("grpo", {**REUSED, "use_adaptive_entropy": True, "entropy_target": 5.4}),
     "grpo-evaluated": Case("grpo", {**REUSED}, evaluates=True),
     "rloo": Case("rloo", {**REUSED, "beta": 0.04}),
 }

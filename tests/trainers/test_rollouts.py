@@ -87,6 +87,28 @@ MORE = {
     "grpo-quantile": grpo(top_entropy_quantile=0.2, **REUSED),
     "grpo-quantile-masked": grpo(top_entropy_quantile=0.5, mask_truncated_completions=True, **REUSED),
     "grpo-entropy": grpo(entropy_coef=0.05, **ACCUMULATED),
+    # Below the target at first, and above it later.
+    "grpo-adaptive": Case(
+        "grpo",
+        {
+            "use_adaptive_entropy": True,
+            "entropy_target": 5.4,
+            "entropy_coef_delta": 0.01,
+            "entropy_coef": 0.02,
+            **ACCUMULATED,
+        },
+        evaluates=True,
+    ),
+    "grpo-adaptive-quantile": Case(
+        "grpo",
+        {
+            "use_adaptive_entropy": True,
+            "entropy_target": 10.0,
+            "entropy_coef_max": 0.02,
+            "top_entropy_quantile": 0.5,
+            **REUSED,
+        },
+    ),
     "grpo-masked": grpo(mask_truncated_completions=True),
     "grpo-batch-scale": grpo(scale_rewards="batch"),
     "grpo-no-scale": grpo(scale_rewards="none"),
@@ -170,7 +192,9 @@ def assert_compiled(case, trainer):
             len(micro_steps) + generates * passes * args.steps_per_generation + evaluated * (1 + passes) + syncs
         ), f"executions of step {index + 1}"
         if (index + 1) % args.logging_steps and not evaluates:
-            assert step.reads == generates * passes, f"reads of step {index + 1}"
+            assert step.reads == generates * passes + bool(case.settings.get("use_adaptive_entropy")), (
+                f"reads of step {index + 1}"
+            )
         if index > 1 and generations > 2 and not evaluates and not syncs and len(trainer.lengths) == 1:
             assert step.compiles == 0, f"compiles of step {index + 1}"
     assert trainer.watch.recompiles == 0
