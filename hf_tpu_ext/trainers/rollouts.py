@@ -142,6 +142,16 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
             tokens, _, _ = self._tokenize_prompts(batch["prompt"])
             yield from map(len, tokens)
 
+    def lengths_of_rows(self, dataset) -> list[int] | None:
+        return list(self._prompt_lengths(dataset)) if isinstance(dataset, datasets.Dataset) else None
+
+    def rows_of_a_step(self) -> tuple[int, int]:
+        # Each generation is trained on in so many micro-steps.
+        micro_steps = self.args.steps_per_generation * self.num_iterations
+        generations = -(-self.args.gradient_accumulation_steps // micro_steps)
+        prompts = self.args.generation_batch_size // self.num_generations
+        return prompts * generations, generations * micro_steps // self.args.gradient_accumulation_steps
+
     def _make_batches_static(self) -> None:
         """The collator yields rows as they are: what is padded is made of them later."""
 
