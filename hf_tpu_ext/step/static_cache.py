@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..backends.base import Backend
+from .autocast import matmul_dtype
 
 
 class _Layer(CacheLayerMixin):
@@ -31,6 +32,9 @@ class _Layer(CacheLayerMixin):
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        # As attention multiplies them: rope makes float32 of keys.
+        dtype = matmul_dtype(key_states)
+        key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self._index is None:
             self.keys, self.values = key_states, value_states
         else:
@@ -38,7 +42,7 @@ class _Layer(CacheLayerMixin):
         return self.keys, self.values
 
     def _put(self, cached: Tensor, states: Tensor) -> Tensor:
-        return self._backend.loops.put_block(cached, states.to(cached.dtype), (None, None, self._index, None))
+        return self._backend.loops.put_block(cached, states, (None, None, self._index, None))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self._index is None else self._length), 0

@@ -100,6 +100,13 @@ class TPUTrainerMixin(
         `ValueError`: A setting does not work on the chosen device; the message says what to set instead.
     """
 
+    #: Whether this package has what a trainer needs that writes its own data.
+    generates = False
+    #: Methods of upstream that run between programs, on the host: code of the user's in them is in no step.
+    methods_on_host: tuple[str, ...] = ()
+    #: Whether upstream leaves NaN out of the means that it logs.
+    drops_nan_metrics = False
+
     def __init__(self, *args, **kwargs):
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
         args = self._complete_arguments(given.arguments.get("args"), given.arguments.get("model"))
@@ -275,6 +282,11 @@ class TPUTrainerMixin(
         """Class of the arguments that have `max_length`, for messages."""
         return type(self.args).__name__ if "max_length" in vars(self.args) else None
 
+    @property
+    def step_lengths(self) -> list[int]:
+        """The lengths of the rows that a step is compiled for."""
+        return self.lengths
+
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
         """Say of each frozen weight whether bfloat16 holds it exactly."""
         return bfloat16_holds(weights, self.backend)
@@ -372,6 +384,10 @@ class TPUTrainerMixin(
             return {}
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
+    def _state_of_steps(self) -> list[torch.Tensor]:
+        """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
+        return []
+
     def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
         if self.evaluations.data is not None:
             return self.evaluations.data
@@ -393,7 +409,7 @@ class TPUTrainerMixin(
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
         if self.backend.static_shapes:
             return self.steps.run(model, inputs, num_items_in_batch, super().training_step)
-        if self.status is not None:
+        if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -403,13 +419,17 @@ class TPUTrainerMixin(
             self.chips.keep_gradients_local(model)
         with self._micro_steps_as_data(self.steps.data):
             if self.chips.local_gradients is None:
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             else:
                 with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
-                    loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
+                    loss = self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
         if self.steps.replay is not None or not self._override_returns_loss:
             self._log_step_loss(loss)
         return loss
+
+    def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
+        """What upstream computes in a micro-step."""
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
