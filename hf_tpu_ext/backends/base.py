@@ -1,7 +1,7 @@
 """The seam between the trainers and an accelerator: what every accelerator answers, one file for each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,6 +50,8 @@ class Backend(ABC):
     traces_steps: bool = False
     #: Whether each operator is a program of its own, which is compiled while a step runs.
     compiles_operators: bool = False
+    #: Whether a function of tensors can be traced and compiled whole, and so a step.
+    compiles_functions: bool = False
     #: Whether losses and metrics are summed on the device and read at logs only, in one transfer.
     metrics_on_device: bool = False
     #: Whether one process drives all chips, and tensors are annotated with how they are split over them.
@@ -205,6 +207,17 @@ class Backend(ABC):
 
     def separate(self, tensors: list[torch.Tensor]) -> None:  # noqa: B027
         """Keep the compiler from looking past tensors: what uses them from now on waits until all are there."""
+
+    def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
+        """
+        Trace a function of nested tensors, and compile it for the shapes of these `arguments`. It may change them in place.
+        Only where `compiles_functions`.
+        """
+        raise NotImplementedError
+
+    def compile_module(self, module: nn.Module) -> None:
+        """Have calls of a module compiled, in place. Only where `compiles_functions`."""
+        raise NotImplementedError
 
     def compiles(self) -> int:
         """Programs compiled so far. Cheap enough to be asked at every step."""

@@ -1,11 +1,15 @@
 """torch_tpu: PyTorch's device `tpu`, one process for each chip. Nothing but this file imports torch_tpu."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..hardware.topologies import Chip, find_chip
 from .base import Backend, map_tensors
@@ -40,6 +44,7 @@ class TorchTPUBackend(Backend):
     name = "tpu"
     static_shapes = True
     compiles_operators = True
+    compiles_functions = True
     metrics_on_device = True
     unknown_upstream = True
 
@@ -47,6 +52,9 @@ class TorchTPUBackend(Backend):
         super().__init__(reason)
         self.insight = TorchTPUInsight()
         self._on_chip = tpu_chips() > 0
+        # The statistics of torch_tpu are about operators.
+        self._functions = self._calls = 0
+        self._seconds = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -67,8 +75,8 @@ class TorchTPUBackend(Backend):
     def use_chips(self, num_chips: int | None, setting: str) -> None:
         if num_chips not in (None, 1):
             raise ValueError(
-                f"{setting}={num_chips}, but a process of torch_tpu drives one chip. Leave it out, and start a process for "
-                f"each chip: torchrun --nproc_per_node={num_chips}."
+                f"{setting}={num_chips}, but a process of torch_tpu drives one chip, and runs of several processes are not "
+                "there yet. Leave it out, or use torch_xla, which drives all chips of a host: pip install 'hf_tpu_ext[tpu]'."
             )
 
     def prepare_host(self) -> list[str]:
@@ -108,19 +116,54 @@ class TorchTPUBackend(Backend):
             setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
         return model
 
+    def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
+        given, structure = tree_flatten(arguments)
+        structure_of_results = None
+
+        def flat(*tensors: torch.Tensor) -> tuple:
+            nonlocal structure_of_results
+            results, structure_of_results = tree_flatten(function(*tree_unflatten(tensors, structure)))
+            return tuple(results)
+
+        start = time.monotonic()
+        graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+        with torch.no_grad():
+            # Not `torch.compile`, which would trace the graph once more, and cut it.
+            compiled = lookup_backend("tpu")(graph, given)
+        self._functions += 1
+        self._seconds += time.monotonic() - start
+
+        def run(*arguments: Any) -> Any:
+            self._calls += 1
+            with torch.no_grad():
+                return tree_unflatten(compiled(*tree_leaves(arguments)), structure_of_results)
+
+        return run
+
+    def compile_module(self, module: nn.Module) -> None:
+        compiled = torch.compile(module._call_impl, backend="tpu", dynamic=False)
+
+        def call(*args, **kwargs):
+            # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer.
+            with torch._C.DisableTorchFunction():
+                return compiled(*args, **kwargs)
+
+        # As `module.compile` sets it.
+        module._compiled_call_impl = call
+
     # ---- Counts ----
 
     def compiles(self) -> int:
         stats = torch.tpu._get_cache_stats()
-        return stats.num_cache_reqs - stats.num_cache_hits
+        return stats.num_cache_reqs - stats.num_cache_hits + self._functions
 
     def counters(self) -> Counters:
         stats = torch.tpu._get_cache_stats()
         seconds = sum(entry.compilation_duration.total_seconds() for entry in stats.per_entry_stats)
         return Counters(
-            compiles=stats.num_cache_reqs - stats.num_cache_hits,
-            compile_seconds=seconds,
-            executions=stats.num_cache_reqs,
+            compiles=stats.num_cache_reqs - stats.num_cache_hits + self._functions,
+            compile_seconds=seconds + self._seconds,
+            executions=stats.num_cache_reqs + self._calls,
             reads=self.insight.reads,
         )
 

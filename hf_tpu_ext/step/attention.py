@@ -133,9 +133,9 @@ def _static_sdpa_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwar
 
 
 @contextmanager
-def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+def static_masks(segment_ids: torch.Tensor | None = None, sdpa: bool = False) -> Iterator[None]:
     """
-    Within this context, models with eager attention, SDPA or one of this package's build their attention masks in a static
+    Within this context, models with eager attention or one of this package's, and with `sdpa` those with SDPA, build their attention masks in a static
     shape and without reading the device.
 
     With `segment_ids` of shape `(batch, length)`, the number of each token's document and 0 for padding, tokens attend
@@ -145,9 +145,11 @@ def static_masks(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
     """
     names = ("eager", *_IMPLEMENTATIONS)
     ALL_MASK_ATTENTION_FUNCTIONS.update({name: partial(_static_mask, name, segment_ids=segment_ids) for name in names})
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_static_sdpa_mask, segment_ids=segment_ids)
+    if sdpa:
+        names = (*names, "sdpa")
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_static_sdpa_mask, segment_ids=segment_ids)
     try:
         yield
     finally:
-        for name in (*names, "sdpa"):
+        for name in names:
             del ALL_MASK_ATTENTION_FUNCTIONS[name]

@@ -112,6 +112,14 @@ class ExtensionArguments:
             "the same at every step. False: never."
         },
     )
+    compile_step: str = field(
+        default="auto",
+        metadata={
+            "help": "What is compiled with torch_tpu (backend 'tpu'). 'auto': the whole step (forward, backward, clipping and "
+            "AdamW) where it is the same at every step, else each layer. 'step', 'layers': that. 'off': single operators.",
+            "choices": ["auto", "step", "layers", "off"],
+        },
+    )
     compile_cache_dir: str = field(
         default="auto",
         metadata={

@@ -146,7 +146,11 @@ class DistillationMixin:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         mode = "train" if self.model.training else "eval"
         scored = inputs["labels"][:, 1:].flatten() != -100
-        masks = static_masks(inputs.get("segment_ids")) if self.backend.static_shapes else nullcontext()
+        masks = (
+            static_masks(inputs.get("segment_ids"), not self.backend.traces_steps)
+            if self.backend.static_shapes
+            else nullcontext()
+        )
         # The student's own base is a teacher as it was before it was rounded.
         with masks, torch.no_grad(), without_rounding(self.rounding):
             teacher = self.teacher(self.model, inputs)

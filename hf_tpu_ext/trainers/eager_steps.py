@@ -25,6 +25,8 @@ class EagerSteps(TrainerCallback):
     #: Steps are not replayed, as those of [`TrainingSteps`] are.
     replay = why_not = None
     replays = False
+    #: The norm of the gradients of the step under way, where its program has clipped them.
+    grad_norm: torch.Tensor | None = None
 
     def __init__(self, trainer):
         self._trainer = trainer
@@ -42,6 +44,7 @@ class EagerSteps(TrainerCallback):
         self._trainer.watching.begin()
         self.reset_upstream_loss()
         if isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer.optimizer.defaults["fused"]:
+            # A tensor is taken for data.
             self._hooks = [
                 optimizer.optimizer.register_step_pre_hook(self._send_rates),
                 optimizer.optimizer.register_step_post_hook(self._restore_rates),

@@ -119,6 +119,10 @@ class DeferredMetrics:
         # An evaluation shows the tokens trained on so far, too.
         return {**self._sums[mode].tensors, NUM_TOKENS: self._sums["train"].tensors[NUM_TOKENS]}
 
+    def sums(self, mode: str) -> dict[str, Tensor]:
+        """The sums of `"train"` or `"eval"` themselves, by name; they may be replaced."""
+        return self._sums[mode].tensors if self._sums else {}
+
     def changed_by(self, mode: str) -> list[Tensor]:
         """The sums that a training step changes, or a batch of an evaluation, always in the same order."""
         return [*self._sums[mode].tensors.values()] if self._sums else []

@@ -25,6 +25,7 @@ from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens
 from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.program_adamw import ProgramAdamW
 from ..step.users_model import save_from_host
 from .arguments import (
     ADAMW_NAMES,
@@ -57,6 +58,7 @@ from .status import StatusMixin
 from .training_steps import TrainingSteps
 from .upstream import check_trainer, checkpointing_left_on, default_arguments, loads_model
 from .watching import TrainerWatch
+from .whole_steps import CompiledSteps
 
 
 class TPUTrainerMixin(
@@ -193,7 +195,11 @@ class TPUTrainerMixin(
     def _prepare_eager_steps(self) -> None:
         self._place_models()
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
-        self.steps = EagerSteps(self)
+        wanted = (
+            self.args.compile_step if isinstance(self.args, ExtensionArguments) else ExtensionArguments.compile_step
+        )
+        compiles = self.backend.compiles_functions and wanted != "off"
+        self.steps = CompiledSteps(self, wanted) if compiles else EagerSteps(self)
         self.evaluations = EvaluationSteps(self)
         callbacks = [self.steps] if self.averaging.average is None else [self.steps, self.averaging]
         # After upstream's own, which says whether a step is logged, and before all that may evaluate.
@@ -313,6 +319,8 @@ class TPUTrainerMixin(
         optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
         if self.backend.own_optimizer and args.optim in ADAMW_NAMES:
             return LazyAdamW, {**kwargs, "backend": self.backend}
+        if self.backend.compiles_functions and optimizer_cls is torch.optim.AdamW:
+            return ProgramAdamW, kwargs
         return optimizer_cls, kwargs
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -346,7 +354,7 @@ class TPUTrainerMixin(
     def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
         """Within this context, upstream's code runs models in static shapes; `segment_ids` as in [`static_masks`]."""
         with (
-            static_masks(segment_ids),
+            static_masks(segment_ids, sdpa=not self.backend.traces_steps),
             self._parts_replaced() if self.backend.traces_steps else nullcontext(),
         ):
             yield
@@ -450,13 +458,16 @@ class TPUTrainerMixin(
         return self.optimizer.optimizer
 
     def _clip_grad_norm(self, model):
-        if not self.backend.traces_steps:
+        if not self.backend.static_shapes:
             return super()._clip_grad_norm(model)
+        if not self.backend.traces_steps:
+            return super()._clip_grad_norm(model) if self.steps.grad_norm is None else self.steps.grad_norm
         return self.steps.clip(model)
 
     def _get_grad_norm(self, model, grad_norm=None):
         if not self.backend.traces_steps:
-            return super()._get_grad_norm(model, grad_norm)
+            in_program = grad_norm is None and self.backend.static_shapes and self.steps.grad_norm is not None
+            return self.steps.grad_norm if in_program else super()._get_grad_norm(model, grad_norm)
         return self.steps.keep_norm(partial(super()._get_grad_norm, model, grad_norm))
 
     def _other_models(self) -> list[nn.Module]:

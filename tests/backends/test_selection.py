@@ -261,11 +261,16 @@ def test_a_choice_stands_and_an_explicit_one_does_not_replace_it(fresh, xla):
 @pytest.mark.parametrize(
     ("prepare", "asked", "words"),
     [
-        (lambda patch: None, "tpu", ["'tpu'", "auto, xla, cuda, cpu"]),
+        (lambda patch: None, "gpu", ["'gpu'", "auto, tpu, xla, cuda, cpu"]),
+        (
+            lambda patch: patch.setattr(selection, "has_torch_tpu", lambda: False),
+            "tpu",
+            ["backend='tpu'", "pip install 'hf_tpu_ext[torch_tpu]'", "torch_xla is backend='xla'"],
+        ),
         (
             lambda patch: patch.setenv("HF_TPU_EXT_BACKEND", "gpu"),
             None,
-            ["HF_TPU_EXT_BACKEND='gpu'", "auto, xla, cuda, cpu"],
+            ["HF_TPU_EXT_BACKEND='gpu'", "auto, tpu, xla, cuda, cpu"],
         ),
         (
             lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False),

@@ -31,7 +31,7 @@ def test_an_explicit_choice(fresh):
 
 
 def test_several_chips_are_several_processes(fresh):
-    with pytest.raises(ValueError, match=r"num_chips=4, .* drives one chip.* torchrun --nproc_per_node=4"):
+    with pytest.raises(ValueError, match=r"num_chips=4, .* drives one chip.* pip install 'hf_tpu_ext\[tpu\]'"):
         select_backend("tpu", 4)
 
 

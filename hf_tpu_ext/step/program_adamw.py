@@ -1,0 +1,54 @@
+"""AdamW whose update may be a part of a compiled step."""
+
+from typing import Any
+
+import torch
+
+
+class ProgramAdamW(torch.optim.AdamW):
+    """
+    PyTorch's AdamW, fused, with the same state. Its `step` does nothing where the program of the step has updated the weights.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        #: Whether the program of the step under way has updated the weights.
+        self.in_program = False
+
+    def step(self, closure=None):
+        if self.in_program:
+            self.in_program = False
+            return None
+        return super().step(closure)
+
+    def create_state(self) -> None:
+        """Make the moments of the parameters that are trained, where they are not there yet."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and not self.state[parameter]:
+                    self.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
+                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
+                    }
+
+    @staticmethod
+    def update(
+        group: dict[str, Any],
+        rate: torch.Tensor,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, torch.Tensor]],
+    ) -> None:
+        """Update parameters of a group, in place, and their states."""
+        # PyTorch's own form that a tracer may follow divides 0 by 0 where the rate is 0.
+        beta1, beta2 = group["betas"]
+        for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
+            step, mean, square = state["step"], state["exp_avg"], state["exp_avg_sq"]
+            gradient = gradient.to(mean.dtype)
+            step += 1
+            mean.lerp_(gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            root = (square / (1 - beta2**step)).sqrt() + group["eps"]
+            decayed = parameter * (1 - rate * group["weight_decay"])
+            parameter.copy_(decayed - rate / (1 - beta1**step) * mean / root)

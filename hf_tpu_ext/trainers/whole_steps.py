@@ -1,0 +1,262 @@
+"""The training steps of a run, compiled: whole, or their layers one by one."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+from tqdm.auto import tqdm
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..sharding.local_gradients import draws_random_numbers
+from ..step.layer_scan import find_layers
+from ..step.optimizer import clip_gradients
+from ..step.program_adamw import ProgramAdamW
+from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from .eager_steps import EagerSteps
+from .own_code import find_own_code
+from .training_steps import SentBatch
+
+
+class CompiledSteps(EagerSteps):
+    """
+    Owns the training steps of a trainer on a device where a function of tensors can be compiled whole.
+
+    A step is traced once for each shape of its batch: forward and backward pass, the sums of what is logged and, with AdamW,
+    clipping and update. Upstream's loss runs as it is written while it is traced, and not at all afterwards. Where that would
+    not give the same step, the model's layers are compiled one by one, and the rest is run operator by operator. A line
+    says which, and why.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+        wanted (`str`):
+            `compile_step` of [`ExtensionArguments`].
+    """
+
+    def __init__(self, trainer, wanted: str):
+        super().__init__(trainer)
+        self._wanted = wanted
+        self._programs: dict[Hashable, Callable] = {}
+        #: The norm of the gradients of the step under way, if its program clips and updates.
+        self.grad_norm: torch.Tensor | None = None
+        #: What is compiled: `"step"`, `"layers"` or `"operators"`.
+        self.compiles = "operators"
+        self._layers: list[nn.Module] = []
+
+    # ---- A run ----
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        reason = self._why_not_whole()
+        layers = find_layers(self._trainer.model)
+        if self._wanted == "step" and reason is not None:
+            raise ValueError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
+        self.compiles = "step" if self._wanted in ("auto", "step") and reason is None else "layers"
+        if self._wanted == "layers":
+            reason = "compile_step='layers'"
+        if self.compiles == "layers" and layers is None:
+            self.compiles, reason = "operators", f"{reason}, and the model has no list of layers"
+        if self.compiles == "layers":
+            parent, name = layers
+            self._layers = list(getattr(parent, name))
+            for layer in self._layers:
+                self._trainer.backend.compile_module(layer)
+        if state.is_world_process_zero:
+            tqdm.write(self._describe(reason))
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def _describe(self, reason: str | None) -> str:
+        if self.compiles == "step":
+            updates = isinstance(self._optimizer, ProgramAdamW)
+            return f"The step is compiled whole{', with its update' if updates else '; the optimizer is run by operators'}"
+        if self.compiles == "layers":
+            return (
+                f"The {len(self._layers)} layers are compiled one by one, and the rest is run by operators: {reason}"
+            )
+        return f"Steps are run by operators: {reason}"
+
+    def _why_not_whole(self) -> str | None:
+        trainer = self._trainer
+        if self._wanted == "layers":
+            return None
+        if (found := find_own_code(trainer, [trainer.model, *trainer._other_models()])) is not None:
+            return f"{found}, which may do something else at each step"
+        if trainer.compiled.rematerialization != "none":
+            return "with gradient_checkpointing, the compiler would find what is computed again to be there already"
+        if trainer._other_models():
+            return "a step runs another model, too"
+        drops = [module for module in trainer.model.modules() if isinstance(module, nn.Dropout) and module.p]
+        setting = "dropout" if drops else draws_random_numbers(unwrap_peft_model(trainer.model))
+        if setting is None and trainer.args.neftune_noise_alpha is not None:
+            setting = "neftune_noise_alpha"
+        if setting is not None:
+            return f"{setting} draws random numbers"
+        if trainer.averaging.average is not None and isinstance(self._optimizer, ProgramAdamW):
+            return "ema_decay follows the optimizer"
+        return None
+
+    def end_run(self) -> None:
+        super().end_run()
+        for layer in self._layers:
+            layer._compiled_call_impl = None
+        self._layers, self._programs, self.grad_norm = [], {}, None
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._trainer._plain_optimizer
+
+    # ---- A step ----
+
+    def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable) -> torch.Tensor:
+        self.grad_norm = None
+        if self.compiles != "step":
+            return super().run(model, inputs, num_items_in_batch, step)
+        trainer = self._trainer
+        model.train()
+        batch = trainer._send_batch(inputs)
+        closing = trainer.accelerator.sync_gradients
+        updates = closing and isinstance(self._optimizer, ProgramAdamW)
+        self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in batch.items() if name not in tensors}
+        data = {**trainer.backend.send(trainer._step_data()), "items": num_items_in_batch}
+        if not isinstance(num_items_in_batch, torch.Tensor):
+            del data["items"]
+            others["items"] = num_items_in_batch
+        state = _State(trainer, model, updates)
+        arguments = [state.tensors(), tensors, data, state.rates()]
+        key = (
+            self._under_way,
+            state.settings(),
+            tuple((name, value.shape, value.dtype) for name, value in tensors.items()),
+            tuple((name, repr(value)) for name, value in others.items()),
+        )
+        if key not in self._programs:
+
+            def traced(tensors, batch, data, rates):
+                items = data["items"] if "items" in data else others["items"]
+                given = SentBatch({**batch, **{name: value for name, value in others.items() if name != "items"}})
+                with state.replaced(tensors), trainer._micro_steps_as_data(data):
+                    loss = step(model, given, items)
+                    trainer._log_step_loss(loss)
+                    return state.results(tensors, rates)
+
+            self._programs[key] = trainer.backend.compile_function(traced, arguments)
+        self.grad_norm = state.take(self._programs[key](*arguments))
+        if updates:
+            self._optimizer.in_program = True
+        # Kept by the log.
+        return torch.zeros(())
+
+    def reset_upstream_loss(self) -> None:
+        if self.compiles == "step":
+            self._trainer._tr_loss = torch.zeros(())
+        else:
+            super().reset_upstream_loss()
+
+
+class _State:
+    """What a step reads and changes, as one structure of tensors."""
+
+    def __init__(self, trainer, model: nn.Module, updates: bool):
+        self._trainer, self._model, self._updates = trainer, model, updates
+        self._optimizer = trainer._plain_optimizer
+        self._names = dict(model.named_parameters())
+        self._sums = {"loss": trainer.loss_log.tensors, "metrics": trainer.metrics.sums("train")}
+        if updates:
+            self._optimizer.create_state()
+
+    def tensors(self) -> dict[str, Any]:
+        """The present values."""
+        held = {
+            "parameters": {name: parameter.detach() for name, parameter in self._names.items()},
+            "gradients": {name: value.grad for name, value in self._names.items() if value.grad is not None},
+            "buffers": dict(self._model.named_buffers()),
+            "sums": {name: dict(sums) for name, sums in self._sums.items()},
+        }
+        if self._updates:
+            held["moments"] = {
+                name: dict(self._optimizer.state[parameter])
+                for name, parameter in self._names.items()
+                if parameter in self._optimizer.state
+            }
+        return held
+
+    def rates(self) -> list[torch.Tensor]:
+        """Learning rates, as data."""
+        rates = [torch.tensor(group["lr"], dtype=torch.float32) for group in self._optimizer.param_groups]
+        return self._trainer.backend.send(rates) if self._updates else []
+
+    def settings(self) -> Hashable:
+        """What else a program depends on."""
+        groups = [
+            tuple((key, repr(value)) for key, value in group.items() if key not in ("params", "lr", "initial_lr"))
+            for group in self._optimizer.param_groups
+        ]
+        gradients = tuple(parameter.grad is not None for parameter in self._names.values())
+        required = tuple(parameter.requires_grad for parameter in self._names.values())
+        return tuple(groups), gradients, required, self._trainer.args.max_grad_norm, self._updates
+
+    def replaced(self, tensors: dict[str, Any]):
+        """Context in which the model and the sums are these tensors, while a step is traced."""
+        return _Replaced(self._model, self._names, self._sums, tensors)
+
+    def results(self, tensors: dict[str, Any], rates: list[torch.Tensor]) -> dict[str, Any]:
+        """What a traced step has made, within `replaced`. With its update, the weights and moments are changed in place."""
+        results: dict[str, Any] = {"sums": {name: dict(sums) for name, sums in self._sums.items()}}
+        leaves = dict(self._model.named_parameters())
+        if not self._updates:
+            results["gradients"] = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            return results
+        with torch.no_grad():
+            # Infinite, it only finds the norm.
+            results["norm"] = clip_gradients(self._model, self._trainer.args.max_grad_norm or float("inf"))
+            names = {parameter: name for name, parameter in self._names.items()}
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                used = [names[parameter] for parameter in group["params"] if leaves[names[parameter]].grad is not None]
+                self._optimizer.update(
+                    group,
+                    rate,
+                    [tensors["parameters"][name] for name in used],
+                    [leaves[name].grad for name in used],
+                    [tensors["moments"][name] for name in used],
+                )
+        return results
+
+    def take(self, results: dict[str, Any]) -> torch.Tensor | None:
+        """Take what a program has made. Returns the norm of the gradients, if it was found."""
+        for name, sums in self._sums.items():
+            sums.update(results["sums"][name])
+        gradients = results.get("gradients", {})
+        for name, parameter in self._names.items():
+            parameter.grad = gradients.get(name)
+        return results.get("norm")
+
+
+class _Replaced:
+    """Context in which a model's tensors, and the sums of a trainer, are others."""
+
+    def __init__(
+        self, model: nn.Module, names: dict[str, nn.Parameter], sums: dict[str, dict], tensors: dict[str, Any]
+    ):
+        self._sums, self._kept = sums, {name: dict(values) for name, values in sums.items()}
+        self._tensors = tensors
+        leaves = {}
+        for name, parameter in names.items():
+            leaves[name] = tensors["parameters"][name].detach().requires_grad_(parameter.requires_grad)
+            if name in tensors["gradients"]:
+                # Added to in place, which is not to be seen from outside.
+                leaves[name].grad = tensors["gradients"][name].clone()
+        self._model = _reparametrize_module(model, {**leaves, **tensors["buffers"]}, tie_weights=True)
+
+    def __enter__(self):
+        for name, sums in self._sums.items():
+            sums.update(self._tensors["sums"][name])
+        self._model.__enter__()
+
+    def __exit__(self, *error):
+        self._model.__exit__(*error)
+        for name, sums in self._sums.items():
+            sums.clear()
+            sums.update(self._kept[name])

@@ -1,0 +1,143 @@
+"""Steps that are compiled whole, or their layers one by one: the same numbers, and how many programs are run."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_tpu_ext import TPUSFTConfig
+
+
+WHOLE = dict(config_cls=TPUSFTConfig, compile_step="step", gradient_checkpointing=False)
+
+
+class CountPerStep(TrainerCallback):
+    """Programs run and compiled between the beginnings of two steps."""
+
+    def __init__(self, backend):
+        self._backend, self._before, self.steps = backend, None, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._backend.wait()
+        now = self._backend.counters()
+        if self._before is not None:
+            self.steps.append(now - self._before)
+        self._before = now
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.on_step_begin(args, state, control)
+
+
+def train(runs, **config):
+    trainer = runs.ours(train=False, **config)
+    counter = CountPerStep(trainer.backend)
+    # Of this module, which is no part of the package: a step with code of the user's is not compiled whole.
+    counter.__class__.__module__ = "hf_tpu_ext.tests"
+    trainer.add_callback(counter)
+    trainer.train()
+    return trainer, counter.steps
+
+
+@pytest.mark.parametrize(
+    ("lora", "config"),
+    [
+        (None, dict(eval_strategy="steps", eval_steps=10)),
+        ({}, {}),
+        (None, dict(gradient_accumulation_steps=4, num_train_epochs=3, max_steps=-1)),
+        (None, dict(max_grad_norm=0.0, adam_beta2=0.95, lr_scheduler_type="cosine", max_steps=6)),
+        (None, dict(optim="sgd", max_steps=6)),
+    ],
+    ids=["full", "lora", "accumulation", "no-clipping", "sgd"],
+)
+def test_the_whole_step_gives_the_same_numbers(runs, same_logs, lora, config):
+    config = dict(max_steps=20, warmup_steps=5) | config
+    ours = runs.ours(lora=lora, **WHOLE, **config)
+    same_logs(ours, runs.stock(lora=lora, **config))
+    assert ours.watch.recompiles == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_micro_step_is_one_program(runs, accumulation):
+    _, steps = train(runs, max_steps=6, logging_steps=100, gradient_accumulation_steps=accumulation, **WHOLE)
+    assert [step.compiles for step in steps[1:]] == [0] * 5
+    # The last one is followed by the sums of the log.
+    assert [step.executions for step in steps[1:-1]] == [accumulation] * 4
+
+
+def test_a_program_for_each_length(runs, same_logs):
+    config = dict(max_steps=20, per_device_train_batch_size=2)
+    ours = runs.ours(length_buckets=[16, 24, 32, 48], **WHOLE, **config)
+    same_logs(ours, runs.stock(**config))
+    shapes = [event.shape for event in ours.watch.events if event.kind == "training step"]
+    assert len(shapes) == len(set(shapes)) > 1 and ours.watch.recompiles == 0
+
+
+def test_layers_one_by_one(runs, same_logs, capsys):
+    """With gradient checkpointing, TRL's default."""
+    config = dict(max_steps=20, logging_steps=5)
+    trainer, steps = train(runs, config_cls=TPUSFTConfig, **config)
+    assert (
+        "The 2 layers are compiled one by one, and the rest is run by operators: with gradient_checkpointing, the compiler "
+        "would find what is computed again to be there already" in capsys.readouterr().out
+    )
+    same_logs(trainer, runs.stock(**config))
+    assert [step.compiles for step in steps[1:]] == [0] * 19
+    assert steps[2].executions < 300
+
+
+@pytest.mark.parametrize(
+    ("lora", "config", "reason"),
+    [
+        (None, dict(gradient_checkpointing=True), "with gradient_checkpointing"),
+        ({"lora_dropout": 0.1}, dict(gradient_checkpointing=False), "dropout draws random numbers"),
+        (
+            None,
+            dict(gradient_checkpointing=False, neftune_noise_alpha=5.0),
+            "neftune_noise_alpha draws random numbers",
+        ),
+    ],
+)
+def test_why_a_step_is_not_compiled_whole(runs, lora, config, reason):
+    with pytest.raises(ValueError, match=f"compile_step='step' is not possible: .*{reason}"):
+        runs.ours(lora=lora, config_cls=TPUSFTConfig, compile_step="step", **config)
+
+
+def test_own_code_in_a_step_is_run_at_every_step(runs, capsys):
+    from hf_tpu_ext import TPUSFTTrainer
+
+    seen = []
+
+    class Mine(TPUSFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            seen.append(self.state.global_step)
+            return super().compute_loss(*args, **kwargs)
+
+    runs.ours(cls=Mine, config_cls=TPUSFTConfig, gradient_checkpointing=False, max_steps=3)
+    assert seen == [0, 1, 2]
+    assert "may do something else at each step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_resumes_bit_for_bit(runs, tmp_path, lora):
+    config = dict(max_steps=6, save_strategy="steps", save_steps=3, gradient_accumulation_steps=2, **WHOLE)
+    whole = runs.ours(lora=lora, output_dir=str(tmp_path / "whole"), **config)
+    resumed = runs.ours(lora=lora, train=False, output_dir=str(tmp_path / "resumed"), **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    theirs = whole.backend.fetch(whole.model.state_dict())
+    for name, weight in resumed.backend.fetch(resumed.model.state_dict()).items():
+        assert torch.equal(weight, theirs[name]), name
+
+
+def test_checkpoints_move_between_backends(runs, same_logs, tmp_path):
+    """From torch_tpu to eager CPU and back, in the middle of a run."""
+    config = dict(max_steps=9, save_strategy="steps", save_steps=3, **WHOLE)
+    first = runs.ours(output_dir=str(tmp_path / "tpu"), **config)
+    cpu = dict(backend="cpu", dataloader_pin_memory=False, config_cls=TPUSFTConfig, gradient_checkpointing=False)
+    second = runs.ours(train=False, output_dir=str(tmp_path / "cpu"), **{**config, **cpu, "compile_step": "auto"})
+    second.train(resume_from_checkpoint=str(tmp_path / "tpu" / "checkpoint-3"))
+    third = runs.ours(train=False, output_dir=str(tmp_path / "back"), **config)
+    third.train(resume_from_checkpoint=str(tmp_path / "cpu" / "checkpoint-6"))
+    for other in (second, third):
+        other.state.log_history = other.state.log_history[:-1]
+    first.state.log_history = first.state.log_history[:-1]
+    same_logs(second, first)
+    same_logs(third, first)
