@@ -1,8 +1,9 @@
 """torch_tpu: PyTorch's device `tpu`, one process for each chip. Nothing but this file imports torch_tpu."""
 
-import time
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,10 +14,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..hardware.topologies import Chip, find_chip
 from .base import Backend, map_tensors
+from .compile_cache import cache_root
 from .counters import Counters
 from .detect import tpu_chips, tpu_kind
 from .host import enable_hugepages, peak_of_process
 from .insight import Insight
+
+
+_CACHE_VARIABLE = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
 
 
 class TorchTPUInsight(Insight):
@@ -52,9 +57,8 @@ class TorchTPUBackend(Backend):
         super().__init__(reason)
         self.insight = TorchTPUInsight()
         self._on_chip = tpu_chips() > 0
-        # The statistics of torch_tpu are about operators.
+        # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
-        self._seconds = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +85,17 @@ class TorchTPUBackend(Backend):
 
     def prepare_host(self) -> list[str]:
         return enable_hugepages() if self._on_chip else []
+
+    def use_compile_cache(self, setting: str) -> list[str]:
+        root, chosen = cache_root(setting)
+        if root is None or not (chosen or self._on_chip):
+            return []
+        directory = str(root / f"torch_tpu-{version('torch_tpu')}-torch-{torch.__version__}")
+        if (used := os.environ.get(_CACHE_VARIABLE, directory)) != directory:
+            return [f"compile_cache_dir={root} has no effect: {_CACHE_VARIABLE}={used} is set"]
+        # Read when a program is compiled. Its keys hold all else that a program depends on.
+        os.environ[_CACHE_VARIABLE] = directory
+        return []
 
     # ---- Steps ----
 
@@ -125,13 +140,11 @@ class TorchTPUBackend(Backend):
             results, structure_of_results = tree_flatten(function(*tree_unflatten(tensors, structure)))
             return tuple(results)
 
-        start = time.monotonic()
         graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
         with torch.no_grad():
             # Not `torch.compile`, which would trace the graph once more, and cut it.
             compiled = lookup_backend("tpu")(graph, given)
         self._functions += 1
-        self._seconds += time.monotonic() - start
 
         def run(*arguments: Any) -> Any:
             self._calls += 1
@@ -141,6 +154,8 @@ class TorchTPUBackend(Backend):
         return run
 
     def compile_module(self, module: nn.Module) -> None:
+        # One for each declared length, with gradients and without: beyond the limit, operators would be run one by one.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
         compiled = torch.compile(module._call_impl, backend="tpu", dynamic=False)
 
         def call(*args, **kwargs):
@@ -155,16 +170,19 @@ class TorchTPUBackend(Backend):
 
     def compiles(self) -> int:
         stats = torch.tpu._get_cache_stats()
-        return stats.num_cache_reqs - stats.num_cache_hits + self._functions
+        return stats.num_cache_reqs - stats.num_cache_hits
 
     def counters(self) -> Counters:
         stats = torch.tpu._get_cache_stats()
+        asked = stats.num_cache_reqs - stats.num_cache_hits
         seconds = sum(entry.compilation_duration.total_seconds() for entry in stats.per_entry_stats)
         return Counters(
-            compiles=stats.num_cache_reqs - stats.num_cache_hits + self._functions,
-            compile_seconds=seconds + self._seconds,
-            executions=stats.num_cache_reqs + self._calls,
+            compiles=asked,
+            compile_seconds=seconds,
+            # Operators ask for their program each time, functions once.
+            executions=stats.num_cache_reqs - self._functions + self._calls,
             reads=self.insight.reads,
+            loads=asked - stats.num_compilations,
         )
 
     # ---- Random numbers ----

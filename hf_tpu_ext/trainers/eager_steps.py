@@ -1,12 +1,38 @@
 """The training steps of a run on a device that runs operators one by one, and compiles each of them."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from .configs import ExtensionArguments
+
+
+def not_there(what: str) -> str:
+    """Message about what does not train with torch_tpu yet."""
+    return (
+        f"{what} is not there yet with torch_tpu. Use torch_xla, in an environment of its own: pip install "
+        "'hf_tpu_ext[tpu]'."
+    )
+
+
+def check_there(args: TrainingArguments, generates: bool) -> None:
+    """Refuse (`ValueError`) what does not train with torch_tpu yet. `generates` is whether steps write text."""
+    if generates:
+        raise ValueError(not_there("A trainer that generates text within its steps"))
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ValueError(not_there(f"A run of several processes (WORLD_SIZE={processes})"))
+    if args.fsdp:
+        raise ValueError(not_there(f"fsdp={args.fsdp!r}"))
+    if isinstance(args, ExtensionArguments) and args.mesh is not None:
+        raise ValueError(not_there(f"mesh={args.mesh!r}"))
+    for name in ("weight_dtype", "qat_weight_dtype"):
+        if vars(args).get(name) is not None:
+            raise ValueError(not_there(f"{name}={vars(args)[name]!r} (quantization-aware training)"))
 
 
 class EagerSteps(TrainerCallback):

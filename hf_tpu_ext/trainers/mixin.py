@@ -41,7 +41,7 @@ from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import WeightCopies
 from .dataset_checks import check_has_rows, named_datasets
-from .eager_steps import EagerSteps
+from .eager_steps import EagerSteps, check_there, not_there
 from .ema import Averaging
 from .evaluation import CompiledEvaluation
 from .evaluation_steps import EvaluationSteps
@@ -125,12 +125,16 @@ class TPUTrainerMixin(
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         check_settings(args, self.backend.static_shapes, given.arguments)
         if self.backend.unknown_upstream:
+            if self.backend.compiles_operators:
+                check_there(args, self.generates)
             check_trainer(type(self), given.arguments)
             # Upstream ignores the argument unless it loads the model.
             quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
             if isinstance(model, nn.Module):
                 quantization = find_config(model)
             if quantization is not None:
+                if self.backend.compiles_operators:
+                    raise ValueError(not_there("a model with quantized weights"))
                 check_method(quantization)
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.

@@ -32,6 +32,10 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
     Nothing to compile, or nowhere to keep it, is a `ValueError`.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
+    if backend.compiles_operators:
+        raise ValueError(
+            f"A warm-up is not there yet on {backend.name}. A run keeps its programs in compile_cache_dir for the next one."
+        )
     if not backend.traces_steps:
         raise ValueError(
             f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Run this command on "

@@ -65,6 +65,8 @@ def runs(tpu, shared, tiny_model, tmp_path, monkeypatch):
     from hf_tpu_ext.trainers import ExtensionArguments
 
     monkeypatch.setattr(ExtensionArguments, "run_report", False)
+    # Of runs with a config of upstream's. Compiling takes longer than the run.
+    monkeypatch.setattr(ExtensionArguments, "compile_step", "off")
     return shared.Runs(tiny_model, tmp_path / "run")
 
 

@@ -73,6 +73,8 @@ def test_a_program_for_each_length(runs, same_logs):
 
 def test_layers_one_by_one(runs, same_logs, capsys):
     """With gradient checkpointing, TRL's default."""
+    # Layers of other models.
+    torch.compiler.reset()
     config = dict(max_steps=20, logging_steps=5)
     trainer, steps = train(runs, config_cls=TPUSFTConfig, **config)
     assert (

@@ -59,3 +59,50 @@ def test_the_first_backward_pass_on_the_cpu_does_not_ask_google_cloud():
     assert run(f"import os, torch; {backward}").stdout == "1\n"
     chosen = "import os, torch; from hf_tpu_ext.backends import select_backend; select_backend()"
     assert run(f"{chosen}; {backward}", TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "words"),
+    [
+        (dict(mesh="fsdp"), {}, "mesh='fsdp' is not there yet with torch_tpu"),
+        (dict(fsdp="full_shard"), {}, "fsdp=.* is not there yet with torch_tpu"),
+        (dict(), {"WORLD_SIZE": "2"}, r"several processes \(WORLD_SIZE=2\) is not there yet"),
+        (dict(rematerialization="dots"), {}, "rematerialization='dots' is not there yet"),
+        (dict(attention="splash"), {}, "attention='splash' is not there yet"),
+        (dict(fp16=True), {}, "fp16=True does not work"),
+        (dict(max_length=None), {}, "max_length=None does not work"),
+        (dict(optim="adamw_8bit"), {}, "optim=adamw_8bit does not run"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(runs, monkeypatch, config, env, words):
+    from hf_tpu_ext import TPUSFTConfig
+
+    made = runs.config(TPUSFTConfig, **config)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    from hf_tpu_ext import TPUSFTTrainer
+
+    with pytest.raises(ValueError, match=words):
+        runs.trainer(TPUSFTTrainer, made)
+
+
+def test_programs_on_disk_are_loaded_by_the_next_process(tmp_path):
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import cpu_plugin
+cpu_plugin.start()
+import torch
+from hf_tpu_ext.backends import select_backend
+backend = select_backend()
+assert backend.use_compile_cache({str(tmp_path)!r}) == []
+ones = torch.ones(3, 5, device=backend.device)
+run = backend.compile_function(lambda given: given.tanh() @ given.T, [ones])
+run(ones).tanh().cpu()
+counted = backend.counters()
+print(counted.compiles - counted.loads, counted.loads)
+"""
+    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    (first, none), (nothing, loaded) = (run(script, **flags).stdout.split()[-2:] for _ in range(2))
+    assert int(first) > 0 and none == "0"
+    assert nothing == "0" and int(loaded) == int(first)
