@@ -93,6 +93,10 @@ class TorchTPUBackend(Backend):
         directory = str(root / f"torch_tpu-{version('torch_tpu')}-torch-{torch.__version__}")
         if (used := os.environ.get(_CACHE_VARIABLE, directory)) != directory:
             return [f"compile_cache_dir={root} has no effect: {_CACHE_VARIABLE}={used} is set"]
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            return [f"The compilation cache is off: {directory} cannot be made ({error.strerror})"]
         # Read when a program is compiled. Its keys hold all else that a program depends on.
         os.environ[_CACHE_VARIABLE] = directory
         return []

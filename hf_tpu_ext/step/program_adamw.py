@@ -1,5 +1,6 @@
 """AdamW whose update may be a part of a compiled step."""
 
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ class ProgramAdamW(torch.optim.AdamW):
         if self.in_program:
             self.in_program = False
             return None
-        return super().step(closure)
+        # As it was written: PyTorch wraps the `step` of each class to call the hooks, which are to be called once.
+        with torch.no_grad():
+            return unwrap(torch.optim.AdamW.step)(self, closure)
 
     def create_state(self) -> None:
         """Make the moments of the parameters that are trained, where they are not there yet."""

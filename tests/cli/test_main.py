@@ -51,7 +51,7 @@ OF_A_RUN = ["sft", "--use_cpu", "--model_name_or_path", "absent", "--dataset_nam
     [
         (["sft", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
         (["pretrain", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
-        (["sft", "--backend", "gpu"], "Unknown backend='gpu'. Allowed: auto, xla, cuda, cpu."),
+        (["sft", "--backend", "gpu"], "Unknown backend='gpu'. Allowed: auto, tpu, xla, cuda, cpu."),
         (["sft", "--use_cpu"], "model_name_or_path is missing."),
         (["sft", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
         (["pretrain", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),

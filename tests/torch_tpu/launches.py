@@ -43,7 +43,9 @@ def measure(directory: str, lora: bool, **config):
     """Programs that a step runs once all are compiled, those compiled in the first step, and in all later ones."""
     torch.tpu._clear_cache()
     torch.compiler.reset()
-    rows = Dataset.from_list([{"prompt": "abc" * (1 + row % 4), "completion": "cba" * (1 + row % 3)} for row in range(16)])
+    rows = Dataset.from_list(
+        [{"prompt": "abc" * (1 + row % 4), "completion": "cba" * (1 + row % 3)} for row in range(16)]
+    )
     trainer = TPUSFTTrainer(
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
         TPUSFTConfig(

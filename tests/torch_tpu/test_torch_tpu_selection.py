@@ -86,23 +86,27 @@ def test_what_is_not_there_yet_is_refused_by_name(runs, monkeypatch, config, env
         runs.trainer(TPUSFTTrainer, made)
 
 
-def test_programs_on_disk_are_loaded_by_the_next_process(tmp_path):
+def test_programs_on_disk_are_loaded_by_the_next_process(runs, tmp_path):
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import cpu_plugin
 cpu_plugin.start()
-import torch
-from hf_tpu_ext.backends import select_backend
-backend = select_backend()
-assert backend.use_compile_cache({str(tmp_path)!r}) == []
-ones = torch.ones(3, 5, device=backend.device)
-run = backend.compile_function(lambda given: given.tanh() @ given.T, [ones])
-run(ones).tanh().cpu()
-counted = backend.counters()
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+trainer = TPUSFTTrainer(
+    AutoModelForCausalLM.from_pretrained({str(runs.model_dir)!r}),
+    TPUSFTConfig({str(tmp_path / "run")!r}, compile_cache_dir={str(tmp_path / "cache")!r}, gradient_checkpointing=False,
+                 max_steps=5, max_length=32, bf16=False, save_strategy="no", report_to="none", run_report=False),
+    processing_class=AutoTokenizer.from_pretrained({str(runs.model_dir)!r}),
+    train_dataset=Dataset.from_list([{{"prompt": "abcabc", "completion": "cba"}}] * 16),
+)
+trainer.train()
+counted = trainer.backend.counters()
 print(counted.compiles - counted.loads, counted.loads)
 """
     flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
-    (first, none), (nothing, loaded) = (run(script, **flags).stdout.split()[-2:] for _ in range(2))
-    assert int(first) > 0 and none == "0"
-    assert nothing == "0" and int(loaded) == int(first)
+    (first, _), (nothing, loaded) = (run(script, **flags).stdout.split()[-2:] for _ in range(2))
+    assert int(first) > 0
+    assert nothing == "0" and int(loaded) > 0

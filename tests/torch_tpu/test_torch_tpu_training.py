@@ -206,3 +206,14 @@ def test_a_nan_loss_is_reported_with_its_step(runs, caplog):
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 4 and all(loss == loss for loss in losses)
     assert "NaN or infinite at step 3 " in caplog.text
+
+
+def test_hooks_of_the_optimizer_are_called_once(runs):
+    """Also where another AdamW was made in this process: PyTorch wraps the `step` of each class."""
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    trainer = runs.ours(train=False, max_steps=2)
+    calls = []
+    trainer.create_optimizer().register_step_post_hook(lambda *_: calls.append(1))
+    trainer.train()
+    assert calls == [1, 1]
+    assert isinstance(trainer.optimizer.param_groups[0]["lr"], float)
