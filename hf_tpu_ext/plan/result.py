@@ -315,12 +315,14 @@ class Plan:
         """All of it as JSON, with the derived figures under `"derived"`."""
         derived = (
             "fits peak_bytes tokens_per_step tokens_per_second mfu expected_tokens_per_second expected_mfu flops_ratio "
-            "run_seconds run_dollars unknowns"
+            "run_seconds run_dollars tokens_generated unknowns"
         ).split()
-        values = {name: getattr(self, name) for name in derived} | {"roofline": None}
-        if self.roofline is not None:
-            expected = self.roofline.expected_seconds
-            values["roofline"] = asdict(self.roofline) | {"wall": self.roofline.wall, "expected_seconds": expected}
+        values = {name: getattr(self, name) for name in derived}
+        for name, roofline in (("roofline", self.roofline), ("generation_roofline", self.generation_roofline)):
+            values[name] = roofline and asdict(roofline) | {
+                "wall": roofline.wall,
+                "expected_seconds": roofline.expected_seconds,
+            }
         values["parts"] = self.largest and self.parts(self.largest)
         plan = asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "text"})
         return json.dumps(plan | {"derived": values}, indent=2)
