@@ -222,7 +222,7 @@ def assert_compiled(case, trainer):
         assert counted[-1].replays >= len(micro_steps)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_nothing_that_counts(xla, models, monkeypatch, kind):
     """All completions are cut off, and masked: extremes of nothing are `None`, as upstream has them."""
 
