@@ -212,6 +212,9 @@ def assert_compiled(case, trainer):
             )
         if index > 1 and generations > 2 and not evaluates and not syncs and len(trainer.lengths) == 1:
             assert step.compiles == 0, f"compiles of step {index + 1}"
+    # What is replayed of a model with other adapters, or with none, is apart.
+    kinds = {kind for kind, _ in trainer.watch.programs}
+    assert ("reference pass" in kinds) == (trainer.beta != 0)
     assert trainer.watch.recompiles == 0
     assert [event.cause for event in trainer.watch.events if event.cause] == []
     assert sum(step.fallbacks for step in counted) == 0

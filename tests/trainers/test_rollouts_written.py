@@ -61,6 +61,8 @@ def test_the_ratio_is_one_at_first(models):
         return written[-1]
 
     def keep_scored(kind, model, batch, *args):
+        # As upstream: with dropout, if the model has any.
+        assert model.training
         scored.append((batch, run_passes(kind, model, batch, *args)))
         return scored[-1][1]
 
