@@ -152,7 +152,7 @@ def one_number(prompts, **kwargs):
         (rewards(math.nan), ["'reward' returned nan", "row 2 of 4: prompt '", "completion '", "None where"]),
         (rewards(-math.inf), ["'reward' returned -inf", "row 2 of 4"]),
         (rewards("good"), ["'reward' returned 'good'", "no finite number", "row 2 of 4"]),
-        (raises, ["'raises' raised KeyError: 'no answer'", "at row 0 of 4: prompt '"]),
+        (raises, ["'raises' raised KeyError: 'no answer' (", "test_bad_rollouts.py:", "at row 0 of 4: prompt '"]),
         (raises_for_many, ["'raises_for_many' raised RuntimeError: too many", "for none of them alone"]),
         (raises_async, ["'raises_async' raised OSError: the judge is away", "at row 0 of 4"]),
     ],
