@@ -140,6 +140,9 @@ MORE = {
     "grpo-model-conversation": Case("grpo", {}, rewards=("model",), conversation=True),
     "grpo-logs": Case("grpo", {"log_completions": True, "num_completions_to_print": 1}, evaluates=True),
     "grpo-experts": Case("grpo", {**REUSED, "router_aux_loss_coef": 0.05}, model="qwen3_moe"),
+    "grpo-traced": Case(
+        "grpo", {**REUSED, **ACCUMULATED, **REFERENCE, "step_replay": False}, lora="new", evaluates=True
+    ),
     "grpo-loop": Case("grpo", {**REUSED, **REFERENCE, "scan_layers": "on"}, lora="given"),
     "rloo-loop": Case("rloo", {**REUSED, "scan_layers": "on"}, evaluates=True),
     "grpo-evaluated": Case("grpo", {"num_generations_eval": 2}, evaluates=True),
