@@ -161,7 +161,7 @@ def test_warmup_of_completions(command):
     # And what is done before the first step.
     assert compiled == 8
     (misses, found), _ = command("grpo", **common)
-    assert (misses - found, found > 0) == (0, True)
+    assert misses == 0 and found >= 5
 
 
 @pytest.mark.slow
