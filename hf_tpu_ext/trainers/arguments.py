@@ -85,7 +85,11 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         args.distributed_state = PartialState(cpu=True)
         args.distributed_state.device = backend.device
+        # Of them one logs and saves. There are not several to divide batches between: each has the batch of all chips.
+        args.distributed_state.process_index = args.distributed_state.local_process_index = backend.hosts.index
         args._n_gpu = 0
+        if backend.hosts.count > 1:
+            args.save_on_each_node = False
         # `TrainingArguments.device` is a cached property of this name.
         vars(args)["_setup_devices"] = backend.device
     elif args.device.type != backend.device.type:
