@@ -1,6 +1,7 @@
 """Choosing the backend, and keeping transformers and accelerate from choosing another."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -72,8 +73,11 @@ def choose_before_upstream() -> None:
             _accept_bf16()
 
 
-def select_tracing(num_chips: int) -> Backend:
-    """From now on choose XLA by which programs are traced for TPU chips, and none is run."""
+def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = ()) -> Backend:
+    """
+    From now on choose XLA by which programs are traced for TPU chips, and none is run. `hosts` are the chips of each host,
+    where there are several.
+    """
     if not has_torch_xla():
         raise ValueError(
             "Ahead-of-time tracing needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'"
@@ -81,7 +85,7 @@ def select_tracing(num_chips: int) -> Backend:
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla_tracing import TracingBackend
 
-    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips)
+    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips, hosts)
     return select_backend("xla")
 
 

@@ -86,6 +86,8 @@ class SliceHosts(Hosts):
         self._request: str | None = None
         self._announced = False
         self._stop: tuple[int, str] | None = None
+        # What others know of.
+        self._raised: Exception | None = None
         self._closing = threading.Event()
         try:
             self._store = self._connect(address, port, is_server=index == 0)
@@ -146,6 +148,10 @@ class SliceHosts(Hosts):
                     f"Host {', '.join(missing)} did not come to {what} within {_EXCHANGE:g} seconds, where host {self.index} "
                     "waits. All hosts have to run the same code."
                 )
+
+    def raise_together(self, what: str, error: Exception | None) -> None:
+        self._raised = error
+        super().raise_together(what, error)
 
     def note_sent(self, data: Any) -> None:
         for tensor in tree_leaves(data):
@@ -217,6 +223,7 @@ class SliceHosts(Hosts):
         states = [f"state/{host}" for host in range(self.count)]
         beats = [f"beat/{host}" for host in range(self.count)]
         heard = [("", time.monotonic())] * self.count
+        needed = [0] * self.count
         number = 0
         while not self._closing.wait(_INTERVAL):
             try:
@@ -235,7 +242,9 @@ class SliceHosts(Hosts):
                 if state.startswith(_FAILED):
                     self._lose(host, f"has ended with an error ({state.removeprefix(_FAILED).strip()})")
             for host, state in enumerate(found):
-                if state == _ENDED and self._needs(host):
+                # It may have been needed until a moment ago.
+                needed[host] = needed[host] + 1 if state == _ENDED and self._needs(host) else 0
+                if needed[host] == 3:
                     self._lose(host, "has ended")
                 if state == _ALIVE and now - heard[host][1] > self._silence:
                     self._lose(host, f"has said nothing for {self._silence:g} seconds")
@@ -267,7 +276,8 @@ class SliceHosts(Hosts):
             return
         # An error that was not handled, as the interpreter notes it.
         error = vars(sys).get("last_value")
-        state = _ENDED if error is None else f"{_FAILED} {type(error).__name__}: {error}"
+        known = error is None or isinstance(error, HostsDisagree) or error is self._raised
+        state = _ENDED if known else f"{_FAILED} {type(error).__name__}: {error}"
         with suppress(DistError):
             self._watched.set(f"state/{self.index}", state)
             if self.index == 0:

@@ -267,6 +267,7 @@ class XLABackend(XLACompileCache):
         if whole:
             on_host.update(zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in whole]), strict=True))
         if split and self.hosts.count > 1:
+            self.hosts.exchange("a read of what is split over hosts", len(split))
             chosen = (tensors[index] for index in split)
             on_host.update(zip(split, read_split(chosen, self._mesh, self._sync, keep), strict=True))
         elif split:

@@ -195,24 +195,45 @@ def find_on_hosts(resume_from_checkpoint: str | bool | None, output_dir: str, ho
     except ValueError as raised:
         error = raised
     hosts.raise_together("the search for a checkpoint", error)
-    found = hosts.exchange("the checkpoint to resume from", [checkpoint, _seen(checkpoint)])
-    checkpoint, of_first = found[0]
-    if checkpoint is None or hosts.count == 1:
-        return checkpoint
-    seen = hosts.exchange("a look at the checkpoint", _seen(checkpoint))
-    others = [f"host {host} {_difference(of_first, other)}" for host, other in enumerate(seen) if other != of_first]
-    if others:
-        raise HostsDisagree(
-            f"{checkpoint} is not the same on all hosts: {', '.join(others)}. Put output_dir on storage that all hosts see, or "
-            f"copy the checkpoint to the same place on each: gcloud compute tpus tpu-vm scp --recurse {checkpoint} "
-            f"SLICE:{checkpoint} --worker=all."
-        )
+    checkpoint = hosts.of_first("the checkpoint to resume from", checkpoint)
+    if checkpoint is not None:
+        check_all_see(checkpoint, hosts)
     return checkpoint
 
 
-def _seen(checkpoint: str | None) -> dict[str, Any] | None:
+def check_all_see(checkpoint: str, hosts: Hosts) -> None:
+    """Refuse (`ValueError` on all) a checkpoint that other hosts of a slice do not see as the first does."""
+    if hosts.count == 1:
+        return
+    of_first, *others = hosts.exchange("a look at the checkpoint", _seen(checkpoint))
+    differing = [
+        f"host {host} {_difference(of_first, other)}" for host, other in enumerate(others, 1) if other != of_first
+    ]
+    if differing:
+        raise HostsDisagree(
+            f"{checkpoint} is not the same on all hosts: {', '.join(differing)}. Put output_dir on storage that all hosts see, "
+            f"or copy the checkpoint to the same place on each: gcloud compute tpus tpu-vm scp --recurse {checkpoint} "
+            f"SLICE:{checkpoint} --worker=all."
+        )
+
+
+def check_shared(output_dir: str, hosts: Hosts) -> None:
+    """Refuse (`ValueError` on all) to load the best checkpoint at the end from a directory that not all hosts see."""
+    if hosts.count == 1:
+        return
+    with tempfile.TemporaryDirectory(dir=output_dir if hosts.index == 0 else None) as probe:
+        name = hosts.of_first("a look for output_dir", str(Path(probe).absolute()))
+        blind = [host for host, sees in enumerate(hosts.exchange("the look", os.path.isdir(name))) if not sees]
+    if blind:
+        raise HostsDisagree(
+            f"load_best_model_at_end=True needs an output_dir that all hosts see, and host {', '.join(map(str, blind))} does not "
+            f"see {output_dir!r} of host 0. Put output_dir on storage that all hosts share, or leave load_best_model_at_end out."
+        )
+
+
+def _seen(checkpoint: str) -> dict[str, Any] | None:
     """Sizes of a checkpoint's files, and the hash of its manifest."""
-    if checkpoint is None or not Path(checkpoint).is_dir():
+    if not Path(checkpoint).is_dir():
         return None
     manifest = Path(checkpoint) / MANIFEST_NAME
     sizes = {

@@ -22,6 +22,8 @@ from ..callbacks.samples import ShowSamples
 from ..quantization.bitsandbytes import find_config
 from .base_record import find_frozen, write_base
 from .checkpoints import (
+    check_all_see,
+    check_shared,
     checkpoints_by_step,
     delete_old,
     find_damage,
@@ -87,6 +89,8 @@ class SavingMixin:
         if self.args.should_save:
             remove_leftovers(self.args.output_dir)
         hosts = self.backend.hosts
+        if self.args.load_best_model_at_end:
+            check_shared(self.args.output_dir, hosts)
         self._resumed_from = checkpoint = find_on_hosts(resume_from_checkpoint, self.args.output_dir, hosts)
         self._saved, self._evaluation_due = None, False
         self._names_of_base = find_frozen(self.model)
@@ -104,6 +108,7 @@ class SavingMixin:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
+        check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
         with self._same_dtypes():
             super()._load_best_model()
 
@@ -312,7 +317,8 @@ class SavingMixin:
         if self.state.best_global_step:
             best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             # On the disk of the first host there may be what others do not see.
-            if self.backend.hosts.of_first("the best checkpoint", best == checkpoint or best.exists()):
+            first = self.backend.hosts.index == 0
+            if self.backend.hosts.of_first("the best checkpoint", first and (best == checkpoint or best.exists())):
                 self.state.best_model_checkpoint = str(best)
 
     def _not_saved(self, checkpoint: Path, error: Exception) -> str:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig, TPUSFTTrainer  # noqa: E402
 from hf_tpu_ext.backends import select_backend, xla_hosts  # noqa: E402
+from hf_tpu_ext.trainers import saving  # noqa: E402
 
 
 HOST = int(os.environ.get("SLICE_HOST", "0"))
@@ -40,9 +41,11 @@ class StopByTheClock(TrainerCallback):
     """Decides by the clock of its host, which says another time on each."""
 
     def __init__(self, seconds):
-        self.begin, self.seconds = time.monotonic(), seconds + HOST
+        self.seconds = seconds + HOST
 
     def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.begin = time.monotonic()
         past = time.monotonic() - self.begin
         control.should_log = int(past * 3) % 2 == HOST % 2
         if past > self.seconds:
@@ -102,15 +105,51 @@ def make(
         args=runs.config(TPUDPOConfig, **given),
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         train_dataset=preferences(rows),
-        eval_dataset=preferences(12),
+        eval_dataset=preferences(16),
         peft_config=None if lora is None else LoraConfig(task_type="CAUSAL_LM", **{**LORA, **lora}),
         callbacks=made,
     )
 
 
-def run(model_dir, output_dir, resume=None, saves_alone=False, counts=False, **settings):
+class StopAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def pretend(version=None, disk_full=False):
+    """Make this host another machine than the others: with another version of a package, or a full disk."""
+    if version is not None:
+        from hf_tpu_ext.trainers import run_facts
+
+        find = run_facts.version
+        run_facts.version = lambda name: "0.0.0" if name == version else find(name)
+    if disk_full:
+        saving.seal = fail_for_space
+
+
+def fail_for_space(directory):
+    raise OSError(28, "No space left on device", str(directory))
+
+
+def run(
+    model_dir,
+    output_dir,
+    resume=None,
+    stop_after=None,
+    saves_alone=False,
+    counts=False,
+    version=None,
+    disk_full=False,
+    **settings,
+):
+    pretend(version, disk_full)
     held = count_gathered() if counts else {}
     trainer = make(model_dir, output_dir, **settings)
+    if stop_after is not None:
+        trainer.add_callback(StopAfter(stop_after))
     if saves_alone and HOST == 0:
         trainer.save_model()
     trainer.train(resume_from_checkpoint=resume)
@@ -157,5 +196,6 @@ if __name__ == "__main__":
         settings |= settings.pop(f"host_{HOST}", {})
         settings = {key: value for key, value in settings.items() if not key.startswith("host_")}
         os.environ.update(settings.pop("environment", {}))
+        os.chdir(settings.pop("working_dir", "."))
         results[name] = run(model_dir, **settings)
     Path(f"{output_file}.{HOST}").write_text(json.dumps(results))
