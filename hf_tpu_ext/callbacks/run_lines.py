@@ -56,11 +56,14 @@ class RunLines(TrainerCallback):
         )
         # On the host and on GPUs there may be several processes, of one chip each.
         workers = chips * args.world_size
+        where = (
+            f" on {hosts} hosts" if hosts > 1 else f" in {args.world_size} processes" if args.world_size > 1 else ""
+        )
         local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
         shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)
         parts = [
             f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",
-            count(chips, "chip") + (f" on {hosts} hosts" if hosts > 1 else ""),
+            count(workers, "chip") + where,
             facts.precision,
             f"local batch size {shape} per chip",
             f"global batch size {total} ({local} per chip x {count(accumulation, 'gradient accumulation step')} x "
