@@ -86,7 +86,7 @@ class TPUTrainerMixin(
     | `prediction_step`, `evaluation_loop`, `evaluate`, `predict` | losses are summed, predictions fetched together |
     | `get_batch_samples`, `_run_epoch`, `_load_rng_state`, `_save_rng_state` | phases of a step; bit-exact resume |
     | `_load_from_checkpoint` | adapters keep the dtype that TRL gave them |
-    | `_save`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer, written atomically |
+    | `_save`, `save_model`, `_save_optimizer_and_scheduler`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer or by all hosts, written atomically |
     | `train` | takes up changed arguments, finds a complete checkpoint, leaves nothing to the next run |
 
     Args:
@@ -513,10 +513,6 @@ class TPUTrainerMixin(
     def _fetch_weights(self) -> dict[str, torch.Tensor]:
         # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
         return self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
-
-    def _fetch_saved(self) -> None:
-        self._fetch_weights()
-        super()._fetch_saved()
 
     def _load_best_model(self) -> None:
         # Training is over.

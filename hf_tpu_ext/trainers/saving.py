@@ -251,12 +251,10 @@ class SavingMixin:
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.backend.fetching_for_first():
             if self.backend.hosts.index > 0:
-                self._fetch_saved()
+                # What the first fetches when it saves, in the same order.
+                self._fetch_weights()
+                self.averaging.fetch()
             super().save_model(output_dir, _internal_call)
-
-    def _fetch_saved(self) -> None:
-        """Take part, on another host than the first, in what a save of the model fetches."""
-        self.averaging.fetch()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._is_for_first_host:
