@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import FOUR, TWO, assert_same_log
+from conftest import FOUR, HERE, TWO, assert_same_log
 from safetensors.torch import load_file
 
-from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
 
 
 pytestmark = pytest.mark.slow
@@ -83,6 +84,28 @@ def same_checkpoints(mine, other):
         torch.testing.assert_close(load_file(path), load_file(other / path.name), rtol=1e-4, atol=1e-5)
     states, others = (torch.load(path / "optimizer.pt")["state"] for path in (mine, other))
     torch.testing.assert_close(states, others, rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_is_the_same_on_every_host(start_slice, tiny_model, tmp_path):
+    data = make_arithmetic(tmp_path / "data", num_rows=64)
+    words = (
+        f"sft --model_name_or_path {tiny_model} --dataset_name {data} --output_dir {tmp_path / 'run'} --max_length 64"
+    )
+    words += " --max_steps 4 --save_steps 2 --mesh data=2,fsdp=2 --report_to none --bf16 false"
+    driver = HERE / "command_driver.py"
+    first = start_slice(TWO, {}, "command", driver, [*words.split()])
+    assert first.wait() == [0, 0], first.output(0)[-2000:] + first.output(1)[-2000:]
+    assert "4 chips on 2 hosts" in first.output(0) and "Model saved to" in first.output(0)
+    again = start_slice(
+        TWO, {}, "command", driver, [*words.split(), "--max_steps", "6", "--resume_from_checkpoint", "true"]
+    )
+    assert again.wait() == [0, 0]
+    assert [*checkpoints_by_step(tmp_path / "run")] == [2, 4, 6]
+    assert (tmp_path / "run/model.safetensors").is_file()
+    # What cannot be is told by each, as on one host.
+    refused = start_slice(TWO, {}, "command", driver, [*words.split(), "--num_chips", "2"])
+    assert refused.wait() == [2, 2]
+    assert "hf-tpu: error: num_chips=2, but this machine is one of 2 hosts" in refused.output(1)
 
 
 def test_mesh_of_four_hosts(start_slice):
