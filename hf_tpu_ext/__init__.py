@@ -5,13 +5,18 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from .generation import generate
     from .trainers import (
         TPUDPOConfig,
         TPUDPOTrainer,
+        TPUGRPOConfig,
+        TPUGRPOTrainer,
         TPUKTOConfig,
         TPUKTOTrainer,
         TPURewardConfig,
         TPURewardTrainer,
+        TPURLOOConfig,
+        TPURLOOTrainer,
         TPUSFTConfig,
         TPUSFTTrainer,
         TPUTrainer,
@@ -23,8 +28,12 @@ __version__ = "0.1.0"
 __all__ = [
     "TPUDPOConfig",
     "TPUDPOTrainer",
+    "TPUGRPOConfig",
+    "TPUGRPOTrainer",
     "TPUKTOConfig",
     "TPUKTOTrainer",
+    "TPURLOOConfig",
+    "TPURLOOTrainer",
     "TPURewardConfig",
     "TPURewardTrainer",
     "TPUSFTConfig",
@@ -32,6 +41,7 @@ __all__ = [
     "TPUTrainer",
     "TPUTrainingArguments",
     "TrainingPreempted",
+    "generate",
 ]
 
 
@@ -39,5 +49,5 @@ def __getattr__(name: str):
     # The backend has to be chosen before transformers and accelerate are imported, and PyTorch's autoload imports this
     # package in every process that imports torch: so nothing is imported until a trainer is asked for.
     if name in __all__:
-        return getattr(import_module(".trainers", __name__), name)
+        return getattr(import_module(".generation" if name == "generate" else ".trainers", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

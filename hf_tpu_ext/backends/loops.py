@@ -14,6 +14,7 @@ class Loops:
         carry: tuple,
         tensors: tuple[torch.Tensor, ...],
         reverse: bool = False,
+        until: bool = False,
     ) -> tuple[tuple, tuple]:
         """
         Run a function over the first dimension of tensors, one entry after the other.
@@ -28,6 +29,9 @@ class Loops:
                 What to go through.
             reverse (`bool`, *optional*, defaults to `False`):
                 Whether to begin with the last entry. The results are in the order of the entries all the same.
+            until (`bool`, *optional*, defaults to `False`):
+                Whether the loop ends as soon as the first tensor that is carried, bool of shape `()`, is true. The results of
+                turns that do not run are zeros.
 
         Returns:
             `tuple`: What the last turn carried on, and the results of all turns, stacked.
@@ -36,6 +40,9 @@ class Loops:
         order = slice(None, None, -1 if reverse else 1)
         with torch.no_grad():
             for entries in list(zip(*tensors, strict=True))[order]:
+                if until and results and carry[0]:
+                    results.append(tuple(map(torch.zeros_like, results[-1])))
+                    continue
                 carry, result = body(carry, entries)
                 results.append(result)
             results = results[order]
@@ -51,6 +58,20 @@ class Loops:
         The tensor is not to be used afterwards, but what is returned.
         """
         tensor.detach()[start : start + rows.shape[0]] = rows
+        return tensor
+
+    def put_block(
+        self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]
+    ) -> torch.Tensor:
+        """
+        Replace a block of a tensor, of as many dimensions. `starts` has the place of its first element in each, on the
+        device, int32 of shape `()`, or `None` for the first. The tensor is not to be used afterwards, but what is returned.
+        """
+        place = tensor.detach()
+        for dim, start in enumerate(starts):
+            if start is not None:
+                place = place.narrow(dim, int(start), block.shape[dim])
+        place.copy_(block)
         return tensor
 
     def prevent_hoisting(self, tensor: torch.Tensor) -> torch.Tensor:

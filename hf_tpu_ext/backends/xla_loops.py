@@ -24,8 +24,25 @@ class _Builder(xla_scan.Builder):
         return super().add_param(val)
 
 
+class _Op(xb.Op):
+    """Builds loops that end early, too."""
+
+    #: Whether the loop that is built next ends when the first tensor that it carries is true.
+    ends_early = False
+
+    @classmethod
+    def mkwhile(cls, operands: list[xb.Op], condition: Callable, body: Callable, **kwargs) -> xb.Op:
+        def goes_on(turn: xb.Op, done: xb.Op, *others: xb.Op) -> xb.Op:
+            return condition(turn, done, *others) & done.__not__()
+
+        ends_early, cls.ends_early = cls.ends_early, False
+        return super().mkwhile(operands, goes_on if ends_early else condition, body, **kwargs)
+
+
 xla_scan.Builder = _Builder
-xla_scan.xb = SimpleNamespace(**{**vars(xb), "Type": SimpleNamespace(**{**vars(xb.Type), "S64": xb.Type.S32})})
+xla_scan.xb = SimpleNamespace(
+    **{**vars(xb), "Op": _Op, "Type": SimpleNamespace(**{**vars(xb.Type), "S64": xb.Type.S32})}
+)
 
 
 def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:
@@ -36,6 +53,14 @@ def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:
 def _take_rows(tensor: xb.Op, start: xb.Op, size: int) -> xb.Op:
     sizes = tensor.shape().sizes
     return tensor.dynamic_slice(_row_indices(start, len(sizes)), [size, *sizes[1:]])
+
+
+@partial(register, "put_block")
+def _put_block(tensor: xb.Op, block: xb.Op, *places: xb.Op, dims: tuple[int, ...]) -> xb.Op:
+    starts = [places[0].zeros_like()] * tensor.shape().rank
+    for dim, place in zip(dims, places, strict=True):
+        starts[dim] = place
+    return tensor.dynamic_update_slice(block, starts)
 
 
 @partial(register, "put_rows")
@@ -71,13 +96,21 @@ class XLALoops(Loops):
         carry: tuple,
         tensors: tuple[torch.Tensor, ...],
         reverse: bool = False,
+        until: bool = False,
     ) -> tuple[tuple, tuple]:
         # The public `scan` traces `body` with tensors that autograd cannot be run on. This is what it calls then.
         with torch.no_grad():
             if tensors[0].shape[0] == 1:
                 return super().scan(body, carry, tensors, reverse)
+
+            def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+                found = body(carry, entries)
+                # From here on: there may be other loops in the body.
+                _Op.ends_early = until
+                return found
+
             with self._loop_in_region() if self._backend.manual_sharding.active else nullcontext():
-                return xla_scan._scan_impl_pytree(body, carry, tensors, reverse)
+                return xla_scan._scan_impl_pytree(turn, carry, tensors, reverse)
 
     @contextmanager
     def _loop_in_region(self) -> Iterator[None]:
@@ -99,6 +132,12 @@ class XLALoops(Loops):
 
     def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
         return _take_rows(tensor, start, size=size)
+
+    def put_block(
+        self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]
+    ) -> torch.Tensor:
+        dims = tuple(dim for dim, start in enumerate(starts) if start is not None)
+        return _put_block(tensor, block, *(starts[dim] for dim in dims), dims=dims)
 
     def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return _put_rows(tensor, start, rows)

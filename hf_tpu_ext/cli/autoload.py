@@ -15,7 +15,14 @@ _SWITCH = "HF_TPU_EXT"
 _ON = {"1", "true", "yes", "on"}
 _OFF = {"0", "false", "no", "off"}
 #: Commands of `trl` that train, and the trainers of their scripts. `SFTTrainer` is replaced by `TPUSFTTrainer`, and so on.
-TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "reward": "RewardTrainer", "kto": "KTOTrainer"}
+TRAINERS = {
+    "sft": "SFTTrainer",
+    "dpo": "DPOTrainer",
+    "reward": "RewardTrainer",
+    "kto": "KTOTrainer",
+    "grpo": "GRPOTrainer",
+    "rloo": "RLOOTrainer",
+}
 # Where TRL defines them.
 _MODULES = {f"trl.trainer.{command}_trainer": trainer for command, trainer in TRAINERS.items()}
 
@@ -24,7 +31,7 @@ def autoload() -> None:
     """
     Act on two kinds of process, and leave every other as it is.
 
-    - A stock `trl sft`, `dpo`, `reward` or `kto` is replaced by `hf-tpu` with the same arguments, if it is asked for. Stock
+    - A stock `trl sft`, `dpo`, `reward`, `kto`, `grpo` or `rloo` is replaced by `hf-tpu` with the same arguments, if it is asked for. Stock
       `trl` reads the recipe in a parent process, which starts the accelerator's runtime, and trains in a child of it; a TPU
       chip can be held by one process only.
     - In any other process that has `HF_TPU_EXT=1` in its environment, `trl.SFTTrainer` is

@@ -148,6 +148,8 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
     elif command == "pretrain":
         # Documents are cut into rows: here is more than enough text for one.
         rows = [{"text": "a " * (2 * length)} for length in lengths]
+    elif command in ("grpo", "rloo"):
+        rows = [{"prompt": _prompt_of(recipe, length)} for length in lengths]
     elif command == "reward":
         rows = [{column: [1] * length for column in ("chosen_ids", "rejected_ids")} for length in lengths]
     else:
@@ -157,6 +159,15 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
     named = {"dataset_name": str(directory), "dataset_train_split": "train", "dataset_test_split": "test"}
     # After whatever else the command line says.
     return replace(recipe, values=values, argv=[*recipe.argv, *_words(named)])
+
+
+def _prompt_of(recipe: Recipe, length: int) -> str:
+    """A text of so many tokens, by the tokenizer of the recipe's model."""
+    from transformers import AutoTokenizer
+
+    named = dict(zip(recipe.argv, recipe.argv[1:], strict=False)).get("--model_name_or_path")
+    tokenizer = AutoTokenizer.from_pretrained(named or recipe.values["model_name_or_path"])
+    return tokenizer.decode(tokenizer(" a" * length)["input_ids"][:length])
 
 
 def _words(values: dict[str, str]) -> list[str]:

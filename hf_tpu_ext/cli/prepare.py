@@ -12,6 +12,7 @@ Create a model of two layers and synthetic data for it, in seconds and without t
   data/         worked additions in chat form: train.jsonl and test.jsonl
   preferences/  additions with a right (chosen) and a wrong (rejected) answer
   unpaired/     additions with an answer that is right or wrong (label)
+  questions/    additions to be answered, with their solution
   stories/      short synthetic stories in a column `text`
 """
 
@@ -35,9 +36,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make a tiny model, a teacher for it, arithmetic, preferences and stories, and return the exit status `0`."""
+    """Make a tiny model, a teacher for it, arithmetic, preferences, questions and stories, and return the exit status `0`."""
     from ..examples.jsonl import count_rows
-    from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_stories
+    from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_questions, make_stories
 
     model_dir = make_model(args.output_dir / "model", args.model_type)
     teacher_dir = make_model(args.output_dir / "teacher", args.model_type, seed=1)
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         "data": make_arithmetic,
         "preferences": make_preferences,
         "unpaired": partial(make_preferences, paired=False),
+        "questions": make_questions,
         "stories": make_stories,
     }
     for name, make in makers.items():

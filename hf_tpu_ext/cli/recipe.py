@@ -81,6 +81,8 @@ class Recipe:
             "push_to_hub": False,
             "output_dir": f"runs/smoke/{Path(self.path or 'command_line').stem}",
         }
+        if "num_generations" in self.values:
+            self.values |= {"num_generations": 4, "max_completion_length": 16}
         if self.values.get("kd_teacher") not in (None, "base"):
             self.values["kd_teacher"] = str(directory / "teacher")
         if "kd_cache" in self.values:

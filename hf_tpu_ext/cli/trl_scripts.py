@@ -1,4 +1,4 @@
-"""`hf-tpu sft`, `dpo`, `reward` and `kto`: TRL's training scripts in one process, with the trainers of this package."""
+"""`hf-tpu sft`, `dpo`, `reward`, `kto`, `grpo` and `rloo`: TRL's training scripts in one process, with the trainers of this package."""
 
 import importlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ in this one process, and runs in place of `trl {command}` where HF_TPU_EXT=1 is 
 examples:
   hf-tpu {command} --config {recipe}
   hf-tpu {command} --config {recipe} --learning_rate 1e-4 --max_steps 100
-  hf-tpu {command} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name {dataset} {peft} --output_dir runs/qwen3
+  hf-tpu {command} --model_name_or_path Qwen/Qwen3-0.6B --dataset_name {dataset} {peft} {rewards}--output_dir runs/qwen3
 """
 
 
@@ -41,6 +41,8 @@ class TRLScript:
             What loads the trained model.
         peft (`str`, *optional*, defaults to `"--use_peft"`):
             What trains an adapter.
+        rewards (`str`, *optional*, defaults to `""`):
+            What rewards completions, of a script that generates them.
     """
 
     command: str
@@ -50,6 +52,12 @@ class TRLScript:
     tiny_data: str = "preferences"
     auto_class: str = "AutoModelForCausalLM"
     peft: str = "--use_peft"
+    rewards: str = ""
+
+    @property
+    def arguments(self) -> str:
+        """Class of the arguments of a script that has some of its own."""
+        return f"{self.command.upper()}ScriptArguments"
 
     @property
     def description(self) -> str:
@@ -97,13 +105,20 @@ class TRLScript:
         name = TRAINERS[self.command]
         trainer_cls = vars(trainers)[f"TPU{name}"]
         config_cls = vars(trainers)[f"TPU{name.removesuffix('Trainer')}Config"]
-        dataclass_types = (trl.ScriptArguments, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
+        script = importlib.import_module(f"trl.scripts.{self.command}")
+        script_cls = vars(script)[self.arguments] if self.rewards else trl.ScriptArguments
+        dataclass_types = (script_cls, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
         arguments = RecipeParser(dataclass_types, title, description).parse(recipe)
         script_args, training_args, model_args, dataset_args = arguments
         if model_args.model_name_or_path is None:
             raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
         if script_args.dataset_name is None and not dataset_args.datasets:
             raise ValueError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
+        if self.rewards and not (script_args.reward_funcs or script_args.reward_model_name_or_path):
+            raise ValueError(
+                "reward_funcs is missing: what completions are rewarded for. For example: --reward_funcs accuracy_reward, or a "
+                "function of yours, my_rewards.is_short; or --reward_model_name_or_path."
+            )
         if self.trains_head and model_args.use_peft and model_args.lora_task_type != "SEQ_CLS":
             raise ValueError(
                 f"lora_task_type={model_args.lora_task_type!r} is for models that generate text. An adapter of a reward "
@@ -112,7 +127,6 @@ class TRLScript:
         if adapt_trainer is None:
             check_recipe(training_args)
 
-        script = importlib.import_module(f"trl.scripts.{self.command}")
         upstream = getattr(trl, name)
         setattr(trl, name, trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls))
         try:
@@ -159,6 +173,22 @@ _SCRIPTS = (
         recipe="recipes/kto_lora_qwen3.yaml",
         dataset="trl-lib/kto-mix-14k",
         tiny_data="unpaired",
+    ),
+    TRLScript(
+        command="grpo",
+        purpose="Train a language model on rewards for what it writes (GRPO)",
+        recipe="recipes/grpo_lora_qwen2.yaml",
+        dataset="trl-lib/DeepMath-103K",
+        tiny_data="questions",
+        rewards="--reward_funcs accuracy_reward ",
+    ),
+    TRLScript(
+        command="rloo",
+        purpose="Train a language model on rewards for what it writes (RLOO)",
+        recipe="recipes/grpo_lora_qwen2.yaml",
+        dataset="trl-lib/DeepMath-103K",
+        tiny_data="questions",
+        rewards="--reward_funcs accuracy_reward ",
     ),
 )
 #: The scripts, by their command.

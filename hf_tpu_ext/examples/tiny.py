@@ -136,6 +136,18 @@ def make_preferences(output_dir: str | Path, num_rows: int = 1024, seed: int = 0
     return _write(output_dir, rows)
 
 
+def make_questions(output_dir: str | Path, num_rows: int = 1024, seed: int = 0) -> Path:
+    """
+    Write additions to be answered, in TRL's conversational prompt form, with the working and the sum as `solution`, for
+    trainers that generate completions and reward them.
+    """
+    rows = [
+        {"prompt": _says("user", f"{a}+{b}?"), "solution": work_addition(a, b)}
+        for a, b in _draw_additions(num_rows, random.Random(seed))
+    ]
+    return _write(output_dir, rows)
+
+
 def _says(role: str, content: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content}]
 

@@ -28,7 +28,8 @@ _DIRECTIONS = {name: vars(operator)[name.lower()] for name in ("LT", "LE", "GT",
 
 def count_turns(module: Module, computation: str, loop: Instruction) -> int | None:
     """
-    Count how often the body of a loop in a computation runs; `None` if it depends on data, or is above [`MAX_TURNS`].
+    Count how often the body of a loop in a computation runs; `None` if it depends on data, or is above [`MAX_TURNS`]. Of a loop
+    that data may end before a known turn, it is the most.
 
     Compilers say it in the loop's `known_trip_count`, or not at all. Then the numbers that the loop's condition
     depends on are followed, turn by turn, from what the loop starts with.
@@ -38,7 +39,7 @@ def count_turns(module: Module, computation: str, loop: Instruction) -> int | No
     condition, body = loop.attribute("condition").strip("%"), loop.attribute("body").strip("%")
     element = _elements(module, computation, loop.operands[0], lambda index: None)
     for turns in range(MAX_TURNS):
-        goes_on = _evaluator(module, condition, element)(module.root(condition).name)
+        goes_on = _evaluator(module, condition, element, may_go_on=True)(module.root(condition).name)
         if not goes_on:
             return None if goes_on is None else turns
         element = _elements(module, body, module.root(body).name, element)
@@ -52,10 +53,13 @@ def _elements(module: Module, computation: str, name: str, argument: _Integers) 
     return lambda index: value(line.operands[index]) if line.opcode == "tuple" else None
 
 
-def _evaluator(module: Module, computation: str, argument: _Integers) -> Callable[[str], int | None]:
+def _evaluator(
+    module: Module, computation: str, argument: _Integers, may_go_on: bool = False
+) -> Callable[[str], int | None]:
     """
     A function that works out an integer of a computation, by the name of its instruction: `None` if it depends on
-    data. `argument` gives the computation's arguments, or the elements of its only argument if that is a tuple.
+    data. `argument` gives the computation's arguments, or the elements of its only argument if that is a tuple. With
+    `may_go_on`, one of two conditions is taken as met if it depends on data.
     """
     lines = module.computations[computation]
 
@@ -75,7 +79,8 @@ def _evaluator(module: Module, computation: str, argument: _Integers) -> Callabl
             return argument(int(line.attribute("index"))) if lines[operands[0]].opcode == "parameter" else None
         if line.opcode in ("fusion", "call"):
             (called,) = line.called
-            return _evaluator(module, called, lambda index: value(operands[index]))(module.root(called).name)
+            inner = _evaluator(module, called, lambda index: value(operands[index]), may_go_on)
+            return inner(module.root(called).name)
         if line.opcode == "select":
             # What is not chosen may depend on data. It is asked for all the same, for no turn to wait for many before.
             chosen, yes, no = map(value, operands)
@@ -83,6 +88,9 @@ def _evaluator(module: Module, computation: str, argument: _Integers) -> Callabl
         is_comparison = line.opcode == "compare"
         compute = _DIRECTIONS[line.attribute("direction")] if is_comparison else _OPERATIONS.get(line.opcode)
         numbers = [] if compute is None else [value(operand) for operand in operands]
+        if may_go_on and line.opcode == "and" and dtype == "pred":
+            known = [number for number in numbers if number is not None]
+            numbers = numbers if len(known) != 1 else known * 2
         return None if compute is None or None in numbers else _wrap(compute(*numbers), dtype)
 
     return value

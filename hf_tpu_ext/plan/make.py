@@ -71,6 +71,7 @@ def make_plan(
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         optimizer_steps=run.optimizer_steps,
         token_share=run.token_share,
+        generations=run.generations,
         price=price,
         unknown=unknown,
     )

@@ -8,6 +8,8 @@ from .hlo_cost import Cost
 
 #: What stays on a chip between two programs, whether a program uses it or not.
 KEPT = ("weights", "optimizer state", "gradients")
+#: What else has a name among the arguments of a program.
+GIVEN = ("batch", "key-value cache")
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,19 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Generations:
+    """How often a trainer generates completions in an optimizer step, and how many at once on all chips."""
+
+    per_step: float
+    rows: int
+
+
+@dataclass(frozen=True)
 class TracedProgram:
     """
     A program of a run, as it is handed to the compiler: a serialized `HloModuleProto` with shardings, and its
-    arguments. It does e.g. a `"micro-step"` for a batch of all chips of shape `(batch, length)`.
+    arguments. It does e.g. a `"micro-step"` for a batch of all chips of shape `(batch, length)`, or `(batch, new tokens)` where
+    it decodes.
     """
 
     kind: str
@@ -83,7 +94,9 @@ class CompiledProgram:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of a chip's memory by what holds them, of this program alone, in the order of the page."""
-        named = {role: self.arguments.get(role, 0) for role in (*KEPT, "batch")}
+        named = {role: self.arguments.get(role, 0) for role in (*KEPT, *GIVEN)}
+        if not named["key-value cache"]:
+            del named["key-value cache"]
         return named | {
             "other arguments": self.memory["argument"] - sum(named.values()),
             "outputs": self.memory["output"] - self.memory["alias"],

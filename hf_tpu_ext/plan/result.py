@@ -1,18 +1,20 @@
 """A plan: what is known of a run before it."""
 
 import json
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..atomic_write import write_atomically
+from ..generation.generator import DECODE, PREFILL
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .hlo_cost import Cost
 from .hlo_parts import ATTENTION
-from .programs import KEPT, CompiledProgram
+from .programs import KEPT, CompiledProgram, Generations
 
 
 #: What can bound a step.
@@ -113,6 +115,8 @@ class Plan:
             Optimizer steps of the run.
         token_share (`float`, *optional*):
             Share of tokens that are not padding.
+        generations ([`Generations`], *optional*):
+            How often completions are generated.
         price ([`Price`], *optional*):
             What a chip costs.
         trials (`list[Trial]`, *optional*):
@@ -131,6 +135,7 @@ class Plan:
     gradient_accumulation_steps: int = 1
     optimizer_steps: int | None = None
     token_share: float | None = None
+    generations: Generations | None = None
     price: Price | None = None
     trials: list[Trial] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
@@ -190,6 +195,45 @@ class Plan:
         if not self.longest or any(program.cost is None for program, _ in self.longest):
             return None
         return measure_roofline([(program.cost, runs) for program, runs in self.longest], self.topology)
+
+    @property
+    def of_generation(self) -> list[tuple[CompiledProgram, float]]:
+        """
+        Programs that an optimizer step has besides the training ones, and how often: they generate completions, and compute
+        their log-probabilities and rewards. Of each kind that of the longest rows.
+        """
+        if self.generations is None:
+            return []
+        found: dict[str, CompiledProgram] = {}
+        for program in self.programs:
+            rows, length = program.batch_shape
+            is_training = program.kind in (MICRO_STEP, OPTIMIZER_STEP)
+            # An evaluation generates for as many rows as it has.
+            if (
+                is_training
+                or rows > self.generations.rows
+                or (program.kind in (PREFILL, DECODE) and rows != self.generations.rows)
+            ):
+                continue
+            if program.kind not in found or found[program.kind].batch_shape[1] < length:
+                found[program.kind] = program
+        return [
+            (program, self.generations.per_step * self.generations.rows / program.batch_shape[0])
+            for program in found.values()
+        ]
+
+    @property
+    def generation_roofline(self) -> Roofline | None:
+        """Least time of those programs in an optimizer step."""
+        programs = self.of_generation
+        if not programs or any(program.cost is None for program, _ in programs):
+            return None
+        return measure_roofline([(program.cost, runs) for program, runs in programs], self.topology)
+
+    @property
+    def tokens_generated(self) -> float:
+        """Tokens of the completions of an optimizer step at most, on all chips."""
+        return sum(runs * program.tokens for program, runs in self.of_generation if program.kind == DECODE)
 
     @property
     def tokens_per_step(self) -> int:
@@ -254,6 +298,8 @@ class Plan:
         if self.roofline is None or self.optimizer_steps is None:
             return None
         steps = (self.roofline.seconds, *self.roofline.expected_seconds)
+        if (beside := self.generation_roofline) is not None:
+            steps = map(operator.add, steps, (beside.seconds, *beside.expected_seconds))
         return tuple(self.optimizer_steps * seconds for seconds in steps)
 
     @property
@@ -274,12 +320,14 @@ class Plan:
         """All of it as JSON, with the derived figures under `"derived"`."""
         derived = (
             "fits peak_bytes tokens_per_step tokens_per_second mfu expected_tokens_per_second expected_mfu flops_ratio "
-            "run_seconds run_dollars unknowns"
+            "run_seconds run_dollars tokens_generated unknowns"
         ).split()
-        values = {name: getattr(self, name) for name in derived} | {"roofline": None}
-        if self.roofline is not None:
-            expected = self.roofline.expected_seconds
-            values["roofline"] = asdict(self.roofline) | {"wall": self.roofline.wall, "expected_seconds": expected}
+        values = {name: getattr(self, name) for name in derived}
+        for name, roofline in (("roofline", self.roofline), ("generation_roofline", self.generation_roofline)):
+            values[name] = roofline and asdict(roofline) | {
+                "wall": roofline.wall,
+                "expected_seconds": roofline.expected_seconds,
+            }
         values["parts"] = self.largest and self.parts(self.largest)
         plan = asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "text"})
         return json.dumps(plan | {"derived": values}, indent=2)

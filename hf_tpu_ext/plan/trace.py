@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import get_hf_quantizer
@@ -23,7 +24,7 @@ from ..trainers.every_length import EveryLengthMixin
 from ..trainers.run_facts import find_facts
 from .hlo_parts import OPTIMIZER
 from .parts import Parts
-from .programs import Argument, TracedProgram
+from .programs import Argument, Generations, TracedProgram
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Run:
             Whether a step runs more than the trained model forward and backward: a teacher, or a reference.
         attention (`str`):
             `"splash"` or `"slices"`.
+        generations ([`Generations`], *optional*):
+            How often completions are generated, where the trainer does so.
     """
 
     config: PreTrainedConfig
@@ -76,6 +79,7 @@ class Run:
     token_share: float | None
     other_passes: bool
     attention: str
+    generations: Generations | None = None
 
     @property
     def settings(self) -> dict[str, str]:
@@ -119,6 +123,7 @@ class TracingMixin(EveryLengthMixin):
         # The reference of a preference trainer may be run before training.
         self._traced: dict[tuple[str, tuple[int, ...]], TracedProgram] = {}
         self._bar = tqdm(disable=True)
+        self._sent_batch: dict[str, Any] = {}
         super().__init__(args=args, **kwargs)
 
     def train(self, *args, **kwargs) -> None:
@@ -158,15 +163,37 @@ class TracingMixin(EveryLengthMixin):
             token_share=facts.token_share,
             other_passes=self._runs_other_passes,
             attention="slices" if is_sliced(self.model) else "splash",
+            generations=self._describe_generations() if self.generates else None,
         )
 
-    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
+    def _describe_generations(self) -> Generations:
+        rows, steps = self.rows_of_a_step()
+        generations = rows * self.num_generations // self.args.generation_batch_size
+        return Generations(generations / steps, self.args.generation_batch_size)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        # There is no text. Reward models are programs.
+        functions = self.reward_funcs
+        self.reward_funcs = [function if isinstance(function, nn.Module) else _no_rewards for function in functions]
+        try:
+            return super()._calculate_rewards(*args, **kwargs)
+        finally:
+            self.reward_funcs = functions
+
+    def end_program(
+        self,
+        kind: str,
+        where: str,
+        run: Callable[[], Program | None] | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Program | None:
         is_step = kind in (OPTIMIZER_STEP, MICRO_STEP)
         if is_step and (run is None and kind == OPTIMIZER_STEP or self.steps.replay is None):
             raise ValueError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
-        key = (kind, self.watching.batch_shape)
+        shape = self.watching.batch_shape if shape is None else shape
+        key = (kind, shape)
         if key not in self._traced:
             arguments = [
                 Argument(
@@ -177,9 +204,7 @@ class TracingMixin(EveryLengthMixin):
                 )
                 for argument, donated, sharding in zip(module.arguments, module.donated, module.shardings, strict=True)
             ]
-            self._traced[key] = TracedProgram(
-                kind, self.watching.batch_shape, module.module, arguments, self.backend.num_chips
-            )
+            self._traced[key] = TracedProgram(kind, shape, module.module, arguments, self.backend.num_chips)
             self._bar.update()
         return module
 
@@ -200,6 +225,8 @@ class TracingMixin(EveryLengthMixin):
             for state in self._plain_optimizer.state.values():
                 roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
         roles |= {id(average): "optimizer state" for average in self.averaging.tensors.values()}
+        if self.generates and self._text.generator is not None:
+            roles |= {id(tensor): "key-value cache" for tensor in self._text.generator.tensors()}
         return roles | {
             id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
         }
@@ -216,6 +243,10 @@ class TracingMixin(EveryLengthMixin):
     def _finalize_training(self, *args):
         # Within training, where frozen weights have the dtype that they are trained beside.
         raise Traced(list(self._traced.values()), self._describe_run())
+
+
+def _no_rewards(completions: Sequence[Any], **kwargs) -> list[float]:
+    return [0.0] * len(completions)
 
 
 def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[TracedProgram], Run]:

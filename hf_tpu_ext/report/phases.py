@@ -6,6 +6,7 @@ import math
 #: All phases, in the order of logs, with what the host does in them.
 PHASES = {
     "data": "takes the next batches from the data loader",
+    "rollout": "generates completions, and has them scored and rewarded",
     "trace": "traces the step and launches the graph",
     "replay": "launches the compiled graph by its handle",
     "step": "runs the operators of the step, or on a GPU launches them",

@@ -18,6 +18,7 @@ from .autocast import current_autocast, matmul_dtype
 from .module_settings import settings_of
 from .row_blocks import RowBlocks
 from .seeded_dropout import draw_seeds, dropouts_seeded
+from .static_cache import StaticKeyValueCache
 
 
 # transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
@@ -255,8 +256,11 @@ class LayerStack(nn.ModuleList):
         weights = [_get(self._template, name) for name in self._names]
         if self._template.training and self._dropouts:
             weights.append(draw_seeds(self._backend, len(self.layers)))
-        if kwargs.get("past_key_values") is not None:
-            # Answers to prompts, in the middle of training: each layer has its own place in the cache.
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, StaticKeyValueCache) and cache.index is None:
+            return self._run_prompt(hidden, weights, cache, kwargs)
+        if cache is not None:
+            # Tokens after a prompt: each layer has its own place in the cache, which a loop would copy at every turn.
             for index, layer in enumerate(self.layers):
                 parts = {name: weight[index] for name, weight in zip(self._names, weights, strict=True)}
                 hidden = functional_call(layer.train(self._template.training), parts, (hidden,), kwargs)
@@ -265,6 +269,30 @@ class LayerStack(nn.ModuleList):
         return _LayerLoop.apply(
             partial(self._call, blocks), self._in_turn, self._keeps_dots, blocks, kwargs, hidden, *weights
         )
+
+    def _run_prompt(
+        self, hidden: Tensor, weights: Sequence[Tensor], cache: StaticKeyValueCache, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Run the layers on a prompt, whose keys and values go into a cache."""
+        # The loop would compute anew in each turn what it does not carry.
+        leaves, form = tree_flatten({name: value for name, value in kwargs.items() if value is not cache})
+        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+
+        def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+            hidden, shared = carry
+            given = iter(shared)
+            named = tree_unflatten(
+                [next(given) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)], form
+            )
+            of_layer = StaticKeyValueCache(self._backend, 1, cache.length)
+            parts = dict(zip((*self._names, *self._made), self._in_turn(hidden, entries), strict=True))
+            hidden = functional_call(self._template, parts, (hidden,), {**named, "past_key_values": of_layer})
+            return (hidden, shared), of_layer.tensors
+
+        carry = (hidden, tuple(compress(leaves, is_tensor)))
+        (hidden, _), (keys, values) = self._backend.loops.scan(turn, carry, tuple(weights))
+        cache.put([tensor for of_layer in zip(keys, values, strict=True) for tensor in of_layer])
+        return hidden
 
     def _in_turn(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""

@@ -115,7 +115,8 @@ class StepReplay:
         self._noted = self._settings()
 
     def _state(self) -> list[torch.Tensor]:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        parameters = self._parameters if self._training else ()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return [*self._tensors, *gradients, *self._more_state(), self.grad_norm]
 
     def refuse(self, reason: str) -> None:

@@ -8,23 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Backend
+from .random_bits import BY_COLUMN, BY_ROW, scramble
 
 
-# Odd, so that different places have different numbers: 2**32 over the golden ratio, and two multipliers of MurmurHash3.
-_BY_ROW, _BY_COLUMN, _BY_MODULE = (number - 2**32 for number in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35))
-
-
-def _scramble(bits: Tensor) -> Tensor:
-    # lowbias32 of https://nullprogram.com/blog/2018/07/31/ on the numbers that there are: PyTorch's are signed.
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-        bits = (bits ^ _shift(bits, shift)) * factor
-    return bits ^ _shift(bits, 16)
-
-
-def _shift(bits: Tensor, by: int) -> Tensor:
-    # By a tensor: torch_xla divides where the number of places is a Python number, and chips have no division of integers.
-    places = torch.full((), by, dtype=bits.dtype, device=bits.device)
-    return torch.bitwise_right_shift(bits & 0x7FFFFFFF, places)
+# Odd, as those for rows and columns: another multiplier of MurmurHash3.
+_BY_MODULE = 0xC2B2AE35 - 2**32
 
 
 def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 0) -> Tensor:
@@ -49,7 +37,7 @@ def seeded_dropout(tensor: Tensor, p: float, seed: Tensor, chip: Tensor | int = 
     columns = torch.arange(tensor.shape[-1], dtype=torch.int32, device=tensor.device)
     # Multiply-shift hashing (Dietzfelbinger et al., 1997): of a product of odd numbers, here drawn for rows and columns, the
     # high bits are as good as drawn. A whole hash of each element would take the compiler for TPU much longer.
-    bits = (_scramble(seed + place * _BY_ROW) | 1) * (_scramble(seed + columns * _BY_COLUMN) | 1)
+    bits = (scramble(seed + place * BY_ROW) | 1) * (scramble(seed + columns * BY_COLUMN) | 1)
     # As upstream's noise: 0, or the factor that keeps the mean.
     kept = torch.full((), 1 / (1 - p), dtype=tensor.dtype, device=tensor.device)
     return tensor * torch.where(bits >= round(p * 2**32) - 2**31, kept, torch.zeros_like(kept))
@@ -78,7 +66,7 @@ def dropouts_seeded(modules: Sequence[nn.Dropout], seed: Tensor, chip: Tensor) -
     before = [vars(module).get("forward") for module in modules]
     for number, module in enumerate(modules):
         if module.training:
-            own = _scramble(seed + number * _BY_MODULE % 2**31)
+            own = scramble(seed + number * _BY_MODULE % 2**31)
             module.forward = partial(seeded_dropout, p=module.p, seed=own, chip=chip)
     try:
         yield

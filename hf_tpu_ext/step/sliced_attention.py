@@ -133,6 +133,29 @@ def why_whole(backend: Backend, module: nn.Module, query: Tensor, dropout: float
     return None
 
 
+def _attend_one(
+    eager: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """
+    Attention of one token to those in a cache. Heads that share a key are queries of it: the cache is not repeated for each of
+    them.
+    """
+    rows, heads, _, width = query.shape
+    groups = vars(module)["num_key_value_groups"]
+    module.num_key_value_groups = 1
+    try:
+        output, _ = eager(module, query.reshape(rows, -1, groups, width), key, value, mask, **kwargs)
+    finally:
+        module.num_key_value_groups = groups
+    return output.transpose(1, 2).reshape(rows, 1, heads, -1)
+
+
 def sliced_attention(
     backend: Backend,
     module: nn.Module,
@@ -166,6 +189,8 @@ def sliced_attention(
         or any(isinstance(value, Tensor) for value in used.values())
         or any(tensor.requires_grad for tensor in given[3:])
     )
+    if not whole and query.shape[2] == 1:
+        return _attend_one(eager, module, *given, dropout=0.0, **used), None
     parts = [] if whole else _choose_parts(query, key, 1 if backend.manual_sharding.active else backend.num_chips)
     if all(count == 1 for count in parts):
         return eager(

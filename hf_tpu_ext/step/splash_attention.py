@@ -83,6 +83,11 @@ def splash_attention(
     leaves out are not, and none are kept. Where the kernel cannot serve, attention goes in slices, and a line says why.
     """
     settings = {"scaling": scaling} | ({} if softcap is None else {"softcap": softcap})
+    if query.shape[2] == 1:
+        # A token after a prompt: its scores are few.
+        return sliced_attention(
+            backend, module, query, key, value, attention_mask, dropout=dropout, **settings, **kwargs
+        )
     dtype = matmul_dtype(query)
     reason = why_whole(backend, module, query, dropout) or _why_not(
         backend, module, query, value, attention_mask, kwargs

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, pad_rows
 from ..formatting import dtype_name
+from .lengths import row_lengths
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
 from .training_steps import SentBatch
 from .upstream import upstream_of
@@ -50,6 +51,14 @@ class BatchesMixin:
         self._rows_of_example: dict[str, int] = {}
         # What a line was said about already.
         self._said: set[str] = set()
+
+    def lengths_of_rows(self, dataset) -> list[int] | None:
+        """Lengths of a dataset's rows, by which batches are padded; `None` where they are not known without going through it."""
+        return row_lengths(dataset)
+
+    def rows_of_a_step(self) -> tuple[int, int]:
+        """Rows of the data that are trained on together, and how many optimizer steps these make."""
+        return self._train_batch_size * self.args.gradient_accumulation_steps, 1
 
     def expect_batches(self, mode: str) -> None:
         """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""

@@ -99,7 +99,7 @@ class CompiledEvaluation:
         add_loss = partial(self._add_loss, model, sums)
         with self.evaluations.under_way(model, sums):
             for inputs in dataloader:
-                rows = find_batch_size(inputs)
+                rows = self._rows_counted(inputs)
                 num_samples += rows
                 # The row count is sent as data, for the last batch to be the same program.
                 self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=torch.tensor(float(rows)))
@@ -114,6 +114,10 @@ class CompiledEvaluation:
         if has_length(dataloader.dataset):
             num_samples = len(dataloader.dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def _rows_counted(self, inputs: Any) -> int:
+        """How often the loss of a batch counts in the mean of an evaluation."""
+        return find_batch_size(inputs)
 
     def _add_loss(self, model, sums: DeviceSums, inputs, weight: torch.Tensor) -> None:
         loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)

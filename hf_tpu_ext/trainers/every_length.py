@@ -13,7 +13,6 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..callbacks.run_lines import RunLines
 from .configs import ExtensionArguments
-from .lengths import row_lengths
 
 
 class EveryLengthMixin:
@@ -51,12 +50,15 @@ class EveryLengthMixin:
         a run is getting on. Rows that are not tokens are a `ValueError`.
         """
         assert self.lengths, "the commands that take a recipe ask for max_length"
-        rows_per_step = self._train_batch_size * self.args.gradient_accumulation_steps
-        self.train_dataset = _repeat(self.train_rows, rows_per_step, self.steps_per_length)
+        rows, steps = self.rows_of_a_step()
+        times = -(-self.steps_per_length // steps)
+        self.train_dataset = _repeat(self.train_rows, rows, times)
         if self.eval_dataset is not None:
             self.eval_dataset = _repeat(self.eval_rows, self.args.eval_batch_size)
         self.args.train_sampling_strategy = "sequential"
-        self.args.max_steps = len(self.train_dataset) // rows_per_step
+        if self.generates:
+            self.shuffle_dataset = False
+        self.args.max_steps = len(self.train_rows) * steps * times
         for callback in (ProgressCallback, PrinterCallback, RunLines):
             self.remove_callback(callback)
         for callback in (_EvaluateAtTheEnd(self), *callbacks):
@@ -78,7 +80,7 @@ class EveryLengthMixin:
         return _repeat(self._row_per_length(dataset), rows), Path(self.output_dir) / f"reference-{name}"
 
     def _row_per_length(self, dataset) -> datasets.Dataset:
-        lengths = row_lengths(dataset)
+        lengths = self.lengths_of_rows(dataset)
         if lengths is not None:
             found: dict[int, int] = {}
             for index, length in enumerate(lengths):

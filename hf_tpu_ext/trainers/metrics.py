@@ -41,6 +41,10 @@ class DeferredMetrics:
         self._backend = backend
         self.names = sorted({*_metrics_of(type(trainer)), *names})
         self._active = False
+        # Whether upstream's loss counts the tokens that were trained on, and shows them.
+        self._counts_tokens = False
+        # What the loss has appended, by mode.
+        self._appended: dict[str, set[str]] = {"train": set(), "eval": set()}
         self._sums: dict[str, DeviceSums] = {}
         if self.names and backend.metrics_on_device:
             sums = [of_name for name in self.names for of_name in (name, _count(name))]
@@ -71,7 +75,9 @@ class DeferredMetrics:
         for name, values in appended.items():
             if not isinstance(values, Appended):
                 # The number of tokens, which is counted apart.
+                self._counts_tokens |= name == NUM_TOKENS
                 continue
+            self._appended[mode].add(name)
             if name not in self.names:
                 self.names.append(name)
                 sums.extend([name, _count(name)])
@@ -79,6 +85,9 @@ class DeferredMetrics:
             for value, condition in zip(values, values.conditions, strict=True):
                 value = self._on_device(value)
                 weight = torch.ones_like(value)
+                if self._trainer.drops_nan_metrics:
+                    is_number = ~torch.isnan(value)
+                    condition = is_number if condition is None else condition & is_number
                 if condition is not None:
                     value, weight = (torch.where(condition, v, torch.zeros_like(v)) for v in (value, weight))
                 added[name] = added[name] + value
@@ -136,7 +145,11 @@ class DeferredMetrics:
         self._sums[mode].reset()
         # Upstream's `log` shows the mean of these lists.
         trainer._metrics[mode].update({name: [values[name] / values[_count(name)]] for name in seen})
-        trainer._metrics[mode][NUM_TOKENS] = [trainer._total_train_tokens]
+        if trainer.drops_nan_metrics:
+            # Upstream shows `None` where there was no number.
+            trainer._metrics[mode].update({name: [] for name in self._appended[mode].difference(seen)})
+        if self._counts_tokens:
+            trainer._metrics[mode][NUM_TOKENS] = [trainer._total_train_tokens]
 
     def drop(self, mode: str) -> None:
         """

@@ -1,7 +1,7 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -99,6 +99,13 @@ class TPUTrainerMixin(
     Raises:
         `ValueError`: A setting does not work on the chosen device; the message says what to set instead.
     """
+
+    #: Whether this package has what a trainer needs that writes its own data.
+    generates = False
+    #: Methods of upstream that run between programs, on the host: code of the user's in them is in no step.
+    methods_on_host: tuple[str, ...] = ()
+    #: Whether upstream leaves NaN out of the means that it logs.
+    drops_nan_metrics = False
 
     def __init__(self, *args, **kwargs):
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
@@ -263,6 +270,11 @@ class TPUTrainerMixin(
         """Class of the arguments that have `max_length`, for messages."""
         return type(self.args).__name__ if "max_length" in vars(self.args) else None
 
+    @property
+    def step_lengths(self) -> list[int]:
+        """The lengths of the rows that a step is compiled for."""
+        return self.lengths
+
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
         """Say of each frozen weight whether bfloat16 holds it exactly."""
         return bfloat16_holds(weights, self.backend)
@@ -354,6 +366,10 @@ class TPUTrainerMixin(
             return {}
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
+    def _state_of_steps(self) -> list[torch.Tensor]:
+        """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
+        return []
+
     def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
         if self.evaluations.data is not None:
             return self.evaluations.data
@@ -373,7 +389,7 @@ class TPUTrainerMixin(
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         if self.backend.traces_steps:
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
-        if self.status is not None:
+        if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -383,13 +399,17 @@ class TPUTrainerMixin(
             self.chips.keep_gradients_local(model)
         with self._micro_steps_as_data(self.steps.data):
             if self.chips.local_gradients is None:
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             else:
                 with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
-                    loss = self.chips.over_chips(super().training_step(model, inputs, num_items_in_batch))
+                    loss = self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
         if self.steps.replay is not None or not self._override_returns_loss:
             self._log_step_loss(loss)
         return loss
+
+    def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
+        """What upstream computes in a micro-step."""
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
@@ -435,9 +455,9 @@ class TPUTrainerMixin(
         """Counts and explains the programs of the run, where programs are compiled."""
         return self.watching.programs
 
-    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
+    def end_program(self, kind: str, where: str, **given: Any) -> Program | None:
         """As [`TrainerWatch.end_program`]."""
-        return self.watching.end_program(kind, where, run)
+        return self.watching.end_program(kind, where, **given)
 
     def _loss_sums_tokens(self, model: nn.Module) -> bool:
         """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""

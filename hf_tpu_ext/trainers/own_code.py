@@ -32,12 +32,16 @@ EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_pr
 _PACKAGES_OF_CALLBACKS = (_OURS, "transformers")
 # Of upstream's attributes: they change at every step, or are no part of what is computed.
 _BOOKKEEPING = {
+    "_current_train_step_time",
+    "_last_world_entropy",
     "_metrics",
     "_mixed_mesh_grads",
+    "_step",
     "_tokenizer",
     "_total_train_tokens",
     "accelerator",
     "current_gradient_accumulation_steps",
+    "entropy_coef",
     "lr_scheduler",
     "optimizer",
     "processing_class",
@@ -135,9 +139,11 @@ def names_of_a_step(
     """
     found: set[str] = set()
     names = list(methods)
+    # Those that upstream runs on the host, between programs, and all that only they read.
+    on_host = {name for owner in cls.__mro__ for name in vars(owner).get("methods_on_host", ())}
     while names:
         name = names.pop()
-        if name in found:
+        if name in found or name in on_host:
             continue
         found.add(name)
         for function in functions_of(cls, name, packages):

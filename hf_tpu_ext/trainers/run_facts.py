@@ -41,7 +41,7 @@ def find_facts(trainer) -> RunFacts:
     lines = [*(line for part in about for line in part.lines()), *compiled.changes]
     facts = RunFacts(precision, trainer._train_batch_size, [], None, lines)
     if backend.static_shapes and trainer.lengths:
-        facts.lengths = trainer.lengths
+        facts.lengths = trainer.step_lengths
         # Other columns hold several sequences of an example, as a pair does.
         if trainer._train_lengths is not None and "input_ids" in trainer.train_dataset.column_names:
             waste = TokenWaste(

@@ -1,7 +1,7 @@
 """Supervised fine-tuning."""
 
 from datasets import Dataset
-from transformers import TrainingArguments
+from transformers import GenerationConfig, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from ..callbacks.samples import ShowSamples
@@ -12,6 +12,7 @@ from .distillation import KD_METRICS, DistillationMixin, distills
 from .mixin import TPUTrainerMixin
 from .quantization import QuantizationMixin
 from .saving import UPSTREAM_METRICS
+from .text import TextGeneration
 
 
 class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTrainer):
@@ -68,7 +69,11 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
                 "one eval_dataset (eval_strategy: steps in a recipe), or leave show_samples out."
             )
         rows = [self.eval_dataset[index] for index in range(min(count, len(self.eval_dataset)))]
-        self.add_callback(ShowSamples(self.backend, self._tokenizer, rows, self.compute_loss_context_manager))
+        config = GenerationConfig(
+            max_new_tokens=ShowSamples.max_new_tokens, do_sample=False, pad_token_id=self._pad_token_id
+        )
+        text = TextGeneration(self, config)
+        self.add_callback(ShowSamples(self._tokenizer, rows, lambda prompts: text.generate(prompts).token_ids))
 
     def _more_metrics(self) -> tuple[str, ...]:
         return KD_METRICS if distills(self.args) else ()

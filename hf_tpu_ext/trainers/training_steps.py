@@ -149,13 +149,14 @@ class TrainingSteps(TrainerCallback):
                 # Upstream does so at each step.
                 model.train()
             batch = trainer._send_batch(inputs)
-        data = {
-            **batch,
+        beside = {
             **self.data,
             "num_items_in_batch": num_items_in_batch,
             # Fewer at the end of an epoch; upstream divides some losses by it.
             "accumulation": trainer.current_gradient_accumulation_steps,
         }
+        # Names of their own: columns of a batch have any.
+        data = {**batch, **{(self._under_way, name): value for name, value in beside.items()}}
         if self.replay.begin(self._under_way, data):
             trace(model, SentBatch(batch), num_items_in_batch)
             self._leave_out_unused()
@@ -303,6 +304,7 @@ class TrainingSteps(TrainerCallback):
         for state in self._optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
         tensors += trainer.averaging.tensors.values()
+        tensors += trainer._state_of_steps()
         if trainer.chips.local_gradients is not None:
             tensors += trainer.chips.local_gradients.tensors
         return tensors

@@ -5,7 +5,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
+from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
 from transformers import Trainer, TrainingArguments
@@ -17,6 +18,8 @@ from .preference_checks import check_preferences
 
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
 _GENERATE = {"DistillationTrainer", "GKDTrainer", "GRPOTrainer", "OnlineDPOTrainer", "RLOOTrainer", "XPOTrainer"}
+# Those that this package has one in the place of.
+_REPLACED = {"GRPOTrainer", "RLOOTrainer"}
 _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
@@ -36,11 +39,13 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     """
     upstream = upstream_of(cls)
     generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
-    if generates:
-        vllm = " (nor does use_vllm=True)" if vars(given.get("args") or object).get("use_vllm") else ""
+    if cls.generates:
+        cls.check_given(given)
+    elif generates:
+        instead = "Use trl.{} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
         raise ValueError(
-            f"{generates[0]} generates text within a training step, which does not train on XLA{vllm}. Use "
-            f"trl.{upstream.__name__} on CUDA. Trainers whose loss is a function of a batch work: transformers.Trainer, "
+            f"{generates[0]} generates text within a training step, which does not train on XLA as it is. "
+            f"{instead.format(generates[0])}. Trainers whose loss is a function of a batch work: transformers.Trainer, "
             "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
         )
     if upstream.__module__.startswith("trl."):
@@ -91,11 +96,20 @@ def upstream_names(cls: type[Trainer], **replacements: Callable) -> Iterator[Non
     names = vars(sys.modules[upstream_of(cls).__module__])
     replaced = {name: names[name] for name in replacements if name in names}
     for name, function in replaced.items():
-        names[name] = partial(replacements[name], **{name: function})
+        bind = _bind_once if isinstance(replacements[name], FunctionType) else _bind
+        names[name] = bind(replacements[name], name, function)
     try:
         yield
     finally:
         names.update(replaced)
+
+
+def _bind(replacement: Callable, name: str, function: Callable) -> Callable:
+    return partial(replacement, **{name: function})
+
+
+# The same object each time: what a replayed program may have read is compared by identity.
+_bind_once = cache(_bind)
 
 
 def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
@@ -105,11 +119,11 @@ def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
     Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step.
     Without gradients nothing is kept for the backward pass anyway.
     """
-    return upstream_names(cls, disable_gradient_checkpointing=lambda *_, **__: _without_warning())
+    return upstream_names(cls, disable_gradient_checkpointing=_without_warning)
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
+def _without_warning(*_, **__) -> Iterator[None]:
     with warnings.catch_warnings():
         # It is about models that are to be trained.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")

@@ -65,18 +65,25 @@ class TrainerWatch:
         # Other columns may come first.
         self.batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
 
-    def end_program(self, kind: str, where: str, run: Callable[[], Program | None] | None = None) -> Program | None:
+    def end_program(
+        self,
+        kind: str,
+        where: str,
+        run: Callable[[], Program | None] | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Program | None:
         """
         End the program recorded so far, and note what it depends on if it is compiled. Messages name what it does and
         its place in the run. `run`, by default [`Backend.end_step`], compiles and starts it; what it gives is
-        returned.
+        returned. `shape` is that of its tokens, by default that of the batch under way.
         """
         known = len(self.programs.events)
-        program = self.programs.end(kind, self.batch_shape, where, run)
+        shape = self.batch_shape if shape is None else shape
+        program = self.programs.end(kind, shape, where, run)
         status = self._trainer.status
         if status is not None:
             for event in self.programs.events[known:]:
-                if (event.kind, event.shape) == (kind, self.batch_shape):
+                if (event.kind, event.shape) == (kind, shape):
                     status.clock.credit("compile", event.seconds)
         return program
 

@@ -251,7 +251,7 @@ def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
     """
     settings = {
         "model_name_or_path": str(make_model(case.model, directory, **case.sizes)),
-        "max_length": str(case.length),
+        **({} if case.command == "grpo" else {"max_length": str(case.length)}),
         "output_dir": str(directory / "run"),
         **case.settings,
     }

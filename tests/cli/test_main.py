@@ -55,6 +55,7 @@ OF_A_RUN = ["sft", "--use_cpu", "--model_name_or_path", "absent", "--dataset_nam
         (["sft", "--use_cpu"], "model_name_or_path is missing."),
         (["sft", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
         (["pretrain", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
+        (["grpo", "--use_cpu", "--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is missing"),
         (["pretrain", "--use_cpu", "--model_name_or_path", "m", "--dataset_name", "d"], "max_length is missing"),
         (["pretrain", "--use_cpu"], "--model_name_or_path"),
         ([*OF_A_RUN, "--per_device_train_batch_size", "0"], "per_device_train_batch_size=0 is not positive."),

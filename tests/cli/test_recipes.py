@@ -31,7 +31,12 @@ def tiny(tmp_path_factory):
 def command_of(recipe):
     """What runs a recipe, which its name begins with; `kd_...` is supervised fine-tuning, too."""
     kind = recipe.stem.partition("_")[0]
-    return kind if kind in ("pretrain", "dpo", "reward", "kto") else "sft"
+    return kind if kind in ("pretrain", "dpo", "reward", "kto", "grpo") else "sft"
+
+
+def shortened(recipe):
+    """Arguments for short rows. Those of GRPO are as long as the prompts and completions are."""
+    return SHORT[2:] if command_of(recipe) == "grpo" else SHORT
 
 
 def check_run(output_dir, steps=4):
@@ -58,7 +63,7 @@ def test_recipe(recipe, tiny, tmp_path, monkeypatch):
     for name in yaml.safe_load(recipe.read_text()).get("env", {}):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # what the recipe sets is taken back after the test
     upstream = {name: getattr(trl, name) for name in TRAINERS.values()}
-    argv = ["--config", str(recipe), "--smoke", str(tiny), *SHORT]
+    argv = ["--config", str(recipe), "--smoke", str(tiny), *shortened(recipe)]
     if "kd_cache" in yaml.safe_load(recipe.read_text()):
         argv += ["--kd_cache", str(tmp_path / "cache")]
         assert main(["cache-teacher", *argv]) == 0
@@ -72,7 +77,7 @@ def run_command(name, recipe, tiny, output_dir, **env):
     command = [shutil.which(name, path=os.path.dirname(sys.executable))]
     command += [command_of(recipe), "--config", recipe]
     result = subprocess.run(
-        [*command, "--smoke", tiny, "--output_dir", output_dir, *SHORT],
+        [*command, "--smoke", tiny, "--output_dir", output_dir, *shortened(recipe)],
         env={key: value for key, value in os.environ.items() if key != "HF_TPU_EXT"} | env,
         capture_output=True,
         text=True,

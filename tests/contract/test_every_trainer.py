@@ -11,7 +11,7 @@ import transformers
 import trl.trainer
 from transformers import Trainer
 
-from hf_tpu_ext import TPUSFTTrainer, TPUTrainer
+from hf_tpu_ext import TPUGRPOTrainer, TPURLOOTrainer, TPUSFTTrainer, TPUTrainer
 from hf_tpu_ext.step.deferred_reads import _branches
 from hf_tpu_ext.trainers import TPUTrainerMixin
 from hf_tpu_ext.trainers.metrics import _metrics_of
@@ -46,6 +46,13 @@ OURS = {
     for cls in trainer.__mro__
     if cls.__module__.startswith("hf_tpu_ext.")
 }
+# Of the trainers that write their own data.
+ROLLOUTS = {
+    cls
+    for trainer in (TPUGRPOTrainer, TPURLOOTrainer)
+    for cls in trainer.__mro__
+    if cls.__module__.startswith("hf_tpu_ext.") and cls not in OURS
+}
 OF_TRAINER = OVERRIDES | set_on_self(Trainer)
 
 
@@ -73,6 +80,42 @@ def test_no_two_classes_of_ours_define_a_private_name_twice():
                     issubclass(TPUSFTTrainer, owner) and owner.__name__ == "DistillationMixin" for owner in owners
                 ), f"{name} of {owners}"
             seen[name] = cls
+
+
+# What they override of GRPO and RLOO, and set, besides what is the mixin's.
+OF_ROLLOUTS = {
+    "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
+    "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields"],
+    "_get_per_token_logps_and_entropies": ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"],
+    "get_high_entropy_mask": ["entropies", "mask", "threshold"],
+}
+OF_ENTROPY = {"_last_world_entropy", "entropy_coef", "use_adaptive_entropy"}
+SET_BY_ROLLOUTS = {"_buffered_inputs", "_current_train_step_time", "_metrics", "_step", "reward_funcs"}
+
+
+@pytest.mark.parametrize("upstream", [trl.GRPOTrainer, trl.RLOOTrainer])
+def test_rollouts_override_what_is_there(upstream):
+    theirs = set(vars(upstream)) | set_on_self(upstream)
+    for name, expected in OF_ROLLOUTS.items():
+        if name == "get_high_entropy_mask" and upstream is trl.RLOOTrainer:
+            continue
+        taken = list(inspect.signature(vars(upstream)[name]).parameters)[1:]
+        assert taken[: len(expected)] == expected, f"{upstream.__name__}.{name} takes {taken}"
+    assert SET_BY_ROLLOUTS <= theirs
+    assert upstream is trl.RLOOTrainer or OF_ENTROPY <= theirs
+    for cls in ROLLOUTS:
+        ours = {name for name in set(vars(cls)) | set_on_self(cls) if not name.startswith("__")}
+        assert ours & (theirs - OF_TRAINER) <= OF_ROLLOUTS.keys() | SET_BY_ROLLOUTS | OF_ENTROPY, f"{cls.__name__}"
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_rollouts_replace_what_is_there(name):
+    """Functions that a trainer's module is to have by these names; and where batches are prepared, on the host."""
+    module = importlib.import_module(f"trl.trainer.{name}_trainer")
+    assert {"disable_gradient_checkpointing", "nanmax", "nanmin", "use_adapter"} <= set(vars(module))
+    trainer = vars(module)[f"{name.upper()}Trainer"]
+    assert "self._prepare_inputs" not in inspect.getsource(trainer._compute_loss)
+    assert "_generate_and_score_completions" in inspect.getsource(trainer._prepare_inputs)
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto"])
@@ -106,6 +149,8 @@ def test_losses_read_what_is_deferred(name):
         ("SFTTrainer", {"entropy", "mean_token_accuracy", "aux_loss"}),
         ("RewardTrainer", {"min_reward", "mean_reward", "max_reward", "accuracy", "margin"}),
         ("DPOTrainer", {"rewards/margins", "logps/chosen", "entropy"}),
+        ("GRPOTrainer", {"kl", "entropy", "clip_ratio/low_min", "cispo_clip_ratio", "vespo/phi_seq_mean"}),
+        ("RLOOTrainer", {"entropy", "clip_ratio/high_max"}),
         ("KTOTrainer", {"kl", "rewards/chosen", "logits/rejected"}),
     ],
 )

@@ -19,6 +19,7 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig
 
 from hf_tpu_ext.cli.autoload import TRAINERS
+from hf_tpu_ext.cli.trl_scripts import SCRIPTS
 from hf_tpu_ext.trainers import arguments
 
 
@@ -134,9 +135,13 @@ def test_script_and_parser(command, trainer, stock, tmp_path, monkeypatch):
             pass
 
     monkeypatch.setattr(trl, trainer, Trainer)
+    rewards = SCRIPTS[command].rewards
+    script_cls = vars(script)[SCRIPTS[command].arguments] if rewards else trl.ScriptArguments
+    config = stock.config()
+    config.trust_remote_code = False
     script.main(
-        trl.ScriptArguments(dataset_name=str(tmp_path)),
-        stock.config(),
+        script_cls(dataset_name=str(tmp_path), **({"reward_funcs": ["accuracy_reward"]} if rewards else {})),
+        config,
         trl.ModelConfig(model_name_or_path="model"),
         trl.DatasetMixtureConfig(),
     )
@@ -149,6 +154,7 @@ def test_script_and_parser(command, trainer, stock, tmp_path, monkeypatch):
         "peft_config",
         "resume_from_checkpoint",
         "output_dir",
+        *(["reward_funcs"] if rewards else []),
     }
 
 

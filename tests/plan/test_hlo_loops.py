@@ -56,6 +56,12 @@ ENTRY %main (x: f32[8], y: s32[]) -> (s32[], f32[8]) {{
 
 UP, BELOW = "%next = s32[] add(%j, %one)", "ROOT %go = pred[] compare(%i, %n), direction=LT"
 
+ENDED = f"""{BELOW.removeprefix("ROOT ")}
+  %x = f32[8]{{0}} get-tuple-element(%t), index=1
+  %done = pred[] custom-call(%x)
+  %not = pred[] not(%done)
+  ROOT %both = pred[] and(%go, %not)"""
+
 
 @pytest.mark.parametrize(
     ("start", "condition", "body", "expected"),
@@ -66,6 +72,9 @@ UP, BELOW = "%next = s32[] add(%j, %one)", "ROOT %go = pred[] compare(%i, %n), d
         ("constant(0)", BELOW, "%two = s32[] constant(3)\n  %next = s32[] add(%j, %two)", 10),
         ("constant(27)", "ROOT %go = pred[] compare(%i, %zero), direction=GE", "%next = s32[] subtract(%j, %one)", 28),
         ("constant(0)", "ROOT %go = pred[] compare(%i, %n), direction=NE", UP, 28),
+        # Ended by data, or after 28 turns.
+        ("constant(0)", ENDED, UP, 28),
+        ("copy(%y)", ENDED, UP, None),
         ("copy(%y)", BELOW, UP, None),
         ("constant(0)", BELOW, "%next = s32[] custom-call(%j)", None),
         ("constant(0)", BELOW, "%next = s32[] copy(%j)", None),

@@ -138,18 +138,3 @@ def test_samples_before_and_after(runs, capsys):
     runs.ours(config_cls=TPUSFTConfig, show_samples=2, max_steps=2)
     lines = capsys.readouterr().out.splitlines()
     assert [sum(f"{name:>9}: " in line for line in lines) for name in ("reference", "before", "after")] == [2, 2, 2]
-
-
-def test_greedy_answers_are_those_of_generate(runs):
-    from hf_tpu_ext.callbacks.samples import greedy_answers
-
-    trainer = runs.ours(max_steps=1)
-    trainer.model.eval()
-    prompts = [row["input_ids"][:5] for row in trainer.eval_dataset.select(range(3))] + [[7, 8, 9]]
-    ours = greedy_answers(trainer.model, trainer.backend, prompts, 6, trainer._tokenizer.pad_token_id)
-    model = trainer.model.to("cpu")
-    for prompt, answer in zip(prompts, ours, strict=True):
-        ids = torch.tensor([prompt])
-        for _ in range(6):
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-        assert answer == ids[0, len(prompt) :].tolist()

@@ -1,0 +1,285 @@
+"""Completions of prompts: a program for each declared length of prompts, and one for all tokens after them."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import GenerationConfig
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..backends.base import Backend
+from ..step.attention import static_masks
+from ..step.replay import StepReplay
+from ..step.static_cache import StaticKeyValueCache
+from .sampling import Sampler
+
+
+#: What the watch calls the program of the prompts, and that of the tokens after them.
+PREFILL, DECODE = "prefill", "decode"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """
+    Completions of prompts.
+
+    Args:
+        token_ids (`list[list[int]]`):
+            The tokens after each prompt, up to and with the one that ends it.
+        log_probs (`list[list[float]]`):
+            Their log-probabilities: of the softmax of the logits over the temperature, before tokens are left out.
+    """
+
+    token_ids: list[list[int]]
+    log_probs: list[list[float]]
+
+
+class Generator:
+    """
+    Generates completions with the weights that a model has now, in programs of static shape.
+
+    Prompts are padded on the left to the shortest declared length that holds them. One program reads them and fills a cache of
+    keys and values, and a second has a loop over all further tokens, which ends when all rows have. The host reads the tokens
+    once. Eager devices have [`~transformers.GenerationMixin.generate`].
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            A causal language model of transformers, or a [`~peft.PeftModel`] of one. It is in evaluation mode meanwhile.
+        backend ([`Backend`]):
+            The backend in use.
+        config ([`~transformers.GenerationConfig`]):
+            What is generated. It needs `max_new_tokens`, and a `pad_token_id` or an `eos_token_id`. As in `generate`, the model's
+            own settings stand in for those that are left out.
+        prompt_lengths (`Sequence[int]`):
+            Declared lengths of prompts, ascending.
+        run (`Callable`, *optional*):
+            Runs what was traced, called with the name of the program, the shape of its tokens and `run=`, which does so. By
+            default that is called.
+
+    Raises:
+        `ValueError`: A setting cannot work in a program of static shapes; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        config: GenerationConfig,
+        prompt_lengths: Sequence[int],
+        run: Callable[..., Any] | None = None,
+    ):
+        self._model, self._backend = model, backend
+        plain = unwrap_peft_model(model)
+        self.config, _ = plain._prepare_generation_config(config)
+        if not self.config.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens={self.config.max_new_tokens} says not how long completions may be. Give a number: "
+                "max_new_tokens=256."
+            )
+        #: Declared lengths of prompts, ascending.
+        self.prompt_lengths = list(prompt_lengths)
+        self._new_tokens = self.config.max_new_tokens
+        self._sampler = Sampler(plain, self.config, backend.device)
+        ends = self.config.eos_token_id
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self._ends = set(ends)
+        #: What follows the end of a row, and precedes a prompt.
+        self.pad_token_id = (ends or [0])[0] if self.config.pad_token_id is None else self.config.pad_token_id
+        self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
+        self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
+        self._run = run
+        #: Replays the programs, if anything does. It has to be given [`~Generator.tensors`].
+        self.replay: StepReplay | None = None
+        self._state: list[Tensor] = []
+
+    def tensors(self) -> list[Tensor]:
+        """What programs read and change besides the model; always in the same order."""
+        return self._state
+
+    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
+        """
+        Generate a completion of each prompt.
+
+        Args:
+            prompts (`Sequence[Sequence[int]]`):
+                Token ids. Repeat a prompt for several completions of it.
+            seed (`int`, *optional*):
+                What samples follow from. By default it is drawn from PyTorch's generator on the host.
+
+        Returns:
+            [`Generated`]: The completions, in the order of the prompts.
+
+        Raises:
+            `ValueError`: A prompt is empty, or longer than what was declared.
+        """
+        if seed is None:
+            seed = int(torch.randint(-(2**31), 2**31 - 1, ()))
+        ids, mask = self._pad(prompts)
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), static_masks(), self._released():
+                made = self._backend.fetch(self._generate(ids, mask, torch.tensor(seed, dtype=torch.int32)))
+        finally:
+            self._model.train(was_training)
+        first, others = made[:2], made[2:] or [torch.zeros(0, len(ids))] * 2
+        tokens, log_probs = (
+            torch.cat([each[:, None], rest.T], 1)[: len(prompts)].tolist()
+            for each, rest in zip(first, others, strict=True)
+        )
+        lengths = [next((end for end, token in enumerate(row, 1) if token in self._ends), len(row)) for row in tokens]
+        return Generated(
+            [row[:length] for row, length in zip(tokens, lengths, strict=True)],
+            [row[:length] for row, length in zip(log_probs, lengths, strict=True)],
+        )
+
+    def _pad(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        longest = max(map(len, prompts))
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"Prompt {number} has no tokens. Give at least one, for example the bos token.")
+            if len(prompt) > self.prompt_lengths[-1]:
+                raise ValueError(
+                    f"Prompt {number} has {len(prompt)} tokens, and the declared length of prompts is {self.prompt_lengths[-1]}. "
+                    "Declare more, or cut the prompt."
+                )
+        length = next(each for each in self.prompt_lengths if each >= longest)
+        # As many rows for each chip.
+        rows = -(-len(prompts) // self._backend.num_chips) * self._backend.num_chips
+        ids = torch.full((rows, length), self.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row in range(rows):
+            prompt = torch.tensor(prompts[min(row, len(prompts) - 1)])
+            ids[row, length - len(prompt) :] = prompt
+            mask[row, length - len(prompt) :] = 1
+        return ids, mask
+
+    @contextmanager
+    def _released(self):
+        """Context after which the cache is free, for training to have its memory."""
+        try:
+            yield
+        finally:
+            self._backend.flush()
+            self._state = []
+
+    # ---- The two programs ----
+
+    def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor) -> list[Tensor]:
+        # What the first program hands to the second. Tensors of another shape stand for it till then.
+        self._state = self._backend.send([torch.zeros(1) for _ in range(len(_Rows._fields) + 2 * self._num_layers)])
+        rows = ids.shape[0]
+        prompts = self._backend.send_rows({"ids": ids, "attention": mask}, rows)
+        seed = self._backend.send(seed)
+        made = self._call(PREFILL, tuple(ids.shape), self._prefill, {**prompts, "seed": seed})
+        if self._new_tokens > 1:
+            shape = (rows, self._new_tokens)
+            made += self._call(DECODE, shape, self._decode, {"seed": seed, "rows": rows})
+        return made
+
+    def _call(
+        self, name: str, shape: tuple[int, int], trace: Callable[..., list[Tensor]], data: dict[str, Any]
+    ) -> list[Tensor]:
+        run = _call_it if self._run is None else partial(self._run, name, shape)
+        if self.replay is None:
+            made = trace(**data)
+            run(run=self._backend.end_step)
+            return made
+        made = trace(**data) if self.replay.begin(name, data) else None
+        return self.replay.end(run, made=made)
+
+    def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._state, (*rows, *cache), strict=True):
+            tensor.data = value
+            # Each chip has its own rows.
+            self._backend.shard(tensor, (("data", "fsdp"), *[None] * (value.ndim - 1)))
+
+    def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
+        end = self.prompt_lengths[-1]
+        cache = StaticKeyValueCache(self._backend, self._num_layers, ids.shape[1])
+        # Padding has any position.
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        logits = self._logits(ids, attention, positions, cache)
+        before = end - ids.shape[1]
+        # Tokens of the prompt only; those that stand for others count once.
+        history = torch.where(attention > 0, ids, ids[:, -1:])
+        token, log_prob = self._sampler.choose(logits, seed, torch.zeros_like(seed), history)
+        rows = _Rows(
+            self._sampler.is_end(token),
+            token,
+            positions[:, -1:] + 1,
+            pad(pad(attention, (before, 0)), (0, self._new_tokens), value=1),
+            torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
+        )
+        self._put_state(rows, cache.padded(end, end + self._new_tokens))
+        # That of the state is for the second program.
+        return [token.clone(), log_prob]
+
+    def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
+        state = _Rows(*self._state[: len(_Rows._fields)])
+        carry = (_all(state.finished), state, tuple(self._state[len(_Rows._fields) :]))
+        numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
+        turn = partial(self._decode_token, seed)
+        (_, state, kept), made = self._backend.loops.scan(turn, carry, (numbers,), until=True)
+        self._put_state(state, kept)
+        return list(made)
+
+    def _decode_token(self, seed: Tensor, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+        _, (finished, token, position, attention, history), kept = carry
+        (number,) = entries
+        index = number + (self.prompt_lengths[-1] - 1)
+        cache = StaticKeyValueCache(self._backend, self._num_layers, attention.shape[1], index, kept)
+        if self._sampler.reads_history:
+            history = self._backend.loops.put_block(history, token[:, None], (None, index))
+        logits = self._logits(token[:, None], attention, position, cache)
+        token, log_prob = self._sampler.choose(logits, seed, number, history)
+        token = torch.where(finished > 0, self.pad_token_id, token)
+        finished = torch.maximum(finished, self._sampler.is_end(token))
+        rows = _Rows(finished, token, position + 1, attention, history)
+        return (_all(finished), rows, cache.tensors), (token, log_prob)
+
+    def _logits(self, ids: Tensor, attention: Tensor, positions: Tensor, cache: StaticKeyValueCache) -> Tensor:
+        """The logits of the last position: `(rows, vocabulary)`."""
+        cut = {"logits_to_keep": 1} if self._cuts_logits else {}
+        output = self._model(
+            input_ids=ids,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **cut,
+        )
+        return output.logits[:, -1]
+
+
+class _Rows(NamedTuple):
+    """
+    What is known of each row between two tokens.
+
+    Args:
+        finished (`torch.Tensor` of shape `(rows,)`, int32): 1 where the last token has ended it.
+        token (`torch.Tensor` of shape `(rows,)`): The last token.
+        position (`torch.Tensor` of shape `(rows, 1)`): Its position.
+        attention (`torch.Tensor` of shape `(rows, length)`): 0 for padding of the prompt. Later tokens are masked by their position.
+        history (`torch.Tensor` of shape `(rows, length)`): All tokens so far; others stand for those that are to come.
+    """
+
+    finished: Tensor
+    token: Tensor
+    position: Tensor
+    attention: Tensor
+    history: Tensor
+
+
+def _call_it(run: Callable[[], Any]) -> Any:
+    return run()
+
+
+def _all(finished: Tensor) -> Tensor:
+    return finished.min(0).values > 0

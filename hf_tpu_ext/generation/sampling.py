@@ -1,0 +1,126 @@
+"""Choosing the next token on the device."""
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import LogitsProcessorList
+
+from ..step.random_bits import BY_ROW, scramble, uniform
+
+
+# Processors of transformers that are the same for every token, and do not read the device.
+_ON_DEVICE = {
+    "EpsilonLogitsWarper",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+# Settings of [`~transformers.GenerationConfig`] that need more than one pass for each token, or the host, and what is without effect.
+_REFUSED = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "stop_strings": None,
+    "max_time": None,
+    "watermarking_config": None,
+    "token_healing": False,
+    "min_length": 0,
+}
+
+
+def check_generation_config(config: GenerationConfig) -> None:
+    """Refuse settings that cannot work in a program of static shapes (`ValueError`)."""
+    for name, without_effect in _REFUSED.items():
+        given = vars(config).get(name)
+        if given not in (None, without_effect):
+            fix = "min_new_tokens" if name == "min_length" else "generate() of the model on CPU or CUDA"
+            raise ValueError(
+                f"{name}={given!r} cannot be used in a program of static shapes. Leave it out, or use {fix}."
+            )
+
+
+class Sampler:
+    """
+    Chooses tokens as [`~transformers.GenerationMixin.generate`] does, by its own processors of logits, without reading the device.
+
+    Samples follow from a seed, the token's number and the row: they are the same on one chip and on eight.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model, which makes the processors.
+        config ([`~transformers.GenerationConfig`]):
+            Complete settings, as `generate` completes them.
+        device (`torch.device`):
+            The device of the logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: GenerationConfig, device: torch.device):
+        check_generation_config(config)
+        self._samples = bool(config.do_sample)
+        self._temperature = config.temperature if self._samples and config.temperature else 1.0
+        ends = config.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        # No token has the number -1.
+        self._ends = torch.tensor(ends or [-1]).to(device)
+        self._min_new_tokens = (config.min_new_tokens or 0) if ends else 0
+        self.processors = self._processors(model, config, device)
+        #: Whether a choice depends on the tokens before.
+        self.reads_history = any(type(each).__name__.startswith("Repetition") for each in self.processors)
+
+    @staticmethod
+    def _processors(model: PreTrainedModel, config: GenerationConfig, device: torch.device) -> LogitsProcessorList:
+        processors = model._get_logits_processor(config, input_ids_seq_length=1, device=device, logits_processor=[])
+        kept = LogitsProcessorList(each for each in processors if not type(each).__name__.startswith("MinNewTokens"))
+        for each in kept:
+            if type(each).__name__ not in _ON_DEVICE:
+                raise ValueError(
+                    f"A setting of the generation asks for {type(each).__name__}, which cannot run on {device.type}. Allowed "
+                    f"are temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, repetition_penalty, suppress_tokens, "
+                    "min_new_tokens, eos_token_id. Leave it out, or generate with the model on CPU or CUDA."
+                )
+        return kept
+
+    def choose(self, logits: Tensor, seed: Tensor, number: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
+        """
+        Choose a token for each row.
+
+        Args:
+            logits (`torch.Tensor` of shape `(rows, vocabulary)`):
+                Those of the last position.
+            seed, number (`torch.Tensor` of shape `()`, int32):
+                The seed of the text, and the number of the token in it, from 0.
+            history (`torch.Tensor` of shape `(rows, length)`, *optional*):
+                Tokens before this one, where [`~Sampler.reads_history`].
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: The tokens, int64 of shape `(rows,)`, and their log-probabilities in
+            float32: of the softmax of the logits over the temperature, before tokens are left out.
+        """
+        logits = logits.float()
+        scores = logits
+        if self._min_new_tokens:
+            vocabulary = torch.arange(logits.shape[-1], device=logits.device)
+            is_end = (vocabulary[:, None] == self._ends).any(-1)
+            scores = torch.where(is_end & (number < self._min_new_tokens), -torch.inf, scores)
+        scores = self.processors(history, scores)
+        if self._samples:
+            # The largest of scores with Gumbel noise is drawn with the probability of its softmax.
+            noise = uniform(tuple(scores.shape), scramble(seed + number * BY_ROW))
+            scores = scores - (-noise.log()).log()
+        token = scores.argmax(-1)
+        scaled = logits / self._temperature
+        return token, scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)
+
+    def is_end(self, token: Tensor) -> Tensor:
+        """Say of tokens `(rows,)` whether they end a text: 1 or 0, int32."""
+        return (token[:, None] == self._ends).int().amax(-1)

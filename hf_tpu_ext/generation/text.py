@@ -1,0 +1,107 @@
+"""`generate` of transformers, in programs of static shape where a device compiles every shape anew."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import GenerationConfig
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..backends import select_backend
+from ..sharding.plan import place_model
+from .generator import Generator
+
+
+# Prompts are padded to a multiple of it, for those of about the same length to share a program.
+_MULTIPLE = 64
+
+
+def generate(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    prompt_lengths: Sequence[int] | None = None,
+    seed: int | None = None,
+    **kwargs,
+) -> Tensor:
+    """
+    Generate as [`~transformers.GenerationMixin.generate`] does, with its arguments, on TPU, GPU and CPU.
+
+    On XLA two programs do it, one for the prompts and one for all tokens after them, whose greedy tokens are those of
+    `generate`. They are compiled once for a number of rows, a declared length and a `max_new_tokens`. Elsewhere this is
+    `model.generate`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            A causal language model. It is moved to the TPU, and stays there.
+        input_ids (`torch.Tensor` of shape `(rows, length)`):
+            Prompts, padded on the left.
+        attention_mask (`torch.Tensor` of shape `(rows, length)`, *optional*):
+            0 for padding. By default there is none.
+        generation_config ([`~transformers.GenerationConfig`], *optional*):
+            What is generated. By default, the model's own.
+        prompt_lengths (`Sequence[int]`, *optional*):
+            Lengths that prompts are padded to, ascending. By default the next multiple of 64.
+        seed (`int`, *optional*):
+            What samples follow from. By default it is drawn from PyTorch's generator on the host.
+        **kwargs:
+            Settings of [`~transformers.GenerationConfig`], such as `max_new_tokens`.
+
+    Returns:
+        `torch.Tensor` of shape `(rows, length + new)`: Prompts and completions, padded on the right, on the host; `new` are
+        the tokens of the longest.
+
+    Raises:
+        `ValueError`: A prompt is padded on the right, or a setting cannot work; the message says what to set instead.
+
+    Example:
+
+    ```python
+    >>> from hf_tpu_ext import generate
+
+    >>> inputs = tokenizer(["The capital of France is"], return_tensors="pt", padding_side="left")
+    >>> tokens = generate(model, **inputs, max_new_tokens=32)
+    >>> tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    ```
+    """
+    backend = select_backend()
+    if not backend.traces_steps:
+        if seed is not None:
+            torch.manual_seed(seed)
+        return model.generate(
+            input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **kwargs
+        )
+    if unknown := sorted(name for name in kwargs if name not in vars(GenerationConfig())):
+        raise ValueError(
+            f"{', '.join(unknown)} cannot be used in a program of static shapes. Leave it out, or use generate() of the model on "
+            "CPU or CUDA."
+        )
+    input_ids = input_ids.cpu()
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.cpu()
+    if not mask[:, -1].all():
+        raise ValueError(
+            "Prompts are padded on the right, where their completion begins. Pad them on the left: tokenizer(..., "
+            'padding=True, padding_side="left").'
+        )
+    if next(model.parameters()).device.type != backend.device.type:
+        mesh = {"data": backend.num_chips, "fsdp": 1}
+        backend.use_mesh(mesh)
+        place_model(model, backend, mesh)
+    length = input_ids.shape[1]
+    config, _ = unwrap_peft_model(model)._prepare_generation_config(generation_config, **kwargs)
+    if config.max_new_tokens is None and config.max_length is not None:
+        config.max_new_tokens = config.max_length - length
+    prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
+    copies = config.num_return_sequences or 1
+    lengths = prompt_lengths or [-(-length // _MULTIPLE) * _MULTIPLE]
+    generator = Generator(model, backend, config, lengths)
+    made = generator.generate([prompt for prompt in prompts for _ in range(copies)], seed)
+    longest = max(map(len, made.token_ids))
+    completions = [
+        pad(torch.tensor(tokens), (0, longest - len(tokens)), value=generator.pad_token_id)
+        for tokens in made.token_ids
+    ]
+    return torch.cat([input_ids.repeat_interleave(copies, 0), torch.stack(completions)], 1)

@@ -1,0 +1,48 @@
+"""Statistics over some of the elements of a tensor: all are computed with, since how many they are would have to be read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def nanmin_of_all(values: Tensor, **_: Any) -> Tensor:
+    """
+    What `nanmin` of TRL gives, which picks the elements out.
+
+    Args:
+        values (`torch.Tensor` of shape `(elements,)`):
+            Numbers and NaN.
+
+    Returns:
+        `torch.Tensor` of shape `()`: The least number, or NaN where there is none.
+    """
+    is_nan = torch.isnan(values)
+    return torch.where(is_nan.all(), torch.nan, torch.where(is_nan, torch.inf, values).min())
+
+
+def nanmax_of_all(values: Tensor, **_: Any) -> Tensor:
+    """As [`nanmin_of_all`], of the greatest."""
+    return -nanmin_of_all(-values)
+
+
+def quantile_of_chosen(values: Tensor, chosen: Tensor, threshold: float) -> Tensor:
+    """
+    What `torch.quantile` gives of the elements that are chosen.
+
+    Args:
+        values (`torch.Tensor`):
+            Elements.
+        chosen (`torch.Tensor`):
+            Which of them count, of the same shape.
+        threshold (`float`):
+            From 0 to 1.
+
+    Returns:
+        `torch.Tensor` of shape `()`: The quantile; infinity where none is chosen.
+    """
+    ordered = torch.where(chosen, values, torch.inf).flatten().sort().values
+    rank = threshold * (chosen.sum() - 1).clamp(min=0).to(values.dtype)
+    below = rank.floor()
+    lower, upper = (ordered.gather(0, index.long()[None])[0] for index in (below, rank.ceil()))
+    return torch.lerp(lower, upper, rank - below)

@@ -1,0 +1,33 @@
+"""Random numbers that follow from a seed on the device and a place: each is computed where it is used."""
+
+import torch
+from torch import Tensor
+
+
+# Odd, so that different places have different numbers: 2**32 over the golden ratio, and a multiplier of MurmurHash3.
+BY_ROW, BY_COLUMN = (number - 2**32 for number in (0x9E3779B9, 0x85EBCA6B))
+
+
+def scramble(bits: Tensor) -> Tensor:
+    """A hash of int32 numbers."""
+    # lowbias32 of https://nullprogram.com/blog/2018/07/31/ on the numbers that there are: PyTorch's are signed.
+    for places, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        bits = (bits ^ _shift(bits, places)) * factor
+    return bits ^ _shift(bits, 16)
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    # By a tensor: torch_xla divides where the number of places is a Python number, and chips have no division of integers.
+    places = torch.full((), by, dtype=bits.dtype, device=bits.device)
+    return torch.bitwise_right_shift(bits & 0x7FFFFFFF, places)
+
+
+def uniform(shape: tuple[int, int], seed: Tensor) -> Tensor:
+    """
+    Numbers between 0 and 1, both left out, in float32: `(rows, columns)`. They follow from a seed, int32 of shape `()`, and
+    the place, and are the same however rows are split over chips.
+    """
+    rows, columns = (torch.arange(size, dtype=torch.int32, device=seed.device) for size in shape)
+    bits = scramble(scramble(seed + rows[:, None] * BY_ROW) + columns * BY_COLUMN)
+    # 24 of the bits: as many as float32 holds.
+    return (_shift(bits, 7).float() + 0.5) * 2.0**-24

@@ -1,0 +1,101 @@
+"""The keys and values of the tokens that a model has seen, in tensors of static shape inside a program."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..backends.base import Backend
+from .autocast import matmul_dtype
+
+
+class _Layer(CacheLayerMixin):
+    """
+    The cache of a layer.
+
+    Without an index it takes the keys and values of the prompt, which attends to itself. With one it puts those of one token
+    there, and the token attends to all of them.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, backend: Backend, length: int, index: Tensor | None):
+        super().__init__()
+        self.is_initialized = True
+        # Not the cache: in a cycle, tensors of a loop's body would live until they are collected, and have no data.
+        self._backend, self._length, self._index = backend, length, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        # As attention multiplies them: rope makes float32 of keys.
+        dtype = matmul_dtype(key_states)
+        key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+        if self._index is None:
+            self.keys, self.values = key_states, value_states
+        else:
+            self.keys, self.values = self._put(self.keys, key_states), self._put(self.values, value_states)
+        return self.keys, self.values
+
+    def _put(self, cached: Tensor, states: Tensor) -> Tensor:
+        return self._backend.loops.put_block(cached, states, (None, None, self._index, None))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self._index is None else self._length), 0
+
+    def get_seq_length(self) -> int | Tensor:
+        return 0 if self._index is None else self._index
+
+    def get_max_length(self) -> int:
+        return self._length
+
+
+class StaticKeyValueCache(Cache):
+    """
+    A cache for a prompt, or for one token after it, of as many positions as there will ever be.
+
+    What a prompt has put into it becomes the cache of the tokens after it by [`~StaticKeyValueCache.padded`]. Unlike with
+    [`~transformers.StaticCache`], a prompt attends to its own length only, and a token is written by an update of a slice.
+
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        num_layers (`int`):
+            Layers of the model.
+        length (`int`):
+            Positions.
+        index (`torch.Tensor` of shape `()`, int32, *optional*):
+            The position of the token. Without it, a prompt is to come.
+        tensors (`Sequence[torch.Tensor]` of shapes `(rows, heads, length, width)`, *optional*):
+            Keys and values of each layer.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        num_layers: int,
+        length: int,
+        index: Tensor | None = None,
+        tensors: Sequence[Tensor] = (),
+    ):
+        super().__init__(layers=[_Layer(backend, length, index) for _ in range(num_layers)])
+        self.length, self.index = length, index
+        self.put(tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values of each layer."""
+        return tuple(chain.from_iterable((layer.keys, layer.values) for layer in self.layers))
+
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        """Take other tensors of keys and values."""
+        for layer, keys, values in zip(self.layers, tensors[::2], tensors[1::2], strict=False):
+            layer.keys, layer.values = keys, values
+
+    def padded(self, end: int, length: int) -> tuple[Tensor, ...]:
+        """The tensors of `length` positions, for tokens after a prompt whose last token is before position `end`."""
+        return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], length - end)) for tensor in self.tensors)

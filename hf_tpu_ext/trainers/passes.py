@@ -1,0 +1,99 @@
+"""Passes of a model without gradients, beside the training steps: traced twice, and then replayed."""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..step.replay import StepReplay
+from .own_code import draws_other_layers, find_own_code
+
+
+#: What upstream computes log-probabilities with.
+_METHODS_OF_A_PASS = ("_get_per_token_logps_and_entropies",)
+
+
+class Passes:
+    """
+    Runs what a trainer computes with models between its training steps, such as the log-probabilities of completions.
+
+    A pass is a program of its own. Of each kind and shape two are traced, and from then on the program is replayed, see
+    [`StepReplay`], unless code of the user's runs in it.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._replays: dict[Hashable, StepReplay | None] = {}
+
+    def forget(self) -> None:
+        """Forget what was recorded. A run makes other tensors of the weights."""
+        self._replays.clear()
+
+    def run(
+        self, kind: str, model: nn.Module, batch: dict[str, Tensor], trace: Callable[[dict[str, Tensor]], Any]
+    ) -> Any:
+        """
+        Run a pass, and return what `trace(batch)` makes, on the device.
+
+        Args:
+            kind (`str`):
+                What it is for. Passes of one kind are of one model, whose adapters are the same.
+            model (`torch.nn.Module`):
+                The model.
+            batch (`dict[str, torch.Tensor]`):
+                What it is given, on the device.
+            trace (`Callable`):
+                Computes it.
+        """
+        trainer = self._trainer
+        run_traced = partial(trainer.end_program, kind, f"step {trainer.state.global_step + 1}")
+        key = kind, model.training
+        if key not in self._replays:
+            self._replays[key] = self.make_replay(model)
+        replay = self._replays[key]
+        if replay is None:
+            made = trace(batch)
+            run_traced()
+            return made
+        made = None
+        try:
+            if replay.begin(kind, batch):
+                made = tree_map_only(Tensor, trainer.backend.programs.without_base, trace(batch))
+            return replay.end(run_traced, made=made)
+        finally:
+            # Where the trace failed, too.
+            trainer.copies.context.resume()
+
+    def make_replay(self, model: nn.Module, state: Callable[[], list[Tensor]] = list) -> StepReplay | None:
+        """
+        Make what replays passes of a model, which read and change `state()` besides it; `None` where every pass is to be traced.
+        """
+        trainer = self._trainer
+        why_not = partial(self._why_not_replay, model)
+        if trainer.compiled.step_replay is False or why_not() is not None:
+            # A line has said so of the steps.
+            return None
+        return StepReplay(
+            trainer.backend,
+            [model],
+            state=state,
+            note=partial(trainer.steps.note_python_state, [model], methods=_METHODS_OF_A_PASS),
+            settings=lambda: tuple(parameter.dtype for parameter in model.parameters()),
+            why_not=why_not,
+            copies=trainer.copies.context,
+            assume_pure=trainer.compiled.step_replay is True,
+            training=model.training,
+        )
+
+    def _why_not_replay(self, model: nn.Module) -> str | None:
+        if (setting := draws_other_layers(model)) is not None:
+            return f"{setting} leaves out other layers at every pass"
+        if self._trainer.compiled.step_replay is True:
+            return None
+        return find_own_code(self._trainer, [model], _METHODS_OF_A_PASS)

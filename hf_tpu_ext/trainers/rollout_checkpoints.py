@@ -1,0 +1,79 @@
+"""Completions in checkpoints: a run that is resumed goes on with those that it was trained on."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from .checkpoints import read_run_state
+
+
+_FILE = "rollouts.safetensors"
+# Micro-steps that were taken; rows of each, and of a generation.
+_STEP, _ROWS, _GENERATION = "step", "rows", "generation_rows"
+
+
+class RolloutCheckpoints:
+    """
+    The part of [`RolloutMixin`] that saves and resumes the batches of a generation, of which some steps are still to come.
+
+    Upstream saves none of it: a run that it resumes generates anew, and takes other slices of what it has generated.
+    """
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if not self.args.should_save:
+            return
+        numbers = {_STEP: self._step, _ROWS: self._train_batch_size, _GENERATION: self.args.generation_batch_size}
+        tensors = {name: torch.tensor(number) for name, number in numbers.items()}
+        if self._step % (self.args.steps_per_generation * self.num_iterations):
+            for index, batch in enumerate(self._buffered_inputs):
+                # Slices, of which a number may be in all of them.
+                tensors |= {f"{index}.{key}": value.clone() for key, value in batch.items() if value is not None}
+        save_file(tensors, Path(output_dir) / _FILE)
+
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        checkpoint = super()._find_checkpoint(resume_from_checkpoint)
+        if checkpoint is not None and (Path(checkpoint) / _FILE).is_file():
+            tensors = load_file(Path(checkpoint) / _FILE)
+            step, rows, generation = (int(tensors.pop(name)) for name in (_STEP, _ROWS, _GENERATION))
+            state = read_run_state(checkpoint)
+            if state["num_workers"] != self.chips.batch_state()["num_workers"]:
+                self._keep_generation(generation, state["num_workers"])
+            # As many rows as before, in steps of this run's.
+            self._step = step * rows // self._train_batch_size
+            self._buffered_inputs = self._split_again(tensors)
+        return checkpoint
+
+    def _keep_generation(self, rows: int, num_workers: int) -> None:
+        """Generate as many rows as the run that is resumed has on another number of chips."""
+        args = self.args
+        if rows % self._train_batch_size:
+            raise ValueError(
+                f"The checkpoint was written with {rows} rows of a generation on {num_workers} chips, which are no number of "
+                f"batches of {self._train_batch_size} rows here. Use a number of chips that divides {rows} (num_chips), or set "
+                "per_device_train_batch_size."
+            )
+        args.generation_batch_size, args.steps_per_generation = rows, rows // self._train_batch_size
+
+    def _split_again(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
+        """
+        The batches of a generation, in as many as this run takes. `None` where there are none, or of another number of rows:
+        upstream generates anew then.
+        """
+        parts: dict[str, list[torch.Tensor]] = {}
+        for name in sorted(tensors, key=lambda name: int(name.partition(".")[0])):
+            parts.setdefault(name.partition(".")[2], []).append(tensors[name])
+        count, rows = self.args.steps_per_generation, self.args.generation_batch_size
+        batches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        for key, of_key in parts.items():
+            # A number of the whole generation is in all of them.
+            whole = torch.cat(of_key) if of_key[0].ndim else of_key[0]
+            if whole.ndim and len(whole) != rows:
+                return None
+            if not self.backend.static_shapes:
+                # Where batches are padded, they wait on the host.
+                whole = whole.to(self.args.device)
+            for batch, value in zip(batches, whole.chunk(count) if whole.ndim else [whole] * count, strict=True):
+                batch[key] = value
+        return batches if parts else None

@@ -1,0 +1,150 @@
+"""What a trainer that writes its own data computes of it beside the training steps: log-probabilities and rewards."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..step.looped_head import head_wrapped_by
+from .reward_functions import check_rewards
+
+
+#: What the watch calls the programs of log-probabilities and rewards, which run beside the training steps.
+SCORING, REFERENCE, REWARD = "scoring pass", "reference pass", "reward pass"
+# Whether the adapters of a model are those of the reference, or off.
+_with_adapter_of_reference = ContextVar("with_adapter_of_reference", default=False)
+
+
+class RolloutScores:
+    """
+    The part of [`RolloutMixin`] that runs models over completions, without gradients, and calls reward functions.
+
+    Upstream asks for it on the host. The rows of all completions go through a program of static shape, as many at a time as a step
+    has, and what it makes is read once.
+    """
+
+    def run_passes(
+        self,
+        kind: str,
+        model: nn.Module,
+        batch: dict[str, Tensor],
+        trace: Callable[[dict[str, Tensor]], Tensor],
+        rows_at_once: int | None = None,
+    ) -> Tensor:
+        """
+        Compute a value for each row of a batch on the host, or several, by passes over so many rows.
+
+        Args:
+            kind (`str`):
+                As in [`Passes.run`].
+            model (`torch.nn.Module`):
+                The model.
+            batch (`dict[str, torch.Tensor]`):
+                Tensors of any number of rows, on the host.
+            trace (`Callable`):
+                Computes the values of some rows on the device.
+            rows_at_once (`int`, *optional*):
+                How many rows. By default those of a step.
+
+        Returns:
+            `torch.Tensor`: The values of all rows, on the host. They are read once.
+        """
+        wanted = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
+        rows, made = len(batch["input_ids"]), []
+        for start in range(0, rows, wanted):
+            part = {key: value[start : start + wanted] for key, value in batch.items()}
+            missing = wanted - len(part["input_ids"])
+            # For the last part to be the same program: each row is by itself.
+            part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
+            sent = self._send_rows(part, whole=wanted % self.backend.num_chips != 0)
+            made.append(self.passes.run(kind, model, sent, trace))
+        return torch.cat(self.backend.fetch(made))[:rows]
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, *args, **kwargs
+    ):
+        compute = partial(super()._get_per_token_logps_and_entropies, model)
+        if not self.backend.static_shapes:
+            return compute(input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
+        if input_ids.device.type == self.backend.device.type:
+            with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape)):
+                return compute(input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
+        split = input_ids.shape[1] - logits_to_keep
+        batch = self._pad_batch(
+            {
+                "prompt_ids": input_ids[:, :split],
+                "prompt_mask": attention_mask[:, :split],
+                "completion_ids": input_ids[:, split:],
+                "completion_mask": attention_mask[:, split:],
+            }
+        )
+        ids, mask = join_completions(batch)
+        is_reference = _with_adapter_of_reference.get() or model is self.ref_model
+        scored = self.run_passes(
+            REFERENCE if is_reference else SCORING,
+            model,
+            {"input_ids": ids, "attention_mask": mask},
+            partial(self._score, model),
+            batch_size * self.backend.num_chips,
+        )
+        return scored[:, :logits_to_keep], None, None
+
+    def _score(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), self.compute_loss_context_manager(), self.models_compiled():
+            log_probs, _, _ = self._get_per_token_logps_and_entropies(
+                model, batch["input_ids"], batch["attention_mask"], self.max_completion_length
+            )
+        return log_probs
+
+    def _calculate_rewards(self, *args, **kwargs):
+        functions = self.reward_funcs
+        self.reward_funcs = [
+            function if isinstance(function, nn.Module) else check_rewards(function, name)
+            for function, name in zip(functions, self.reward_func_names, strict=True)
+        ]
+        try:
+            return super()._calculate_rewards(*args, **kwargs)
+        finally:
+            self.reward_funcs = functions
+
+
+@contextmanager
+def note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Callable) -> Iterator[None]:
+    """Upstream's `use_adapter`, within which a model is the reference."""
+    with use_adapter(model, adapter_name):
+        token = _with_adapter_of_reference.set(True)
+        try:
+            yield
+        finally:
+            _with_adapter_of_reference.reset(token)
+
+
+def join_completions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts and completions one after the other: their tokens, and which of them are no padding."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+
+
+def _only_completions(kept: int, shape: torch.Size, score: Callable) -> Callable:
+    """
+    Have the head score the last `kept` tokens of rows, whose ids are of `shape`. Upstream leaves out the scores of prompts
+    later, where it cannot leave out the tokens.
+    """
+    rows, length = shape[0], shape[1] - 1
+
+    def score_completions(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
+    ) -> tuple:
+        hidden = hidden.view(rows, length, -1)[:, length - kept :].reshape(rows * kept, -1)
+        targets = targets.view(rows, length)[:, length - kept :].reshape(-1)
+        return tuple(
+            None if value is None else pad(value.view(rows, kept), (length - kept, 0)).view(-1)
+            for value in score(hidden, weight, bias, targets, *settings)
+        )
+
+    return score_completions

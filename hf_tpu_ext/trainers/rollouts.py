@@ -1,0 +1,348 @@
+"""Training on completions that the model writes itself: GRPO, RLOO."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from ..data import round_up_length, validate_buckets
+from ..generation.sampling import check_generation_config
+from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
+from .configs import ExtensionArguments
+from .dataset_checks import named_datasets
+from .lengths import declare_lengths
+from .passes import Passes
+from .reward_functions import RewardsOnDevice
+from .rollout_checkpoints import RolloutCheckpoints
+from .rollout_checks import check_rollouts
+from .rollout_scores import REWARD, RolloutScores, join_completions, note_reference
+from .text import TextGeneration
+from .upstream import checkpointing_left_on, upstream_names, upstream_of
+
+
+# What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
+_OF_PROMPTS = ("prompt_ids", "prompt_mask")
+# Rows of a dataset that are tokenized at once.
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass
+class RolloutArguments(ExtensionArguments):
+    """What the trainers that generate their own data take besides [`ExtensionArguments`]."""
+
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Length that prompts are padded to on XLA; a longer prompt is an error. Default: that of the longest prompt "
+            "of the datasets, rounded up. A streaming dataset needs it."
+        },
+    )
+
+    def __post_init__(self):
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise ValueError(
+                f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
+                "example max_prompt_length=256, or leave it out."
+            )
+        self._rows_given = self.generation_batch_size
+        super().__post_init__()
+
+
+class RolloutMixin(RolloutScores, RolloutCheckpoints):
+    """
+    The part of [`TPUGRPOTrainer`] and [`TPURLOOTrainer`] that makes their batches.
+
+    Upstream's own code generates, rewards and compares completions, on the host and with tensors of the host: none of it is
+    compiled, and nothing of it is read from the device. What it needs of the device are programs of static shape: the
+    completions, their log-probabilities, and the scores of reward models. Then the batch is padded, prompts on the left and
+    completions on the right, and sent. Upstream's loss is the step's program, as it is written.
+
+    On CUDA and CPU every method is upstream's, and reward functions are checked.
+    """
+
+    generates = True
+    drops_nan_metrics = True
+    # Upstream prepares a batch on the host, before the program of the step begins.
+    methods_on_host = ("_prepare_inputs",)
+
+    # ---- Setting up ----
+
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Refuse (`ValueError`) what does not work on XLA, before a model is loaded."""
+        check_rollouts(given, upstream_of(cls).__name__)
+
+    def _arrange_batches(self) -> None:
+        super()._arrange_batches()
+        args, chips = self.compiled.args, self.backend.num_chips
+        # Upstream counts processes, and this one has all chips.
+        rows = args.per_device_train_batch_size * chips
+        given = args._rows_given if isinstance(args, RolloutArguments) else None
+        if given is not None and chips > 1:
+            if given % rows:
+                raise ValueError(
+                    f"generation_batch_size={given} is not divisible by the {rows} rows of a step "
+                    f"(per_device_train_batch_size={args.per_device_train_batch_size} on {chips} chips). Set it to a multiple "
+                    f"of {rows}, or set steps_per_generation instead."
+                )
+            args.steps_per_generation = given // rows
+        args.generation_batch_size = rows * args.steps_per_generation
+        self.passes = Passes(self)
+
+    def _declare_lengths(self) -> list[int]:
+        most = vars(self.args).get("max_prompt_length")
+        lengths = {
+            name: list(self._prompt_lengths(dataset))
+            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
+            if isinstance(dataset, datasets.Dataset)
+        }
+        streams = [
+            name
+            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
+            if dataset is not None and name not in lengths
+        ]
+        if streams and most is None:
+            raise ValueError(
+                f"The lengths of the prompts of {streams[0]} are not known (a streaming dataset). Give the longest in tokens: "
+                f"{self._config_name}(max_prompt_length=256)."
+            )
+        for name, of_rows in lengths.items():
+            if most is not None and (longest := max(of_rows)) > most:
+                raise ValueError(
+                    f"Row {of_rows.index(longest)} of {name} has a prompt of {longest} tokens, which is longer than "
+                    f"max_prompt_length={most}. Set max_prompt_length={round_up_length(longest, longest + 128)}, or leave such "
+                    "rows out with dataset.filter."
+                )
+        longest = most if streams else max(map(max, lengths.values()))
+        multiple = self.pad_to_multiple_of or 1
+        declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
+        return self._prompt_buckets(longest, declared, lengths.get("train_dataset"))
+
+    def _prompt_buckets(self, longest: int, declared: int, of_rows: list[int] | None) -> list[int]:
+        """The lengths that prompts are padded to, of which the longest has `longest` tokens."""
+        buckets = self.args.length_buckets if isinstance(self.args, ExtensionArguments) else None
+        if not buckets:
+            return [declared]
+        if len(buckets) == 1:
+            return declare_lengths(buckets, declared, of_rows, self._train_batch_size, "random")
+        buckets = validate_buckets(buckets, max(*buckets, declared))
+        declared = next((bucket for bucket in buckets if bucket >= longest), declared)
+        return [*(bucket for bucket in buckets if bucket < declared), declared]
+
+    def _prompt_lengths(self, dataset: datasets.Dataset) -> Iterator[int]:
+        for batch in dataset.with_format(None).select_columns(["prompt"]).iter(_ROWS_AT_ONCE):
+            # Images are refused.
+            tokens, _, _ = self._tokenize_prompts(batch["prompt"])
+            yield from map(len, tokens)
+
+    def lengths_of_rows(self, dataset) -> list[int] | None:
+        return list(self._prompt_lengths(dataset)) if isinstance(dataset, datasets.Dataset) else None
+
+    def rows_of_a_step(self) -> tuple[int, int]:
+        # Each generation is trained on in so many micro-steps.
+        micro_steps = self.args.steps_per_generation * self.num_iterations
+        generations = -(-self.args.gradient_accumulation_steps // micro_steps)
+        prompts = self.args.generation_batch_size // self.num_generations
+        return prompts * generations, generations * micro_steps // self.args.gradient_accumulation_steps
+
+    def _make_batches_static(self) -> None:
+        """The collator yields rows as they are: what is padded is made of them later."""
+
+    def _finish_set_up(self) -> None:
+        super()._finish_set_up()
+        if not self.backend.static_shapes:
+            return
+        if self._is_vlm:
+            raise ValueError(
+                "The model comes with a processor for images. Training on completions of images does not work on XLA. Pass a "
+                "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
+            )
+        prompts = self.args.generation_batch_size // self.num_generations
+        self.compiled.changes.append(
+            f"a generation is {prompts} prompt{'s' * (prompts > 1)} (padded to {' or '.join(map(str, self.lengths))} tokens) x {self.num_generations} "
+            f"completions of up to {self.max_completion_length} tokens, trained on {self.num_iterations} x in "
+            f"{self.args.steps_per_generation} batches"
+        )
+        check_generation_config(self.generation_config)
+        self._text = TextGeneration(self, self.generation_config, self.lengths)
+        length = self.lengths[-1] + self.max_completion_length
+        for index, function in enumerate(self.reward_funcs):
+            if isinstance(function, PreTrainedModel):
+                kind = f"{REWARD} {self.reward_func_names[index]}"
+                # Templates of another tokenizer take other tokens.
+                self.reward_funcs[index] = RewardsOnDevice(
+                    self, function, kind, round_up_length(length + 16, 2 * length)
+                )
+
+    @property
+    def step_lengths(self) -> list[int]:
+        return [length + self.max_completion_length for length in self.lengths]
+
+    @property
+    def _runs_other_passes(self) -> bool:
+        return True
+
+    def _loss_sums_tokens(self, model: nn.Module) -> bool:
+        return False
+
+    # ---- A batch ----
+
+    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._prepare_inputs(inputs)
+        if not self.backend.static_shapes:
+            self._count_tokens(batch)
+        return batch
+
+    def _count_tokens(self, batch: dict[str, Tensor]) -> None:
+        if self.status is not None and self.model.training:
+            ids, mask = join_completions(batch)
+            self.status.count({"input_ids": ids, "attention_mask": mask})
+
+    def _send_batch(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        phase = "rollout" if self.model.training else "eval"
+        with self.phase(phase), self._on_host():
+            batch = upstream_of(type(self))._prepare_inputs(self, inputs)
+        batch = self._pad_batch(batch)
+        self._count_tokens(batch)
+        rows, *_ = batch["prompt_ids"].shape
+        sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0)
+        self.watching.batch_shape = tuple(join_completions(batch)[0].shape)
+        return sent
+
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        """Within this context, upstream's code has its tensors on the host."""
+        states = [vars(self.accelerator.state), vars(self.args.distributed_state)]
+        names = vars(self.args)
+        kept = [state["device"] for state in states], names["_setup_devices"]
+        for state in states:
+            state["device"] = torch.device("cpu")
+        # What `args.device` is.
+        names["_setup_devices"] = torch.device("cpu")
+        try:
+            with (
+                checkpointing_left_on(type(self)),
+                upstream_names(type(self), use_adapter=note_reference),
+            ):
+                yield
+        finally:
+            for state, device in zip(states, kept[0], strict=True):
+                state["device"] = device
+            names["_setup_devices"] = kept[1]
+
+    def _pad_batch(self, batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Pad what upstream has padded to the longest of a batch, on the host, to a declared length."""
+        width = self._declared_for(int(batch["prompt_mask"].sum(1).max()), "A prompt")
+        room, longest = self.max_completion_length, int(batch["completion_mask"].sum(1).max())
+        if longest > room:
+            raise ValueError(
+                f"A completion has {longest} tokens, which is longer than max_completion_length={room}. Set "
+                f"max_completion_length={longest}, or have the rollout_func return no more."
+            )
+        return {
+            key: self._pad_tokens(key, value, width if key in _OF_PROMPTS else room)
+            for key, value in batch.items()
+            if value is not None
+        }
+
+    def _pad_tokens(self, key: str, value: Tensor, length: int) -> Tensor:
+        if value.ndim != 2 or value.shape[1] == 1 != length and not key.endswith(("_ids", "_mask", "logps")):
+            # One for each row, or for all of them.
+            return value
+        missing = length - value.shape[1]
+        fill = self._pad_token_id if key.endswith("_ids") else 0
+        # Upstream's padding to a multiple may be cut off.
+        return pad(value, (missing, 0) if key in _OF_PROMPTS else (0, missing), value=fill)
+
+    # ---- On the device, beside the step ----
+
+    def generate_completions(self, prompts: list[list[int]]) -> list[list[int]]:
+        """
+        Write a completion of each prompt, with the weights as they are.
+
+        Args:
+            prompts (`list[list[int]]`):
+                Tokens. A prompt is there as often as completions of it are wanted.
+
+        Returns:
+            `list[list[int]]`: The tokens of the completions, each up to and with the one that ends it.
+        """
+        for row, prompt in enumerate(prompts):
+            self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
+        wanted = self.args.generation_batch_size if self.model.training else self.args.eval_batch_size
+        was_training = self.model.training
+        # The last batch of an evaluation is the same program.
+        made = self._text.generate([*prompts, *prompts[-1:] * (wanted - len(prompts))])
+        self.model.train(was_training)
+        return made.token_ids[: len(prompts)]
+
+    def _declared_for(self, tokens: int, what: str) -> int:
+        """The length that prompts of so many tokens are padded to."""
+        width = next((length for length in self.lengths if length >= tokens), None)
+        if width is None:
+            raise ValueError(
+                f"{what} has {tokens} tokens, and prompts are padded to {self.lengths[-1]} on XLA. Set "
+                f"{self._config_name}(max_prompt_length={round_up_length(tokens, tokens + 128)}), or leave such rows out."
+            )
+        return width
+
+    # ---- Steps ----
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if not self.backend.traces_steps:
+            return super().training_step(model, inputs, num_items_in_batch)
+        began = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        # Upstream's `training_step` would count so, which a replayed step does not come by.
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - began
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    def _step_of_upstream(self, model, inputs, num_items_in_batch) -> Tensor:
+        # There, the number of micro-steps is on the device.
+        return super(upstream_of(type(self)), self).training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.backend.static_shapes:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with upstream_names(type(self), nanmin=nanmin_of_all, nanmax=nanmax_of_all):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        if not self.backend.static_shapes:
+            return super().get_high_entropy_mask(entropies, mask, threshold)
+        chosen = mask.bool()
+        return (entropies >= quantile_of_chosen(entropies.float(), chosen, threshold)) & chosen
+
+    def _get_num_items_in_batch(self, batch_samples, device) -> None:
+        # Rows that have no completion yet.
+        return None
+
+    def floating_point_ops(self, inputs) -> float:
+        # Upstream counts the tokens of `input_ids`, which there are none of, times the parameters.
+        return 0.0 if self.backend.static_shapes else super().floating_point_ops(inputs)
+
+    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
+        # There is no other prediction than a loss.
+        loss_only = True if self.backend.static_shapes else prediction_loss_only
+        return super().evaluation_loop(dataloader, description, loss_only, *args, **kwargs)
+
+    def _rows_counted(self, inputs) -> int:
+        state = self.accelerator.gradient_state
+        # Upstream takes a batch of prompts for a full one, but for the last, by the number of prompts.
+        last = state.remainder if state.end_of_dataloader else 0
+        return min(last, self.args.eval_batch_size) if last > 0 else self.args.eval_batch_size
+
+    def _end_run(self) -> None:
+        super()._end_run()
+        self.passes.forget()

@@ -1,0 +1,82 @@
+"""
+Plans of GRPO by the compiler for TPU:
+
+    python tests/benchmarks/grpo_plans.py --write-docs
+
+Qwen2.5-0.5B with LoRA, 8 prompts with 8 completions in an optimizer step of a chip, prompts of 256 and completions of 512
+tokens, micro-steps of 16 completions, full rematerialization. Nothing ran on a TPU: memory and cycles are what the compiler says, and
+generation is the time where no completion ends early.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tables import make_parser, publish
+from tpu_plans import LORA, ROOT, Case, plan
+
+from hf_tpu_ext.formatting import format_bytes
+from hf_tpu_ext.hardware.topologies import find_topology
+
+
+DOCUMENT = ROOT / "docs" / "grpo.md"
+PROMPT, COMPLETION = 256, 512
+SETTINGS = LORA | {
+    "reward_funcs": "recipes.rewards.same_number",
+    "num_generations": "8",
+    "max_completion_length": str(COMPLETION),
+    "per_device_train_batch_size": "16",
+    "gradient_accumulation_steps": "4",
+    "max_steps": "1000",
+}
+CASES = [
+    Case("LoRA", "Qwen2.5-0.5B", "v5e-1", PROMPT, SETTINGS, command="grpo"),
+    Case("LoRA, beta: 0.04", "Qwen2.5-0.5B", "v5e-1", PROMPT, SETTINGS | {"beta": "0.04"}, command="grpo"),
+    Case("LoRA", "Qwen2.5-0.5B", "v5e-8", PROMPT, SETTINGS, command="grpo"),
+]
+
+
+def make_row(case: Case, planned: dict) -> str:
+    """A row of the table."""
+    derived = planned["derived"]
+    generation, training = derived["generation_roofline"], derived["roofline"]
+    cache = max(program["arguments"].get("key-value cache", 0) for program in planned["programs"])
+    chips, tokens = find_topology(case.topology).num_chips, derived["tokens_generated"]
+    decode = next(program for program in planned["programs"] if program["kind"] == "decode")
+    cells = [
+        case.model,
+        case.title,
+        case.topology,
+        "yes" if derived["fits"] else "no",
+        format_bytes(derived["peak_bytes"]),
+        format_bytes(cache),
+        f"{sum(decode['cost']['cycles'].values()) / 1e6:,.0f} M",
+        f"{generation['seconds']:.2f} s, {generation['wall']}",
+        f"{generation['expected_seconds'][1]:.2f} s",
+        f"{tokens / generation['seconds'] / chips:,.0f}",
+        f"{tokens / generation['expected_seconds'][1] / chips:,.0f}",
+        f"{training['seconds']:.2f} s",
+        f"{training['expected_seconds'][1]:.2f} s",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    arguments = make_parser(__doc__, DOCUMENT).parse_args()
+    lines = [
+        "| model | run | on | fits | a chip holds | key-value cache | cycles of decoding | generation takes at least, bound by "
+        "| is expected to take | tokens/s/chip at that bound | expected | training of the step takes at least | is expected to take |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    measured = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as directory:
+            measured.append(plan(case, Path(directory))[0])
+        lines.append(make_row(case, measured[-1]))
+        print(lines[-1], file=sys.stderr, flush=True)
+    versions = ", ".join(f"{name} {version}" for name, version in measured[0]["versions"].items())
+    publish(arguments, DOCUMENT, "grpo_plans", "\n".join([*lines, "", versions]), measured)
+
+
+if __name__ == "__main__":
+    main()

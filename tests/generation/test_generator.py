@@ -1,0 +1,237 @@
+"""Completions by two programs: the tokens of `generate`, samples of the right distribution, log-probabilities of a forward pass."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GemmaConfig, GenerationConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+from hf_tpu_ext.generation import Generator, generate
+from hf_tpu_ext.sharding.plan import place_model
+from hf_tpu_ext.step.layer_scan import LayerStack
+
+
+CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    # Far from uniform, for first choices not to depend on the order of summation.
+    initializer_range=0.3,
+)
+END = 5
+PROMPTS = [
+    [17, 61, 8],
+    [12, 90, 33, 45, 76, 9, 20, 84, 51],
+    [66, 7],
+    [25, 31, 94, 10, 58, 70, 39, 82, 14, 47, 6, 91],
+    [80],
+]
+GREEDY = dict(max_new_tokens=10, do_sample=False)
+
+
+def make(config_cls=Qwen2Config, **settings):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_cls(**{**SIZES, **settings}), attn_implementation="eager").eval()
+    model.generation_config.update(eos_token_id=END, pad_token_id=0)
+    return model
+
+
+def pad_left(prompts):
+    length = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), length, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = torch.tensor(prompt)
+        mask[row, length - len(prompt) :] = 1
+    return SimpleNamespace(ids=ids, mask=mask)
+
+
+def generate_eagerly(model, prompts, **config):
+    padded = pad_left(prompts)
+    made = model.generate(input_ids=padded.ids, attention_mask=padded.mask, **config)[:, padded.ids.shape[1] :]
+    return [row[: row.index(END) + 1] if END in row else row for row in made.tolist()]
+
+
+def place(model, backend):
+    mesh = {"data": backend.num_chips, "fsdp": 1}
+    backend.use_mesh(mesh)
+    place_model(model, backend, mesh)
+    return model
+
+
+@pytest.fixture(scope="module")
+def qwen(xla):
+    """A model on the device, and the same on the host."""
+    return SimpleNamespace(eager=make(), model=place(make(), xla), backend=xla)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(repetition_penalty=1.8),
+        dict(min_new_tokens=7),
+        dict(eos_token_id=[END, 11, 70], max_new_tokens=12),
+        dict(max_new_tokens=1),
+        dict(suppress_tokens=[4, 8, 15, 16, 23, 42]),
+    ],
+    ids=str,
+)
+def test_greedy_tokens_are_those_of_generate(qwen, settings):
+    settings = {**GREEDY, **settings}
+    ends = settings.get("eos_token_id", [END])
+    padded = pad_left(PROMPTS)
+    expected = qwen.eager.generate(input_ids=padded.ids, attention_mask=padded.mask, **settings)
+    expected = expected[:, padded.ids.shape[1] :].tolist()
+    found = Generator(qwen.model, qwen.backend, GenerationConfig(**settings), [8, 16]).generate(PROMPTS).token_ids
+    for row, text in zip(expected, found, strict=True):
+        length = next((index for index, token in enumerate(row, 1) if token in ends), len(row))
+        assert text == row[:length]
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "settings"),
+    [
+        (LlamaConfig, dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})),
+        (MistralConfig, dict(sliding_window=6)),
+        (GemmaConfig, dict(head_dim=16)),
+        (Qwen2Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    ],
+    ids=["llama", "sliding window", "gemma", "a key for each head"],
+)
+def test_other_models(xla, config_cls, settings):
+    expected = generate_eagerly(make(config_cls, **settings), PROMPTS, **GREEDY)
+    model = place(make(config_cls, **settings), xla)
+    assert Generator(model, xla, GenerationConfig(**GREEDY), [16]).generate(PROMPTS).token_ids == expected
+
+
+def test_layers_as_a_loop(xla):
+    expected = generate_eagerly(make(), PROMPTS, **GREEDY)
+    model = place(make(), xla)
+    stack = LayerStack(model.model.layers, xla, keeps_dots=False)
+    stack.stack()
+    model.model.layers = stack
+    assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
+
+
+def test_two_programs_and_one_read(qwen):
+    generator = Generator(qwen.model, qwen.backend, GenerationConfig(**{**GREEDY, "max_new_tokens": 9}), [8, 16])
+    spent = []
+    for prompts in (PROMPTS, [prompt[:8] for prompt in PROMPTS], [prompt[::-1] for prompt in PROMPTS]):
+        qwen.backend.wait()
+        before = qwen.backend.counters()
+        generator.generate(prompts)
+        spent.append(qwen.backend.counters() - before)
+    # A prefill for each declared length, and one program for all tokens after it.
+    assert [each.compiles for each in spent] == [2, 1, 0]
+    assert [(each.executions, each.reads, each.fallbacks) for each in spent] == [(2, 1, 0)] * 3
+
+
+def test_log_probs_are_those_of_a_forward_pass(qwen):
+    config = GenerationConfig(max_new_tokens=12, do_sample=True, temperature=0.7)
+    made = Generator(qwen.model, qwen.backend, config, [16]).generate(PROMPTS, seed=3)
+    for prompt, tokens, log_probs in zip(PROMPTS, made.token_ids, made.log_probs, strict=True):
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            logits = qwen.eager(ids).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(log_probs), expected, rtol=0, atol=1e-5)
+
+
+def test_samples_follow_the_seed(qwen):
+    generator = Generator(qwen.model, qwen.backend, GenerationConfig(max_new_tokens=8, do_sample=True), [16])
+    first, again, other = (generator.generate(PROMPTS, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.token_ids != other.token_ids
+    torch.manual_seed(7)
+    drawn = generator.generate(PROMPTS)
+    torch.manual_seed(7)
+    assert generator.generate(PROMPTS) == drawn
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=1.3),
+        dict(top_k=4),
+        dict(top_p=0.7),
+        dict(min_p=0.2),
+        dict(top_k=6, top_p=0.8, temperature=0.6),
+    ],
+    ids=str,
+)
+def test_samples_follow_the_distribution(xla, settings):
+    """Counts of the first token of 4,096 rows, beside the probabilities of transformers' own processors."""
+    model = make(vocab_size=12, initializer_range=0.1)
+    model.generation_config.eos_token_id = None
+    config = GenerationConfig(max_new_tokens=2, do_sample=True, pad_token_id=0, **{"top_k": 0, **settings})
+    prompt = [3, 7, 1]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[:, -1]
+    complete, _ = model._prepare_generation_config(config)
+    processors = model._get_logits_processor(complete, input_ids_seq_length=3, logits_processor=[], device="cpu")
+    expected = processors(torch.tensor([prompt]), logits).softmax(-1)[0]
+    rows = 4096
+    made = Generator(place(model, xla), xla, config, [3]).generate([prompt] * rows, seed=11).token_ids
+    for place_of_token in (0, 1):
+        counts = torch.bincount(torch.tensor([row[place_of_token] for row in made]), minlength=12)
+        if place_of_token == 0:
+            assert not counts[expected == 0].any()
+            kept = expected > 0
+            squares = (counts[kept] - rows * expected[kept]).square() / (rows * expected[kept])
+            # The chi-squared statistic has a mean of the degrees of freedom, and this deviation: four of them are 1 in 10,000.
+            freedom = kept.sum().item() - 1
+            assert squares.sum().item() < freedom + 4 * (2 * freedom) ** 0.5 + 4
+        # Rows are drawn each by itself.
+        assert counts.max() < rows
+
+
+def test_public_function_has_arguments_of_generate(qwen):
+    padded = pad_left(PROMPTS)
+    expected = qwen.eager.generate(input_ids=padded.ids, attention_mask=padded.mask, **GREEDY)
+    found = generate(qwen.model, padded.ids, padded.mask, **GREEDY)
+    assert torch.equal(found, expected)
+    twice = generate(
+        qwen.model,
+        input_ids=padded.ids,
+        attention_mask=padded.mask,
+        generation_config=GenerationConfig(max_length=16, do_sample=True, num_return_sequences=2),
+        seed=1,
+    )
+    assert twice.shape[0] == 2 * len(PROMPTS) and twice.shape[1] <= 16
+    assert torch.equal(twice[:2, : padded.ids.shape[1]], padded.ids[:1].expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(num_beams=4), ["num_beams=4", "Leave it out"]),
+        (dict(min_length=9), ["min_length=9", "min_new_tokens"]),
+        (dict(no_repeat_ngram_size=3), ["NoRepeatNGram", "repetition_penalty"]),
+        (dict(stop_strings=["."]), ["stop_strings"]),
+        (dict(max_new_tokens=None, max_length=None), ["max_new_tokens=256"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(qwen, settings, words):
+    with pytest.raises(ValueError) as error:
+        Generator(qwen.model, qwen.backend, GenerationConfig(**{**GREEDY, **settings}), [16])
+    assert all(word in str(error.value) for word in words)
+
+
+def test_prompts_that_do_not_fit_are_refused(qwen):
+    generator = Generator(qwen.model, qwen.backend, GenerationConfig(**GREEDY), [8])
+    with pytest.raises(ValueError, match="Prompt 1 has 9 tokens, and the declared length of prompts is 8"):
+        generator.generate(PROMPTS)
+    with pytest.raises(ValueError, match="Prompt 0 has no tokens"):
+        generator.generate([[]])
+    ids = torch.tensor([[7, 8, 0]])
+    with pytest.raises(ValueError, match='padding_side="left"'):
+        generate(qwen.model, ids, (ids > 0).long(), **GREEDY)
+    with pytest.raises(ValueError, match="streamer"):
+        generate(qwen.model, ids, streamer=print)

@@ -1,0 +1,187 @@
+"""Trainings on completions by upstream's trainers on eager CPU and by this package's on XLA; completions are the test's."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from preference import _TIMED, _model_dir, _words, moved
+from test_counts import CountPerStep
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOConfig, TPURLOOTrainer
+from hf_tpu_ext.trainers import ExtensionArguments
+
+
+STEPS, ROWS, LONGEST = 8, 9, 12
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+DEFAULTS = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": LONGEST,
+    "logging_steps": 2,
+    "learning_rate": 1e-3,
+    # As long as the moments of Adam are those of one step, an element whose gradient is rounding moves as far as any other.
+    "warmup_steps": 3,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+class FixedCompletions:
+    """Completions of one token to `LONGEST`, ended and cut off ones, drawn from PyTorch's generator as samples are."""
+
+    def _completions(self, prompts):
+        rng = random.Random(int(torch.randint(2**31, ())))
+        found = []
+        for _ in prompts:
+            length = rng.choice([1, 3, 6, LONGEST - 1, LONGEST])
+            tokens = self._tokenizer("".join(rng.choice("abcdefgh") for _ in range(length)))["input_ids"]
+            if length < LONGEST:
+                tokens[-1] = self._tokenizer.eos_token_id
+            found.append(tokens)
+        return found
+
+
+class _GRPOTurn(FixedCompletions):
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return self._completions(prompt_ids), None
+
+
+class _RLOOTurn(FixedCompletions):
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return self._completions(prompt_ids)
+
+
+class StockGRPO(_GRPOTurn, GRPOTrainer): ...
+
+
+class OurGRPO(_GRPOTurn, TPUGRPOTrainer): ...
+
+
+class StockRLOO(_RLOOTurn, RLOOTrainer): ...
+
+
+class OurRLOO(_RLOOTurn, TPURLOOTrainer): ...
+
+
+STOCK = {"grpo": (StockGRPO, GRPOConfig), "rloo": (StockRLOO, RLOOConfig)}
+OURS = {"grpo": (OurGRPO, TPUGRPOConfig), "rloo": (OurRLOO, TPURLOOConfig)}
+
+
+# ---- Rewards ----
+
+
+def of_length(completion_ids, **kwargs):
+    return [len(tokens) / LONGEST for tokens in completion_ids]
+
+
+def of_letters(completions, **kwargs):
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    return [None if len(text) == 1 else float(text.count("a") - text.count("b")) for text in texts]
+
+
+async def asynchronous(completion_ids, log_metric, **kwargs):
+    log_metric("longest", max(map(len, completion_ids)))
+    return [float(tokens[0] % 3) for tokens in completion_ids]
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    A training of one of the two trainers.
+
+    Args:
+        kind (`str`): `"grpo"` or `"rloo"`.
+        settings (`dict`): Fields of the config.
+        lora (`str`, *optional*): `"new"` for a `peft_config`, `"given"` for a model that has an adapter already.
+        rewards (`tuple`): Reward functions; `"model"` is a reward model.
+        conversation (`bool`): Whether prompts are messages.
+        evaluates (`bool`): Whether there is an evaluation set.
+        model (`str`): Family of the tiny model.
+        steps (`int`): Optimizer steps.
+    """
+
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    lora: str | None = None
+    rewards: tuple = (of_length, of_letters)
+    conversation: bool = False
+    evaluates: bool = False
+    model: str = "qwen3"
+    steps: int = STEPS
+
+
+def prompts_for(case: Case, count: int = ROWS, seed: int = 0) -> Dataset:
+    rng = random.Random(seed)
+    prompts = [_words(rng, 10) for _ in range(count)]
+    if case.conversation:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return Dataset.from_dict({"prompt": prompts, "number": list(range(count))})
+
+
+def trainer_for(case: Case, base: Path, ours: bool, **given):
+    """Make the trainer of a case, with models below the directory `base`; `given` goes to it in place of the case's."""
+    cls, config_cls = (OURS if ours else STOCK)[case.kind]
+    config = {**DEFAULTS, "output_dir": str(base / "run"), "max_steps": case.steps}
+    if not ours:
+        config["use_cpu"] = True
+    elif config_cls not in (GRPOConfig, RLOOConfig):
+        config["run_report"] = False
+    if case.evaluates:
+        config |= {"eval_strategy": "steps", "eval_steps": 3}
+    of_package = {*ExtensionArguments.__dataclass_fields__, "max_prompt_length"}
+    config |= {key: value for key, value in case.settings.items() if ours or key not in of_package}
+    directory = _model_dir(base, case.model)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rewards, more = [], {}
+    for reward in case.rewards:
+        if reward == "model":
+            reward = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, num_labels=1)
+        rewards.append(reward)
+    lora = LoraConfig(task_type="CAUSAL_LM", **LORA)
+    if case.lora == "new":
+        more["peft_config"] = lora
+    elif case.lora == "given":
+        model = get_peft_model(model, lora)
+    elif config.get("beta"):
+        # The reference is loaded from where the policy came from.
+        model = moved(model)
+    if case.evaluates:
+        more["eval_dataset"] = prompts_for(case, 3, seed=1)
+    more |= {
+        "train_dataset": prompts_for(case),
+        "processing_class": AutoTokenizer.from_pretrained(directory, padding_side="left"),
+        **given,
+    }
+    return cls(args=config_cls(**config), **{"model": model, "reward_funcs": rewards, **more})
+
+
+def train(case: Case, base: Path, ours: bool, **given):
+    """Train as a case says. What the runtime did at each step is in `counted` of this package's trainer."""
+    trainer = trainer_for(case, base, ours, **given)
+    if ours:
+        counter = CountPerStep(trainer.backend)
+        trainer.add_callback(counter)
+        trainer.counted = counter.steps
+    trainer.train()
+    return trainer
+
+
+def assert_same_numbers(ours: list[dict], stock: list[dict]) -> None:
+    """Every logged number is upstream's, to 1e-5 of it, or to 1e-5."""
+    assert len(ours) == len(stock)
+    for mine, other in zip(ours, stock, strict=True):
+        for key, value in other.items():
+            if any(word in key for word in _TIMED):
+                continue
+            assert mine[key] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{key} at step {other['step']}"

@@ -1,0 +1,207 @@
+"""GRPO and RLOO with the test's completions: every number is upstream's on eager CPU, and a step is one replayed program."""
+
+from dataclasses import replace
+
+import pytest
+from rollouts import OURS, Case, assert_same_numbers, asynchronous, of_length, of_letters, train, trainer_for
+from trl import GRPOConfig
+
+
+# Completions are trained on twice, and each step takes other rows of them.
+REUSED = {"num_iterations": 2, "steps_per_generation": 2}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+REFERENCE = {"beta": 0.04}
+SYNCED = {**REFERENCE, "sync_ref_model": True, "ref_model_sync_steps": 3}
+
+
+def grpo(lora=None, rewards=(of_length, of_letters), **settings):
+    return Case("grpo", settings, lora=lora, rewards=rewards)
+
+
+LOSSES = {
+    "grpo": {},
+    "bnpo": {},
+    "dr_grpo": {"scale_rewards": "none"},
+    "dapo": {"epsilon_high": 0.28, "mask_truncated_completions": True},
+    "cispo": {"epsilon_high": 1.02},
+    "sapo": {},
+    "vespo": {},
+    "luspo": {"importance_sampling_level": "sequence"},
+}
+CASES = {
+    # Many options at once, by default.
+    "grpo": grpo(loss_type="grpo", **REUSED, **REFERENCE),
+    "grpo-many": Case(
+        "grpo",
+        {
+            **REUSED,
+            **ACCUMULATED,
+            **SYNCED,
+            "loss_type": "bnpo",
+            "importance_sampling_level": "sequence",
+            "delta": 1.05,
+            "epsilon": 1e-3,
+            "top_entropy_quantile": 0.4,
+            "entropy_coef": 0.01,
+            "off_policy_mask_threshold": 1e-4,
+            "mask_truncated_completions": True,
+            "scale_rewards": "batch",
+            "reward_weights": [0.3, 1.0, 0.1],
+            "temperature": 0.7,
+        },
+        rewards=(of_length, of_letters, asynchronous),
+        evaluates=True,
+    ),
+    "grpo-lora": Case("grpo", {**ACCUMULATED, **REFERENCE, "num_iterations": 2}, lora="new", conversation=True),
+    "grpo-reward-model": Case("grpo", {"steps_per_generation": 2}, rewards=("model", of_length), evaluates=True),
+    "rloo": Case("rloo", {**REUSED, **REFERENCE}, evaluates=True),
+    "rloo-many": Case(
+        "rloo",
+        {
+            **REUSED,
+            **ACCUMULATED,
+            "beta": 0.1,
+            "normalize_advantages": True,
+            "reward_clip_range": (-0.5, 0.5),
+            "mask_truncated_completions": True,
+            "epsilon": 1e-3,
+            "temperature": 0.7,
+        },
+        lora="given",
+        conversation=True,
+    ),
+}
+MORE = {
+    **{f"grpo-loss-{name}": grpo(loss_type=name, **REUSED, **more) for name, more in LOSSES.items()},
+    **{f"grpo-loss-{name}-accumulated": grpo(loss_type=name, **ACCUMULATED, **more) for name, more in LOSSES.items()},
+    **{
+        f"grpo-sequence-{name}": grpo(loss_type=name, importance_sampling_level="sequence", **REUSED)
+        for name in LOSSES
+        if name not in ("luspo", "vespo")
+    },
+    "grpo-defaults": grpo(),
+    "grpo-luspo-token": grpo(loss_type="luspo", **REUSED, **REFERENCE),
+    "grpo-delta": grpo(delta=1.01, epsilon=1e-3, **REUSED),
+    "grpo-bias": grpo(use_bias_correction_kl=False, **REUSED, **REFERENCE),
+    "grpo-off-policy": grpo(off_policy_mask_threshold=1e-5, **REUSED),
+    "grpo-quantile": grpo(top_entropy_quantile=0.2, **REUSED),
+    "grpo-quantile-masked": grpo(top_entropy_quantile=0.5, mask_truncated_completions=True, **REUSED),
+    "grpo-entropy": grpo(entropy_coef=0.05, **ACCUMULATED),
+    # Below the target at first, and above it later.
+    "grpo-adaptive": Case(
+        "grpo",
+        {
+            "use_adaptive_entropy": True,
+            "entropy_target": 5.4,
+            "entropy_coef_delta": 0.01,
+            "entropy_coef": 0.02,
+            **ACCUMULATED,
+        },
+        evaluates=True,
+    ),
+    "grpo-adaptive-quantile": Case(
+        "grpo",
+        {
+            "use_adaptive_entropy": True,
+            "entropy_target": 10.0,
+            "entropy_coef_max": 0.02,
+            "top_entropy_quantile": 0.5,
+            **REUSED,
+        },
+    ),
+    "grpo-masked": grpo(mask_truncated_completions=True),
+    "grpo-batch-scale": grpo(scale_rewards="batch"),
+    "grpo-no-scale": grpo(scale_rewards="none"),
+    "grpo-normalized-first": grpo(multi_objective_aggregation="normalize_then_sum", reward_weights=[1.0, 0.2]),
+    "grpo-synced": grpo(**SYNCED),
+    "grpo-lora-given": grpo(lora="given", **REUSED, **REFERENCE),
+    "grpo-lora-plain": grpo(lora="new"),
+    "grpo-misaligned": grpo(gradient_accumulation_steps=3, steps_per_generation=2, max_steps=6),
+    "grpo-fp32-head": grpo(cast_lm_head_to_fp32=True, **REFERENCE),
+    "grpo-no-checkpointing": grpo(gradient_checkpointing=False, **REUSED),
+    "grpo-multiple": grpo(pad_to_multiple_of=16, **REUSED),
+    "grpo-buckets": Case("grpo", {"max_prompt_length": 64, "length_buckets": [8, 64], **REFERENCE}, steps=16),
+    "grpo-async": grpo(rewards=(asynchronous, of_length)),
+    "grpo-model-conversation": Case("grpo", {}, rewards=("model",), conversation=True),
+    "grpo-logs": Case("grpo", {"log_completions": True, "num_completions_to_print": 1}, evaluates=True),
+    "grpo-experts": Case("grpo", {**REUSED, "router_aux_loss_coef": 0.05}, model="qwen3_moe"),
+    "grpo-loop": Case("grpo", {**REUSED, **REFERENCE, "scan_layers": "on"}, lora="given"),
+    "rloo-loop": Case("rloo", {**REUSED, "scan_layers": "on"}, evaluates=True),
+    "grpo-evaluated": Case("grpo", {"num_generations_eval": 2}, evaluates=True),
+    "rloo-accumulated": Case("rloo", {**ACCUMULATED}),
+    "rloo-defaults": Case("rloo"),
+    "rloo-synced": Case("rloo", {**SYNCED}),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("rollouts")
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_every_number_is_upstreams(xla, models, name):
+    case = {**CASES, **MORE}[name]
+    reference = train(case, models, ours=False)
+    trainer = train(case, models, ours=True)
+    assert_same_numbers(trainer.state.log_history, reference.state.log_history)
+    assert_compiled(case, trainer)
+
+
+def test_upstreams_config_and_its_devices(xla, models, monkeypatch):
+    """A plain config, on XLA and on the eager CPU, where every method is upstream's."""
+    case = Case("grpo", {"num_iterations": 2}, steps=4)
+    reference = train(case, models, ours=False)
+    for settings in ({}, {"use_cpu": True}):
+        monkeypatch.setitem(OURS, "grpo", (OURS["grpo"][0], GRPOConfig))
+        trainer = trainer_for(replace(case, settings={**case.settings, **settings}), models, ours=True)
+        trainer.train()
+        assert trainer.backend.name == ("cpu" if settings else "xla")
+        assert_same_numbers(trainer.state.log_history, reference.state.log_history)
+
+
+def assert_compiled(case, trainer):
+    """
+    A micro-step is one execution and is replayed; so is a pass over the rows of one, for log-probabilities and rewards. Only
+    logs read, and a generation, once for each kind of pass. Nothing is compiled twice, or after the second step but for a first
+    evaluation.
+    """
+    args, counted = trainer.args, trainer.counted
+    batches = len(trainer.get_train_dataloader())
+    of_epoch = [
+        min(args.gradient_accumulation_steps, batches - first)
+        for first in range(0, batches, args.gradient_accumulation_steps)
+    ]
+    generated_every = args.steps_per_generation * trainer.num_iterations
+    passes = (case.kind == "rloo" or args.gradient_accumulation_steps % generated_every != 0) + (trainer.beta != 0)
+    passes += sum(reward == "model" for reward in case.rewards)
+    synced = case.settings.get("ref_model_sync_steps")
+    done, generations = 0, 0
+    for index, step in enumerate(counted):
+        micro_steps = range(done, done + of_epoch[index % len(of_epoch)])
+        done = micro_steps.stop
+        generates = sum(micro_step % generated_every == 0 for micro_step in micro_steps)
+        generations += generates
+        evaluates = case.evaluates and ((index + 1) % 3 == 0 or index + 1 == case.steps)
+        evaluated = -(-3 * trainer.num_generations_eval // 4) if evaluates else 0
+        syncs = bool(synced) and (index + 1) % synced == 0
+        if index + 1 == case.steps and trainer.args.scan_layers == "on":
+            # Layers get their parameters back.
+            break
+        assert step.executions == (
+            len(micro_steps) + generates * passes * args.steps_per_generation + evaluated * (1 + passes) + syncs
+        ), f"executions of step {index + 1}"
+        if (index + 1) % args.logging_steps and not evaluates:
+            assert step.reads == generates * passes + bool(case.settings.get("use_adaptive_entropy")), (
+                f"reads of step {index + 1}"
+            )
+        if index > 1 and generations > 2 and not evaluates and not syncs and len(trainer.lengths) == 1:
+            assert step.compiles == 0, f"compiles of step {index + 1}"
+    assert trainer.watch.recompiles == 0
+    assert [event.cause for event in trainer.watch.events if event.cause] == []
+    assert sum(step.fallbacks for step in counted) == 0
+    if trainer.args.scan_layers != "on":
+        assert sum(step.compiles for step in counted) <= len(trainer.watch.programs) + bool(synced)
+    if not case.evaluates:
+        # The last step has been replayed, whatever it consists of.
+        assert counted[-1].replays >= len(micro_steps)

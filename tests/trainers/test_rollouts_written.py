@@ -1,0 +1,104 @@
+"""GRPO and RLOO on what the model writes itself: rewards rise, programs are replayed, and a resumed run writes the same."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from rollouts import LONGEST, OURS, Case, prompts_for, train, trainer_for
+from test_preference_resume import logged_after, weights_and_moments
+
+from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOConfig, TPURLOOTrainer
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("written")
+
+
+@pytest.fixture(autouse=True)
+def writes(xla, monkeypatch):
+    monkeypatch.setitem(OURS, "grpo", (TPUGRPOTrainer, TPUGRPOConfig))
+    monkeypatch.setitem(OURS, "rloo", (TPURLOOTrainer, TPURLOOConfig))
+
+
+def early(completion_ids, **kwargs):
+    """Tokens of the first half of the vocabulary."""
+    return [sum(token < 128 for token in tokens) / len(tokens) for tokens in completion_ids]
+
+
+BATCH = {"per_device_train_batch_size": 32, "num_generations": 8, "per_device_eval_batch_size": 32}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_rewards_rise_by_replayed_programs(models, kind):
+    settings = {**BATCH, "learning_rate": 1e-2, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    case = Case(kind, settings, rewards=(early,), steps=20)
+    trainer = train(case, models, ours=True)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert rewards[-1] > rewards[0] + 0.2
+    scores = 2 if case.kind == "rloo" else 0
+    counted = trainer.counted
+    # A prefill, a decode and the step; of RLOO also the log-probabilities of what was written, and those of the
+    # reference. What is generated is read once, and so are log-probabilities.
+    assert [step.executions for step in counted] == [3 + scores] * case.steps
+    assert [step.replays for step in counted[4:]] == [3 + scores] * (case.steps - 4)
+    assert [step.reads for step in counted[2::2]] == [1 + scores] * (case.steps // 2 - 1)
+    assert sum(step.compiles for step in counted[2:]) == 0
+    assert sum(step.fallbacks for step in counted) == 0 and trainer.watch.recompiles == 0
+
+
+def test_the_ratio_is_one_at_first(models):
+    """Log-probabilities of what was written, as it was written, are those of the pass that the loss compares with."""
+    settings = {**BATCH, "steps_per_generation": 2, "temperature": 0.7}
+    trainer = trainer_for(Case("grpo", settings, steps=4), models, ours=True)
+    written, scored = [], []
+    generate, run_passes = trainer._text.generate, trainer.run_passes
+
+    def keep_written(prompts):
+        written.append(generate(prompts))
+        return written[-1]
+
+    def keep_scored(kind, model, batch, *args):
+        scored.append((batch, run_passes(kind, model, batch, *args)))
+        return scored[-1][1]
+
+    trainer._text.generate, trainer.run_passes = keep_written, keep_scored
+    trainer.train()
+    assert len(written) == len(scored) == 2
+    for made, (batch, log_probs) in zip(written, scored, strict=True):
+        assert batch["input_ids"].shape == (64, trainer.lengths[-1] + LONGEST)
+        for of_row, expected in zip(made.log_probs, log_probs, strict=True):
+            torch.testing.assert_close(torch.tensor(of_row), expected[: len(of_row)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_a_resumed_run_writes_the_same(models, tmp_path, kind):
+    """Also in the middle of what was written, which goes on with it; tables of completions are there for each log."""
+    settings = {"steps_per_generation": 2, "num_iterations": 2, "log_completions": True, "num_completions_to_print": 1}
+    case = Case(kind, settings, evaluates=True, steps=8, rewards=(early,))
+    saves = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
+    whole = trainer_for(replace(case, settings={**case.settings, **saves}), models, ours=True)
+    whole.train()
+    for step in (4, 6):
+        resumed = trainer_for(case, models, ours=True)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+        torch.testing.assert_close(weights_and_moments(resumed), weights_and_moments(whole), rtol=0, atol=0)
+        assert logged_after(resumed, step) == logged_after(whole, step) != []
+    if kind == "grpo":
+        table = pandas.read_parquet(Path(tmp_path / "run" / "completions" / "completions_00006.parquet"))
+        assert {"prompt", "completion", "early", "advantage"} <= set(table.columns) and len(table) == 8
+
+
+def test_evaluates_and_predicts_outside_of_a_run(models):
+    """Of several sets, and before training; there is no other prediction than the loss."""
+    case = Case("grpo", {"beta": 0.04, "bf16": True}, lora="new", evaluates=True, rewards=(early,), steps=4)
+    sets = {"a": prompts_for(case, 2, 3), "b": prompts_for(case, 5, 4)}
+    trainer = trainer_for(case, models, ours=True, eval_dataset=sets)
+    metrics = trainer.evaluate()
+    assert metrics.keys() >= {"eval_a_loss", "eval_b_loss", "eval_reward"}
+    trainer.train()
+    assert trainer.watch.recompiles == 0 and trainer.steps.replay is None and trainer.steps.why_not is None
+    predicted = trainer.predict(sets["a"])
+    assert predicted.predictions is None and "test_loss" in predicted.metrics
