@@ -209,6 +209,11 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
+        if self.backend.hosts.count > 1:
+            # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
+            own = batch["advantages"]
+            agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
+            batch["advantages"] = torch.tensor(agreed, dtype=own.dtype)
         batch = self._pad_batch(batch)
         self._count_tokens(batch)
         rows, *_ = batch["prompt_ids"].shape

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from conftest import TWO, assert_same_log
+from pretended_slice import TWO, assert_same_log
 from safetensors.torch import load_file
 
 from hf_tpu_ext.backends.slice_hosts import EXIT_STATUS

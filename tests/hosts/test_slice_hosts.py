@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from pretended_slice import free_port
 
 from hf_tpu_ext.backends.hosts import Hosts
 from hf_tpu_ext.backends.slice_hosts import EXIT_STATUS, read_seconds

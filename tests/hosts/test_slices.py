@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import FOUR, HERE, TWO, assert_same_log
+from pretended_slice import FOUR, HERE, TWO, assert_same_log
 from safetensors.torch import load_file
 
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model

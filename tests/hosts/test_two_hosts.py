@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import TWO, assert_same_log
+from pretended_slice import TWO, assert_same_log
 from safetensors.torch import load_file
 
 
