@@ -99,6 +99,23 @@ class AlikeHosts:
                 digest.update(sample_of(value).contiguous().view(torch.uint8).numpy())
         self._models[name] = digest.hexdigest()
 
+    def take_random_state(self) -> None:
+        """
+        Begin with the host's random state of the first. Upstream's trainers of online methods seed each process otherwise,
+        for it to draw other rows, while here all draw the same and take their chips' part.
+        """
+        if not self._several:
+            return
+        kind, keys, *more = np.random.get_state()
+        python, numpy, pytorch = self._trainer.backend.hosts.of_first(
+            "the random state of the first host",
+            [random.getstate(), [kind, keys.tolist(), *more], torch.get_rng_state().tolist()],
+        )
+        version, state, gauss = python
+        random.setstate((version, tuple(state), gauss))
+        np.random.set_state(tuple(numpy))
+        torch.set_rng_state(torch.tensor(pytorch, dtype=torch.uint8))
+
     def check_beginning(self) -> None:
         """Compare what a run begins with: models, datasets, and the random state of the host."""
         self._sent_first = False

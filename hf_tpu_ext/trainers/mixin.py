@@ -153,6 +153,7 @@ class TPUTrainerMixin(
         self.averaging = Averaging(self, extension)
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
+        self.alike.take_random_state()
         self.averaging.check()
         #: Metrics of upstream's loss, on the device until a log.
         self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())

@@ -226,9 +226,10 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         """Within this context, upstream's code has its tensors on the host."""
         states = [vars(self.accelerator.state), vars(self.args.distributed_state)]
         names = vars(self.args)
-        kept = [state["device"] for state in states], names["_setup_devices"]
+        kept = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
         for state in states:
-            state["device"] = torch.device("cpu")
+            # The rows are those of all chips, on every host, so each takes what the first process takes.
+            state["device"], state["process_index"] = torch.device("cpu"), 0
         # What `args.device` is.
         names["_setup_devices"] = torch.device("cpu")
         try:
@@ -238,8 +239,8 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
             ):
                 yield
         finally:
-            for state, device in zip(states, kept[0], strict=True):
-                state["device"] = device
+            for state, (device, process_index) in zip(states, kept[0], strict=True):
+                state["device"], state["process_index"] = device, process_index
             names["_setup_devices"] = kept[1]
 
     def _pad_batch(self, batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

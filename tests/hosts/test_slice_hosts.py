@@ -88,6 +88,7 @@ tell(hosts.of_first("there", {"of": index}))
     assert told == [[[[0, turn], [1, turn], [2, turn]] for turn in range(3)] + [{"of": 0}]] * 3
 
 
+@pytest.mark.slow
 def test_an_error_of_one_is_raised_on_all(start):
     told, _, statuses = ends(
         start(
@@ -151,7 +152,7 @@ with hosts.together("training"):
 """
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_host_that_is_killed_ends_the_others(start, lost):
     processes = start(WORK)
     for process in processes:
@@ -166,6 +167,7 @@ def test_a_host_that_is_killed_ends_the_others(start, lost):
     assert statuses[lost] == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_host_that_hangs_ends_the_others(start):
     processes = start(WORK)
     for process in processes:
@@ -177,6 +179,7 @@ def test_a_host_that_hangs_ends_the_others(start):
         assert "Host 1 of 3 has said nothing for 3 seconds" in error
 
 
+@pytest.mark.slow
 def test_an_error_on_one_host_is_named_by_the_others(start):
     _, errors, statuses = ends(
         start(
@@ -193,12 +196,14 @@ with hosts.together("training"):
         assert "Host 1 of 3 has ended with an error (KeyError: 'no such column')" in errors[host]
 
 
+@pytest.mark.slow
 def test_a_host_that_ends_too_early_is_not_waited_for(start):
     _, errors, statuses = ends(start('hosts.exchange("here")\nif index != 1: hosts.exchange("there")'))
     assert statuses == [EXIT_STATUS, 0, EXIT_STATUS]
     assert "Host 1 of 3 has ended" in errors[0]
 
 
+@pytest.mark.slow
 def test_hosts_that_are_done_end_at_their_own_time(start):
     code = """
 with hosts.together("training"):
