@@ -108,6 +108,19 @@ def test_the_command_is_the_same_on_every_host(start_slice, tiny_model, tmp_path
     assert "hf-tpu: error: num_chips=2, but this machine is one of 2 hosts" in refused.output(1)
 
 
+def test_completions_and_their_rewards_are_those_of_the_first_host(start_slice, tmp_path):
+    """Which are those of one process, though reward functions give another number on each host."""
+    run = dict(kind="grpo", mesh="data=2,fsdp=2", max_steps=4, per_device_train_batch_size=4, beta=0.1)
+    run |= {"save_strategy": "steps", "save_steps": 4}
+    first, second = start_slice(TWO, {"grpo": {**run, "output_dir": str(tmp_path / "slice")}}, "grpo").run()
+    (alone,) = start_slice("0,0,0,0", {"grpo": {**run, "output_dir": str(tmp_path / "alone")}}, "alone").run()
+    assert_same_log(first["grpo"]["log"], alone["grpo"]["log"], rel=1e-4)
+    assert [entry.get("loss") for entry in second["grpo"]["log"]] == [
+        entry.get("loss") for entry in first["grpo"]["log"]
+    ]
+    same_checkpoints(tmp_path / "slice/checkpoint-4", tmp_path / "alone/checkpoint-4")
+
+
 def test_mesh_of_four_hosts(start_slice):
     """The inner axis within each host, which has the chips that libtpu gives it."""
     slice_ = start_slice(FOUR, {"mesh": dict(mesh="data=4,fsdp=4", max_steps=1)}, "mesh")
