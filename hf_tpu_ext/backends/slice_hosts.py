@@ -83,9 +83,10 @@ class SliceHosts(Hosts):
         self._passing = threading.Lock()
         self._passed = 0
         self._listenings = 0
-        self._request: str | None = None
-        self._announced = False
-        self._stop: tuple[int, str] | None = None
+        # Each is of a listening: what this host asks for, that it has told its place, and where all stop and why.
+        self._request: tuple[int, str] | None = None
+        self._announced: int | None = None
+        self._stop: tuple[int, int, str] | None = None
         # What others know of.
         self._raised: Exception | None = None
         self._closing = threading.Event()
@@ -99,6 +100,7 @@ class SliceHosts(Hosts):
                 f"same command on all hosts, and set {VARIABLE}=address:port to an address of the first that all can reach."
             ) from error
         self._watched.set(f"state/{index}", _ALIVE)
+        self._watched.set(f"beat/{index}", "0")
         self.exchange("the start")
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -177,21 +179,18 @@ class SliceHosts(Hosts):
     # ---- Stopping ----
 
     def begin_listening(self) -> None:
-        with self._passing:
-            self._listenings += 1
-            self._request = self._stop = None
-            self._announced = False
+        self._listenings += 1
 
     def request_stop(self, reason: str) -> None:
-        if self._request is None:
-            self._request = f"{reason} on host {self.index}"
+        if self._request is None or self._request[0] != self._listenings:
+            self._request = self._listenings, f"{reason} on host {self.index}"
 
     def reached(self) -> str | None:
         with self._passing:
             self._passed += 1
-            if self._stop is None:
+            if self._stop is None or self._stop[0] != self._listenings:
                 return None
-            place, reason = self._stop
+            _, place, reason = self._stop
             return reason if self._passed >= place else None
 
     def _agree_on_stop(self) -> None:
@@ -199,21 +198,27 @@ class SliceHosts(Hosts):
         One turn of finding the place to stop at: the next one after all that any host has passed. Hosts wait at their
         next place until it is found, whatever their chips do, so that none is beyond it.
         """
-        prefix = f"stop/{self._listenings}"
-        if self._stop is not None or not self._listenings:
+        listening = self._listenings
+        prefix = f"stop/{listening}"
+        if self._announced not in (None, listening):
+            # Of a run that has ended meanwhile.
+            self._announced = None
+            self._passing.release()
+        if not listening or (self._stop is not None and self._stop[0] == listening):
             return
-        if not self._announced:
-            if self._request is not None:
-                self._watched.compare_set(f"{prefix}/reason", "", self._request)
+        if self._announced is None:
+            if self._request is not None and self._request[0] == listening:
+                self._watched.compare_set(f"{prefix}/reason", "", self._request[1])
             if not self._watched.check([f"{prefix}/reason"]):
                 return
             self._passing.acquire()
-            self._announced = True
+            self._announced = listening
             self._watched.set(f"{prefix}/{self.index}", str(self._passed))
         keys = [f"{prefix}/{host}" for host in range(self.count)]
         if self._watched.check(keys):
             passed = [int(text) for text in self._watched.multi_get(keys)]
-            self._stop = max(passed) + 1, self._watched.get(f"{prefix}/reason").decode()
+            self._stop = listening, max(passed) + 1, self._watched.get(f"{prefix}/reason").decode()
+            self._announced = None
             self._passing.release()
 
     # ---- Watching each other ----
@@ -229,8 +234,7 @@ class SliceHosts(Hosts):
                 number += 1
                 self._watched.set(beats[self.index], str(number))
                 self._agree_on_stop()
-                found = [text.decode() for text in self._watched.multi_get(states)]
-                said = [self._watched.get(beat).decode() if self._watched.check([beat]) else "" for beat in beats]
+                found, said = ([text.decode() for text in self._watched.multi_get(keys)] for keys in (states, beats))
             except DistError:
                 if not self._closing.is_set():
                     self._lose(0, "cannot be reached any more")
