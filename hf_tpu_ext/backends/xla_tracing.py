@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -42,11 +42,13 @@ class TracedModule(Program):
     donated: list[bool]
     #: For each argument, how it is split over the chips, as HLO writes it, where the module does not say.
     shardings: list[str | None]
+    #: Shapes and dtypes of the results that were named besides the state.
+    made: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
 
     def run(
         self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()
     ) -> list[torch.Tensor]:
-        return []
+        return [xb.create_placeholder_tensor(tuple(shape), dtype) for shape, dtype in self.made]
 
     def difference(self, other: "TracedModule") -> str | None:
         return None
@@ -60,8 +62,9 @@ class _Recording(XLARecording):
     def finish(
         self, state: Sequence[torch.Tensor], like: XLAProgram | None = None, aliased: Collection[int] = ()
     ) -> TracedModule:
+        made = [(tensor.shape, tensor.dtype) for tensor in self._made]
         traced = self.end_trace(state)
-        return self._backend.take_module(traced.results, traced.values, traced.updated)
+        return replace(self._backend.take_module(traced.results, traced.values, traced.updated), made=made)
 
 
 class _Programs(XLAPrograms):

@@ -265,7 +265,7 @@ def trace_run(train: Callable[[Callable[[type], type]], Any]) -> tuple[list[Trac
 @contextmanager
 def weights_left_out() -> Iterator[None]:
     """Within this context, models are made from their configuration alone, with parameters on the meta device."""
-    upstream = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")}
+    upstream = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config", "to")}
 
     def from_config(cls, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
         with init_empty_weights():
@@ -273,6 +273,12 @@ def weights_left_out() -> Iterator[None]:
         model.tie_weights()
         return model
 
+    def move(self, *args, **kwargs) -> PreTrainedModel:
+        # Accelerate moves a reference. It is placed later.
+        is_left_out = any(parameter.is_meta for parameter in self.parameters())
+        return self if is_left_out else upstream["to"](self, *args, **kwargs)
+
+    PreTrainedModel.to = move
     PreTrainedModel.from_pretrained = classmethod(_from_pretrained)
     PreTrainedModel._from_config = classmethod(from_config)
     try:

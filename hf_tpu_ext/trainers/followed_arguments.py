@@ -73,7 +73,8 @@ class FollowedArguments:
         args, unknown_upstream = self._trainer.args, self._trainer.backend.unknown_upstream
         own = self._own.changes()
         # A resumed run keeps the rows of its checkpoint.
-        own.pop("per_device_train_batch_size", None)
+        for name in ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation"):
+            own.pop(name, None)
         fixed = {field.name for field in fields(ExtensionArguments)}
         if unknown_upstream:
             fixed |= _FIXED | {field.name for field in fields(args)} - {

@@ -81,11 +81,16 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
 
     def _arrange_batches(self) -> None:
         super()._arrange_batches()
-        args, chips = self.compiled.args, self.backend.num_chips
+        self.passes = Passes(self)
+        if self.backend.num_chips > 1:
+            self._generate_for_all_chips(self.compiled.args, self.backend.num_chips)
+
+    @staticmethod
+    def _generate_for_all_chips(args, chips: int) -> None:
         # Upstream counts processes, and this one has all chips.
         rows = args.per_device_train_batch_size * chips
         given = args._rows_given if isinstance(args, RolloutArguments) else None
-        if given is not None and chips > 1:
+        if given is not None:
             if given % rows:
                 raise ValueError(
                     f"generation_batch_size={given} is not divisible by the {rows} rows of a step "
@@ -94,20 +99,16 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
                 )
             args.steps_per_generation = given // rows
         args.generation_batch_size = rows * args.steps_per_generation
-        self.passes = Passes(self)
 
     def _declare_lengths(self) -> list[int]:
         most = vars(self.args).get("max_prompt_length")
+        sets = named_datasets(self.train_dataset, self.eval_dataset)
         lengths = {
             name: list(self._prompt_lengths(dataset))
-            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
+            for name, dataset in sets.items()
             if isinstance(dataset, datasets.Dataset)
         }
-        streams = [
-            name
-            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
-            if dataset is not None and name not in lengths
-        ]
+        streams = [name for name, dataset in sets.items() if dataset is not None and name not in lengths]
         if streams and most is None:
             raise ValueError(
                 f"The lengths of the prompts of {streams[0]} are not known (a streaming dataset). Give the longest in tokens: "
@@ -120,7 +121,10 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
                     f"max_prompt_length={most}. Set max_prompt_length={round_up_length(longest, longest + 128)}, or leave such "
                     "rows out with dataset.filter."
                 )
-        longest = most if streams else max(map(max, lengths.values()))
+        longest = max(map(max, lengths.values()), default=0)
+        if streams or (most is not None and vars(self).get("rollout_func") is not None):
+            # The prompts are not known, or may become others.
+            longest = most
         multiple = self.pad_to_multiple_of or 1
         declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
         return self._prompt_buckets(longest, declared, lengths.get("train_dataset"))

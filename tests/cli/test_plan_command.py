@@ -74,6 +74,40 @@ def test_fits(plan, prepared):
     assert planned["derived"]["run_dollars"][0] > 0
 
 
+@pytest.mark.slow
+def test_programs_that_generate(prepared, tmp_path):
+    output = tmp_path / "plan.json"
+    settings = {
+        "model_name_or_path": prepared / "model",
+        "output_dir": tmp_path / "run",
+        "beta": "0.1",
+        "max_steps": "10",
+    }
+    settings |= {"reward_funcs": "recipes.rewards.same_number", "num_generations": "4", "max_completion_length": "24"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "grpo", "--topology", "v5e-8", "--json", output]
+        + ["--seq-lengths", "16", "32", "--length_buckets", "16", "32"]
+        + [word for name, value in settings.items() for word in (f"--{name}", value)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = json.loads(output.read_text())
+    # 8 rows of a chip in a generation, by steps of as many.
+    assert {(program["kind"], *program["batch_shape"]) for program in planned["programs"]} == {
+        *(("prefill", 64, length) for length in (16, 32)),
+        ("decode", 64, 24),
+        *((kind, 64, length + 24) for kind in ("reference pass", "training step") for length in (16, 32)),
+    }
+    decode = next(program for program in planned["programs"] if program["kind"] == "decode")
+    # Keys and values of 2 layers with 2 heads of 16, in bfloat16, of the 8 rows of a chip.
+    assert 2 * 2 * 2 * 16 * 2 * 8 * (32 + 24) <= decode["arguments"]["key-value cache"] < 2**18
+    # Chips tell one another whether all rows have ended, and nothing else.
+    assert sum(item["num_bytes"] for item in decode["cost"]["exchanges"]) < 24 * 256
+    assert planned["derived"]["tokens_generated"] == 64 * 24
+    assert "generation" in done.stdout
+
+
 def test_search(plan):
     status, page, planned = plan(
         *("--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization", "--ema_decay", "0.99")

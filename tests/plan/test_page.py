@@ -7,7 +7,7 @@ from hf_tpu_ext.hardware.prices import Price
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.plan.hlo_cost import Cost, Exchange
 from hf_tpu_ext.plan.page import WIDTH, format_count, format_seconds, render
-from hf_tpu_ext.plan.programs import CompiledProgram
+from hf_tpu_ext.plan.programs import CompiledProgram, Generations
 from hf_tpu_ext.plan.result import Plan, Trial
 
 
@@ -142,6 +142,25 @@ def test_the_largest_batch_and_the_training_programs_alone_make_a_step():
     short = program(batch_shape=(32, 128), cost=replace(COST, matrix_flops=10**12))
     evaluation = program("evaluation step", batch_shape=(64, 2048))
     assert plan(short, program(), evaluation).roofline.seconds == pytest.approx(1)
+
+
+def test_generation_is_beside_the_training_of_a_step():
+    # Twice in an optimizer step, of 256 rows; passes go through them 32 at a time.
+    prefill = program("prefill", batch_shape=(256, 512), cost=replace(COST, matrix_flops=0, exchanges=[], cycles={}))
+    decode = program("decode", batch_shape=(256, 100), arguments={"weights": 3 * GB, "key-value cache": GB})
+    scoring = program("reference pass", cost=replace(COST, matrix_flops=197 * 10**11, exchanges=[], cycles={}))
+    # An evaluation has other rows, and short prompts another prefill.
+    others = replace(decode, batch_shape=(64, 100)), replace(prefill, batch_shape=(256, 128))
+    planned = plan(*others, prefill, decode, scoring, program(), generations=Generations(2.0, 256))
+    runs = {each.batch_shape: runs for each, runs in planned.of_generation}
+    assert runs == {(256, 512): 2, (256, 100): 2, (32, 1024): 16}
+    assert planned.tokens_generated == 2 * 256 * 100
+    assert planned.generation_roofline.seconds == pytest.approx(2 * (1 + 0.1) + 16 * 0.1)
+    assert planned.run_seconds[0] == pytest.approx(3600 * (1 + 3.8))
+    page = " ".join(render(planned).split())
+    assert "51,200 tokens in an optimizer step, beside its training: at least 3.8 s" in page
+    assert "key-value cache 1.00 GB" in " ".join(render(plan(decode)).split())
+    assert "key-value cache" not in render(plan(program()))
 
 
 @pytest.mark.parametrize(("expected", "warned"), [(190e12, False), (170e12, True)])

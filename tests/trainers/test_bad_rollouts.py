@@ -65,6 +65,20 @@ def test_a_generation_batch_that_does_not_divide(xla, models):
         )
 
 
+def test_a_generation_batch_of_eight_chips():
+    """It is counted over all of them. That of a config that leaves it out is what they take."""
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "bf16": False}
+    args = TPUGRPOConfig("out", generation_batch_size=16, **settings)
+    refused(
+        ["generation_batch_size=16", "32 rows of a step", "on 8 chips", "multiple of 32"],
+        lambda: TPUGRPOTrainer._generate_for_all_chips(args, 8),
+    )
+    for given, expected in (({"generation_batch_size": 64}, (64, 2)), ({"steps_per_generation": 3}, (96, 3))):
+        args = TPUGRPOConfig("out", **given, **settings)
+        TPUGRPOTrainer._generate_for_all_chips(args, 8)
+        assert (args.generation_batch_size, args.steps_per_generation) == expected
+
+
 # ---- Prompts ----
 
 
@@ -110,6 +124,22 @@ def test_a_completion_that_is_longer_than_declared(xla, models):
     refused(["A completion has 20 tokens", "max_completion_length=12", "rollout_func"], trainer.train)
 
 
+def test_prompts_of_a_rollout_func_may_be_longer_than_the_datas(xla, models):
+    def write(prompts, trainer):
+        return {
+            "prompt_ids": [[70] * 20 for _ in prompts],
+            "completion_ids": [[71] for _ in prompts],
+            "logprobs": None,
+        }
+
+    settings = {"max_prompt_length": 24}
+    trainer = trainer_for(Case("grpo", settings, steps=1), models, True, rollout_func=write)
+    assert trainer.lengths == [24]
+    trainer.train()
+    short = trainer_for(Case("grpo", steps=1), models, True, rollout_func=write)
+    refused(["A prompt has 20 tokens", "TPUGRPOConfig(max_prompt_length=24)"], short.train)
+
+
 # ---- Rewards ----
 
 
@@ -152,7 +182,7 @@ def one_number(prompts, **kwargs):
         (rewards(math.nan), ["'reward' returned nan", "row 2 of 4: prompt '", "completion '", "None where"]),
         (rewards(-math.inf), ["'reward' returned -inf", "row 2 of 4"]),
         (rewards("good"), ["'reward' returned 'good'", "no finite number", "row 2 of 4"]),
-        (raises, ["'raises' raised KeyError: 'no answer'", "at row 0 of 4: prompt '"]),
+        (raises, ["'raises' raised KeyError: 'no answer' (", "test_bad_rollouts.py:", "at row 0 of 4: prompt '"]),
         (raises_for_many, ["'raises_for_many' raised RuntimeError: too many", "for none of them alone"]),
         (raises_async, ["'raises_async' raised OSError: the judge is away", "at row 0 of 4"]),
     ],

@@ -3,8 +3,23 @@
 from dataclasses import replace
 
 import pytest
-from rollouts import OURS, Case, assert_same_numbers, asynchronous, of_length, of_letters, train, trainer_for
+import torch
+from rollouts import (
+    LONGEST,
+    OURS,
+    Case,
+    FixedCompletions,
+    assert_same_numbers,
+    asynchronous,
+    of_length,
+    of_letters,
+    train,
+    trainer_for,
+)
+from transformers import AutoModelForSequenceClassification
 from trl import GRPOConfig
+
+from hf_tpu_ext.trainers.rollout_scores import _only_completions
 
 
 # Completions are trained on twice, and each step takes other rows of them.
@@ -125,6 +140,9 @@ MORE = {
     "grpo-model-conversation": Case("grpo", {}, rewards=("model",), conversation=True),
     "grpo-logs": Case("grpo", {"log_completions": True, "num_completions_to_print": 1}, evaluates=True),
     "grpo-experts": Case("grpo", {**REUSED, "router_aux_loss_coef": 0.05}, model="qwen3_moe"),
+    "grpo-traced": Case(
+        "grpo", {**REUSED, **ACCUMULATED, **REFERENCE, "step_replay": False}, lora="new", evaluates=True
+    ),
     "grpo-loop": Case("grpo", {**REUSED, **REFERENCE, "scan_layers": "on"}, lora="given"),
     "rloo-loop": Case("rloo", {**REUSED, "scan_layers": "on"}, evaluates=True),
     "grpo-evaluated": Case("grpo", {"num_generations_eval": 2}, evaluates=True),
@@ -197,6 +215,9 @@ def assert_compiled(case, trainer):
             )
         if index > 1 and generations > 2 and not evaluates and not syncs and len(trainer.lengths) == 1:
             assert step.compiles == 0, f"compiles of step {index + 1}"
+    # What is replayed of a model with other adapters, or with none, is apart.
+    kinds = {kind for kind, _ in trainer.watch.programs}
+    assert ("reference pass" in kinds) == (trainer.beta != 0)
     assert trainer.watch.recompiles == 0
     assert [event.cause for event in trainer.watch.events if event.cause] == []
     assert sum(step.fallbacks for step in counted) == 0
@@ -205,3 +226,52 @@ def assert_compiled(case, trainer):
     if not case.evaluates:
         # The last step has been replayed, whatever it consists of.
         assert counted[-1].replays >= len(micro_steps)
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_nothing_that_counts(xla, models, monkeypatch, kind):
+    """All completions are cut off, and masked: extremes of nothing are `None`, as upstream has them."""
+
+    def cut_off(trainer, prompts):
+        return [[70] * LONGEST for _ in prompts]
+
+    monkeypatch.setattr(FixedCompletions, "_completions", cut_off)
+    case = Case(kind, {"mask_truncated_completions": True}, steps=4)
+    reference = train(case, models, ours=False)
+    trainer = train(case, models, ours=True)
+    assert_same_numbers(trainer.state.log_history, reference.state.log_history)
+    assert (reference.state.log_history[0]["clip_ratio/low_min"] is None) == (kind == "grpo")
+
+
+def test_only_completions_are_scored():
+    """The head is given the last tokens of each row, and what it finds is where upstream looks for it."""
+    rows, length, kept = 2, 5, 3
+    hidden, targets = torch.arange(rows * (length - 1)).view(-1, 1), torch.arange(rows * (length - 1))
+    given = []
+
+    def score(hidden, weight, bias, targets):
+        given.append((hidden.flatten().tolist(), targets.tolist()))
+        return targets + 100, None
+
+    found, nothing = _only_completions(kept, torch.Size([rows, length]), score)(hidden, None, None, targets)
+    assert given == [([1, 2, 3, 5, 6, 7], [1, 2, 3, 5, 6, 7])] and nothing is None
+    assert found.tolist() == [0, 101, 102, 103, 0, 105, 106, 107]
+
+
+def test_a_reward_model_takes_longer_texts(xla, models):
+    """Its length doubles, and rewards are those of the same model on eager CPU, in however many batches."""
+    trainer = trainer_for(Case("grpo", rewards=("model",)), models, ours=True)
+    (rewards,) = trainer.reward_funcs
+    model = AutoModelForSequenceClassification.from_pretrained(
+        trainer.model.config.name_or_path, num_labels=1, dtype=torch.float32
+    )
+    model.load_state_dict(trainer.backend.fetch(dict(rewards._held[1].state_dict())))
+    model.config.pad_token_id = trainer._tokenizer.pad_token_id
+    for length in (20, 70):
+        ids = torch.randint(5, 200, (7, length))
+        mask = torch.ones_like(ids)
+        ids[0, 4:], mask[0, 4:] = trainer._tokenizer.pad_token_id, 0
+        with torch.inference_mode():
+            found = rewards(input_ids=ids, attention_mask=mask).logits
+            torch.testing.assert_close(found, model(input_ids=ids, attention_mask=mask).logits, rtol=1e-5, atol=1e-5)
+    assert rewards._length == 96
