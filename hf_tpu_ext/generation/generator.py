@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import GenerationConfig
@@ -22,6 +23,7 @@ from .sampling import Sampler
 
 #: What the watch calls the program of the prompts, and that of the tokens after them.
 PREFILL, DECODE = "prefill", "decode"
+_TYPES_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Generator:
     ):
         self._model, self._backend = model, backend
         plain = unwrap_peft_model(model)
+        _check_model(model)
         self.config, _ = plain._prepare_generation_config(config)
         if not self.config.max_new_tokens:
             raise ValueError(
@@ -275,6 +278,25 @@ class _Rows(NamedTuple):
     position: Tensor
     attention: Tensor
     history: Tensor
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse models whose state between two tokens is not keys and values alone (`ValueError`)."""
+    config = unwrap_peft_model(model).config
+    types = set(vars(config.get_text_config(decoder=True)).get("layer_types") or ())
+    other = sorted(types - _TYPES_OF_LAYERS)
+    reason = None
+    if config.is_encoder_decoder:
+        reason = "is an encoder and a decoder"
+    elif other:
+        reason = f"has layers of type {', '.join(other)}"
+    elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        reason = f"has an adapter of type {model.active_peft_config.peft_type.value}, which adds to prompts"
+    if reason is not None:
+        raise ValueError(
+            f"{type(unwrap_peft_model(model)).__name__} {reason}, which cannot generate in programs of static shape. Allowed are "
+            "decoders with full or sliding attention, with LoRA or without. Generate with the model on CPU or CUDA."
+        )
 
 
 def _call_it(run: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hf_tpu_ext.cli.main import main
-from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_preferences, make_stories
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_preferences, make_questions, make_stories
 
 
 RECIPE = {
@@ -40,6 +40,7 @@ def prepared(tmp_path_factory):
     make_arithmetic(directory / "data")
     make_stories(directory / "stories")
     make_preferences(directory / "preferences", num_rows=64)
+    make_questions(directory / "questions", num_rows=64)
     (directory / "reversed").mkdir()
     for split in ("train", "test"):
         rows = (directory / "data" / f"{split}.jsonl").read_text().splitlines(keepends=True)
@@ -140,6 +141,27 @@ def test_warmup_of_preferences(command, streaming, tmp_path, monkeypatch):
     assert not (tmp_path / "datasets" / "reference_log_probs").exists()
     (misses, found), _ = command("dpo", **common)
     assert misses == 0 and found >= 4
+
+
+@pytest.mark.slow
+def test_warmup_of_completions(command):
+    # Prompts of two lengths: a program for each, one for the tokens after them, and the steps of both.
+    common = {
+        "data": "questions",
+        "max_length": None,
+        "length_buckets": [24, 28],
+        "eval_strategy": "no",
+        "eval_steps": None,
+    }
+    common |= {"num_generations": 4, "max_completion_length": 8, "reward_funcs": ["recipes.rewards.same_number"]}
+    (compiled, _), result = command("warmup grpo", **common)
+    for kind in ("micro-step", "training step"):
+        for length in (24, 28):
+            assert re.search(rf"^{kind} +2 x {length + 8} ", result.stdout, re.MULTILINE)
+    # And what is done before the first step.
+    assert compiled == 8
+    (misses, found), _ = command("grpo", **common)
+    assert misses == 0 and found >= 5
 
 
 @pytest.mark.slow

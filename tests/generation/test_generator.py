@@ -224,6 +224,17 @@ def test_what_cannot_work_is_refused(qwen, settings, words):
     assert all(word in str(error.value) for word in words)
 
 
+def test_models_with_another_state_are_refused(xla):
+    from transformers import Qwen3NextConfig
+
+    sizes = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    config = Qwen3NextConfig(**SIZES, **sizes, layer_types=["linear_attention", "linear_attention", "full_attention"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="Qwen3NextForCausalLM has layers of type linear_attention"):
+        Generator(model, xla, GenerationConfig(**GREEDY), [8])
+
+
 def test_prompts_that_do_not_fit_are_refused(qwen):
     generator = Generator(qwen.model, qwen.backend, GenerationConfig(**GREEDY), [8])
     with pytest.raises(ValueError, match="Prompt 1 has 9 tokens, and the declared length of prompts is 8"):
