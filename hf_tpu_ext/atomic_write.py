@@ -1,6 +1,7 @@
 """Files that are whole or not there."""
 
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,8 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
         `OSError`: It cannot be written. Nothing is left of the attempt.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes of several hosts may have one number.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(partial, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)

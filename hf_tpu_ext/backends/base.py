@@ -1,8 +1,8 @@
 """The seam between the trainers and an accelerator: what every accelerator answers, one file for each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
 from .counters import Counters
+from .hosts import Hosts
 from .insight import Insight
 from .kernels import Kernels
 from .loops import Loops
@@ -27,6 +28,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
     if isinstance(data, (list, tuple)):
         return type(data)(map_tensors(function, value) for value in data)
     return data
+
+
+_ONE_HOST = Hosts()
 
 
 class Backend(ABC):
@@ -93,8 +97,13 @@ class Backend(ABC):
 
     @property
     def num_chips(self) -> int:
-        """Chips that this process drives."""
+        """Chips that this process drives, together with those of other hosts."""
         return 1
+
+    @property
+    def hosts(self) -> Hosts:
+        """The hosts whose chips run one program."""
+        return _ONE_HOST
 
     @property
     def chip(self) -> Chip | None:
@@ -186,9 +195,17 @@ class Backend(ABC):
         """
         Move a device tensor, or a nested structure of them, to the host, all in one transfer. Tensors that share
         memory still do afterwards. `on_finished` is called between the wait for the device and the transfer, where
-        these are two things.
+        these are two things. Tensors that are split over hosts are gathered one by one, by all hosts at once.
         """
         return map_tensors(lambda tensor: tensor.detach().cpu(), data)
+
+    @contextmanager
+    def fetching_for_first(self) -> Iterator[None]:
+        """
+        Within this context, the first of several hosts fetches what it is to write. Others take part, and get tensors
+        without data (meta), but for single numbers.
+        """
+        yield
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, in place; tied weights stay tied."""

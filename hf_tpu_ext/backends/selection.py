@@ -1,6 +1,7 @@
 """Choosing the backend, and keeping transformers and accelerate from choosing another."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,9 @@ from .detect import (
 
 
 _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
+
+# Of more devices of one process, a backward pass fails.
+_MOST_TRACED = 127
 
 _chosen: dict[str, Backend] = {}
 
@@ -81,16 +85,25 @@ def choose_before_upstream() -> None:
             _accept_bf16()
 
 
-def select_tracing(num_chips: int) -> Backend:
-    """From now on choose XLA by which programs are traced for TPU chips, and none is run."""
+def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = ()) -> Backend:
+    """
+    From now on choose XLA by which programs are traced for TPU chips, and none is run. `hosts` are the chips of each host,
+    where there are several.
+    """
     if not has_torch_xla():
         raise ValueError(
             "Ahead-of-time tracing needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'"
         )
+    if num_chips > _MOST_TRACED:
+        raise ValueError(
+            f"Programs are traced on one machine for at most {_MOST_TRACED} chips, not {num_chips}: PyTorch's autograd numbers "
+            "devices with 8 bits. Take a smaller topology of the same chips, as v5e-64, with the same fsdp in mesh: what a chip "
+            "holds is the same, and larger is data alone."
+        )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla_tracing import TracingBackend
 
-    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips)
+    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips, hosts)
     return select_backend("xla")
 
 

@@ -1,7 +1,8 @@
 """torch_xla: TPU chips, or XLA compiled for the host. Nothing but `xla*.py` in this folder imports torch_xla."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from .base import map_tensors
 from .counters import Counters
 from .detect import local_chips, show_chips, tpu_kind
 from .host import enable_hugepages, peak_of_process
+from .hosts import Hosts
 from .xla_compile_cache import XLACompileCache, metric
+from .xla_hosts import hosts_of_slice, join_hosts, order_by_host, read_split
 from .xla_insight import XLAInsight
 from .xla_kernels import XLAKernels
 from .xla_loops import XLALoops
@@ -74,6 +77,7 @@ class XLABackend(XLACompileCache):
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
+        self._for_first = False
         self.loops = XLALoops(self)
         self.programs = XLAPrograms(self)
         self.kernels = XLAKernels(pjrt_device.lower())
@@ -90,13 +94,14 @@ class XLABackend(XLACompileCache):
         # Start the runtime here: autograd counts the devices at the first backward pass of the process, and an XLA
         # device that appears later has no queue to run on.
         xr.global_runtime_device_count()
-        if xr.process_count() > 1:
-            raise ValueError(
-                f"Multi-host training is not supported: {xr.process_count()} processes drive this TPU slice, and this "
-                "version uses the chips of one host. docs/multi_host.md says what a slice of several hosts would need."
-            )
+        self._hosts = join_hosts()
         _check_autograd(torch_xla.device())
         return torch_xla.device()
+
+    @property
+    def hosts(self) -> Hosts:
+        assert self.device.type == "xla"  # starts the runtime
+        return self._hosts
 
     @property
     def device_name(self) -> str:
@@ -122,6 +127,14 @@ class XLABackend(XLACompileCache):
         return [] if self._pjrt_device == "CPU" or runtime_started() else enable_hugepages()
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:
+        hosts = (
+            xr.process_count() if runtime_started() else 1 if num_chips is None else hosts_of_slice(self._pjrt_device)
+        )
+        if num_chips is not None and hosts > 1:
+            raise ValueError(
+                f"{setting}={num_chips}, but this machine is one of {hosts} hosts of a slice, whose chips train together. "
+                f"Leave {setting} out; for fewer chips, create a smaller slice."
+            )
         if num_chips is not None and not 1 <= num_chips <= self._host_chips:
             has = "1 chip" if self._host_chips == 1 else f"{self._host_chips} chips"
             allowed = "1" if self._host_chips == 1 else f"1...{self._host_chips}"
@@ -144,7 +157,7 @@ class XLABackend(XLACompileCache):
 
     def use_mesh(self, mesh: dict[str, int]) -> None:
         if self.num_chips > 1:
-            self._mesh = xs.Mesh(list(range(self.num_chips)), tuple(mesh.values()), tuple(mesh))
+            self._mesh = xs.Mesh(order_by_host(self.hosts, self.num_chips), tuple(mesh.values()), tuple(mesh))
             self.manual_sharding = XLAManualSharding(self._mesh)
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
@@ -210,6 +223,7 @@ class XLABackend(XLACompileCache):
     def _send(self, data: Any, by_rows: bool) -> Any:
         sharding = None if self._mesh is None else ByRank(self._mesh, by_rows)
         is_tensor = isinstance(data, torch.Tensor)
+        self.hosts.note_sent(data)
         with pending.unchanged():
             sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
         self.programs.note_sent([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
@@ -234,13 +248,29 @@ class XLABackend(XLACompileCache):
             fetched = dict(zip(unique, self._to_host(tensors), strict=True))
         return map_tensors(lambda tensor: fetched.get(id(tensor), tensor), data)
 
+    @contextmanager
+    def fetching_for_first(self) -> Iterator[None]:
+        before, self._for_first = self._for_first, True
+        try:
+            yield
+        finally:
+            self._for_first = before
+
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]
         whole = [index for index in range(len(tensors)) if index not in set(split)]
         on_host: dict[int, torch.Tensor] = {}
+        keep = not self._for_first or self.hosts.index == 0
+        if not keep:
+            on_host.update({i: torch.empty_like(tensors[i], device="meta") for i in whole if tensors[i].ndim})
+            whole = [index for index in whole if index not in on_host]
         if whole:
             on_host.update(zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in whole]), strict=True))
-        if split:
+        if split and self.hosts.count > 1:
+            self.hosts.exchange("a read of what is split over hosts", len(split))
+            chosen = (tensors[index] for index in split)
+            on_host.update(zip(split, read_split(chosen, self._mesh, self._sync, keep), strict=True))
+        elif split:
             # Put together here. Read as one, a split tensor would first be made whole on every chip.
             chosen = [tensors[index] for index in split]
             shards = torch_xla._XLAC._get_local_shards(chosen)

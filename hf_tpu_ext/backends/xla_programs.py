@@ -24,7 +24,7 @@ class XLAPrograms(Programs):
 
     def record(self, state: Sequence[torch.Tensor]) -> XLARecording:
         self._backend.flush()
-        recording = XLARecording(self._backend.device, state)
+        recording = XLARecording(self._backend.device, state, self._backend.hosts)
         self._recording = weakref.ref(recording)
         return recording
 

@@ -12,6 +12,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+from .hosts import Hosts, HostsDisagree
 from .program import CannotReplay, Program, Recording
 from .xla_pending import pending
 
@@ -107,8 +108,10 @@ class XLARecording(Recording):
     program is compiled with the buffers of what it updates given to it.
     """
 
-    def __init__(self, device: torch.device, state: Sequence[torch.Tensor]):
+    def __init__(self, device: torch.device, state: Sequence[torch.Tensor], hosts: Hosts | None = None):
         self._device = device
+        self._hosts = Hosts() if hosts is None else hosts
+        self._why_not: str | None = None
         self._state = list(state)
         self._others: set[int] = set()
         self._made: list[torch.Tensor] = []
@@ -135,9 +138,9 @@ class XLARecording(Recording):
     def add_results(self, tensors: Sequence[torch.Tensor]) -> None:
         tensors = list(tensors)
         if any(tensor.device.type != "xla" for tensor in tensors):
-            raise CannotReplay("a result is on the host")
-        if len(set(map(_XLAC._xla_get_tensor_id, tensors))) < len(tensors):
-            raise CannotReplay("two results are the same tensor")
+            self._why_not = "a result is on the host"
+        elif len(set(map(_XLAC._xla_get_tensor_id, tensors))) < len(tensors):
+            self._why_not = "two results are the same tensor"
         self._made = tensors
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -147,23 +150,45 @@ class XLARecording(Recording):
     def finish(
         self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None, aliased: Collection[int] = ()
     ) -> "XLAProgram":
-        traced = self.end_trace(state, like)
+        traced = self._end_trace_together(state, like)
         for value, is_updated in zip(traced.values, traced.updated, strict=True):
             if is_updated:
                 _XLAC._set_buffer_donation(value, True)
         with alias_with_buffer_donor_config():
             handle = _XLAC._get_graph_hash(traced.results)
+            self._check_program(handle)
             program = XLAProgram(self._device, handle, traced.inputs, traced.outputs, traced.made, traced.draws)
             _XLAC._xla_warm_up_cache(traced.results, [])
         program.take([*state, *self._made], _XLAC._run_cached_graph(handle, traced.values), aliased)
         xm.set_rng_state(traced.seed_after)
         return program
 
+    def _end_trace_together(self, state: Sequence[torch.Tensor], like: "XLAProgram | None") -> TracedStep:
+        """As [`~XLARecording.end_trace`], but where one host cannot replay the step, none does."""
+        try:
+            traced = self.end_trace(state, like)
+        except CannotReplay as error:
+            self._why_not = str(error)
+        reasons = self._hosts.exchange("the end of a trace", self._why_not)
+        if (reason := next((reason for reason in reasons if reason is not None), None)) is not None:
+            raise CannotReplay(reason)
+        return traced
+
+    def _check_program(self, handle: bytes) -> None:
+        handles = self._hosts.exchange("the program of a step", handle.hex())
+        if len(set(handles)) > 1:
+            raise HostsDisagree(
+                "Hosts have traced different programs for the same step, which cannot run together. Something in the model or "
+                "in user code goes by the host: its name, its clock, its random numbers or its files."
+            )
+
     def end_trace(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> TracedStep:
         """
         Find what the trace depends on and what it makes. Raises `CannotReplay` if that is more than state and data.
         `like` is an earlier program that this one should be.
         """
+        if self._why_not is not None:
+            raise CannotReplay(self._why_not)
         named = [*state, *self._made]
         pending = _XLAC._check_tensor_need_materialization(named)
         for before, after, is_pending in zip(self._state, state, pending[: len(state)], strict=True):

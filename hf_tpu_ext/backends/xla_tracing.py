@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .hosts import Hosts
 from .program import Program
 from .xla import XLABackend
 from .xla_insight import XLAInsight
@@ -91,17 +92,21 @@ class TracingBackend(XLABackend):
 
     What is placed, sent or computed has a shape and a dtype only. So a model needs no memory, and its parameters may
     be on the meta device. Numbers that are read are 0. The XLA runtime of this process is started with `num_chips`
-    devices.
+    devices. `hosts` are the chips of each host, where there are several.
     """
 
-    def __init__(self, num_chips: int):
+    def __init__(self, num_chips: int, hosts: Sequence[Sequence[int]] = ()):
         super().__init__(f"programs are traced for {num_chips} TPU chips", "CPU")
         super().use_chips(num_chips, "num_chips")
         self.programs = _Programs(self)
         self.kernels = XLAKernels("tpu")
         self.insight = _Insight()
         self.insight.note_lines(True)
+        # One that traces for all of them.
+        self._slice = Hosts()
+        self._slice.chips = hosts
         self._shardings = WeakIdKeyDictionary()
+        self._written: dict[tuple, str] = {}
         # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
         self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
         self._buffers: list[torch.Tensor] = []
@@ -112,6 +117,10 @@ class TracingBackend(XLABackend):
                 f"{setting}={num_chips}, but programs are traced for {self._host_chips} chips. Leave it out, or name a "
                 f"topology of {num_chips}."
             )
+
+    @property
+    def hosts(self) -> Hosts:
+        return self._slice
 
     # ---- Tensors ----
 
@@ -153,11 +162,13 @@ class TracingBackend(XLABackend):
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
         if self._mesh is not None:
-            # Placeholders cannot be marked. A small tensor tells how HLO writes the same.
-            example = torch.zeros([self.num_chips] * len(spec)).to(self.device)
             sharding = self._mesh.get_op_sharding(spec)
-            _XLAC._xla_mark_sharding(example, sharding)
-            self._shardings[tensor] = sharding, _XLAC._get_xla_sharding_spec(example)
+            if (self._mesh, spec) not in self._written:
+                # Placeholders cannot be marked. A small tensor tells how HLO writes the same.
+                example = torch.zeros([1 if axis is None else self.num_chips for axis in spec]).to(self.device)
+                _XLAC._xla_mark_sharding(example, sharding)
+                self._written[self._mesh, spec] = _XLAC._get_xla_sharding_spec(example)
+            self._shardings[tensor] = sharding, self._written[self._mesh, spec]
 
     # ---- Programs ----
 

@@ -49,14 +49,21 @@ class RunLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.facts = facts = self._find_facts()
-        chips, accumulation = self._backend.num_chips, args.gradient_accumulation_steps
+        chips, hosts, accumulation = (
+            self._backend.num_chips,
+            self._backend.hosts.count,
+            args.gradient_accumulation_steps,
+        )
         # On the host and on GPUs there may be several processes, of one chip each.
         workers = chips * args.world_size
+        where = (
+            f" on {hosts} hosts" if hosts > 1 else f" in {args.world_size} processes" if args.world_size > 1 else ""
+        )
         local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
         shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)
         parts = [
             f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",
-            count(chips, "chip"),
+            count(workers, "chip") + where,
             facts.precision,
             f"local batch size {shape} per chip",
             f"global batch size {total} ({local} per chip x {count(accumulation, 'gradient accumulation step')} x "

@@ -87,6 +87,8 @@ class StepStatus(TrainerCallback):
             Tells how the step that ends was run: `"trace"`, `"replay"`, or on an eager device `"step"`.
         flops (`Callable[[tuple[int, int]], float | None]`, *optional*):
             Arithmetic of training on a batch of a shape, if it is known.
+        over_processes (`Callable[[list[int]], list[int]]`, *optional*):
+            Sums numbers over the processes of the run, all of which log at once. By default there is one.
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class StepStatus(TrainerCallback):
         backend: Backend,
         kind_of_step: Callable[[], str],
         flops: Callable[[tuple[int, int]], float | None] | None = None,
+        over_processes: Callable[[list[int]], list[int]] | None = None,
     ):
         self._backend = backend
         self._kind_of_step = kind_of_step
+        self._over_processes = over_processes
         self._flops = None if backend.chip is None else flops
         self.clock = PhaseClock()
         self._reset()
@@ -183,6 +187,8 @@ class StepStatus(TrainerCallback):
         logs = {"step_time": round(in_steps / self._steps, 6)}
         # Sums on a device are read here, once a log; on XLA batches are counted on the host.
         counts = {shape: count._replace(tokens=int(count.tokens)) for shape, count in self._window.items()}
+        if self._over_processes is not None:
+            counts = {shape: BatchCount(*self._over_processes(list(count))) for shape, count in counts.items()}
         if counts:
             total = sum(counts.values(), BatchCount())
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)

@@ -1,6 +1,7 @@
 """The TPUs that a run can be planned for: what people call them, what the compiler calls them, and what their chips can do."""
 
 import difflib
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ class Chip:
     memory_bytes_per_second: float
     link_bytes_per_second: float
     clock_hz: float
+    #: How chips of a host lie: of a slice of one host, or of the hosts of a larger one, which have the last of these.
+    hosts: tuple[tuple[int, ...], ...]
+    #: A dimension of so many chips is closed to a ring.
+    ring: int
     sources: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Chips of one host: what people call them, e.g. `"v5e-8"`, and how they lie, e.g. `(2, 4)`."""
+    """Chips of one host, or of several: what people call them, e.g. `"v5e-8"`, and how they lie, e.g. `(2, 4)`."""
 
     name: str
     layout: tuple[int, ...]
@@ -42,6 +47,26 @@ class Topology:
     def num_chips(self) -> int:
         """Number of chips."""
         return math.prod(self.layout)
+
+    @property
+    def host_layout(self) -> tuple[int, ...]:
+        """How the chips of a host lie."""
+        return self.layout if self.layout in self.chip.hosts else self.chip.hosts[-1]
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.num_chips // math.prod(self.host_layout)
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The chips of each host, numbered as the compiler does: along the first dimension first."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        places = itertools.product(*(range(size) for size in reversed(self.layout)))
+        for chip, place in enumerate(places):
+            host = tuple(at // size for at, size in zip(place, reversed(self.host_layout), strict=True))
+            found.setdefault(host, []).append(chip)
+        return list(found.values())
 
     @property
     def compiler_name(self) -> str:
@@ -59,8 +84,19 @@ class Topology:
     @property
     def exchange_bytes_per_second(self) -> float:
         """What the chip with the fewest neighbours can send, and can receive at the same time; `0.0` for one chip."""
-        # Those at the corners: one neighbour along each dimension. Slices of one host do not wrap around.
-        return sum(size > 1 for size in self.layout) * self.chip.link_bytes_per_second
+        # Those at the corners: one neighbour along each dimension, but in a ring.
+        links = sum((size > 1) + (size == self.chip.ring) for size in self.layout)
+        return links * self.chip.link_bytes_per_second
+
+    @property
+    def host_exchange_bytes_per_second(self) -> float:
+        """What the chips of the host with the fewest neighbours can send to other hosts; `0.0` for one host."""
+        links = 0
+        for size, own in zip(self.layout, self.host_layout, strict=True):
+            if size > own:
+                # Chips on the side towards the next host.
+                links += math.prod(self.host_layout) // own * (1 + (size == self.chip.ring))
+        return links * self.chip.link_bytes_per_second
 
 
 def read_topologies() -> dict[str, Topology]:
@@ -69,12 +105,17 @@ def read_topologies() -> dict[str, Topology]:
     aliases: dict[str, Topology] = {}
     for name, values in json.loads(_CHIPS.read_text(encoding="utf-8")).items():
         layouts, others = values.pop("topologies"), values.pop("aliases")
+        values["hosts"] = tuple(map(_read_layout, values["hosts"]))
         chip = Chip(name, **values)
         for title, layout in layouts.items():
-            named[title] = topology = Topology(title, tuple(map(int, layout.split("x"))), chip)
+            named[title] = topology = Topology(title, _read_layout(layout), chip)
             aliases[topology.compiler_name] = topology
         aliases |= {alias: named[title] for alias, title in others.items()}
     return named | aliases
+
+
+def _read_layout(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
 
 
 def find_chip(title: str) -> Chip | None:
@@ -85,7 +126,7 @@ def find_chip(title: str) -> Chip | None:
 def find_topology(name: str) -> Topology:
     """
     The TPU of a name, e.g. `"v5e-8"`, `"v5litepod-8"`, `"v5e:2x4"`. Raises `ValueError` where there is none of that
-    name with all its chips on one host.
+    name.
     """
     topologies = read_topologies()
     given = name.strip().lower()
@@ -95,6 +136,6 @@ def find_topology(name: str) -> Topology:
     close = dict.fromkeys(topologies[match].name for match in difflib.get_close_matches(given, topologies, n=5))
     hint = f"Closest: {', '.join(close)}. " if close else ""
     raise ValueError(
-        f"topology {name!r} is not known. {hint}These have all chips on one host, and after the dash their number (of v5p: "
-        f"of its cores, two a chip): {', '.join(names)}."
+        f"topology {name!r} is not known. {hint}These are, with the number of chips after the dash (of v5p: of its cores, two "
+        f"a chip): {', '.join(names)}."
     )

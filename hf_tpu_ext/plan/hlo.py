@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # The layout says which memory a tensor is in: `{1,0:T(8,128)S(1)}`.
@@ -101,14 +103,19 @@ class Collective:
     An operation in which devices exchange data, one of [`KINDS`], in a computation.
 
     Its tensors are as one device has them whole: what an all-gather makes, what the others take; compilers combine
-    several into one operation. The size of the group is the number of devices that exchange with each other, where the
-    program says it.
+    several into one operation. Groups are the devices that exchange with each other, where the program says it; of a
+    permutation, the pairs.
     """
 
     kind: str
     tensors: tuple[Shape, ...]
-    group_size: int | None = field(default=None, compare=False)
+    groups: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
     computation: str = field(default="", compare=False)
+
+    @property
+    def group_size(self) -> int | None:
+        """Number of devices that exchange with each other; `None` where that is not known, or they pass on what they have."""
+        return None if self.groups is None or self.kind == "collective-permute" else len(self.groups[0])
 
     @property
     def num_bytes(self) -> int:
@@ -162,7 +169,7 @@ def find_collectives(module: Module) -> Iterator[Collective]:
             operands = tuple(shape for operand in line.operands for shape in lines[operand].shapes)
             # The result of an asynchronous start holds its operands as well, before what it makes.
             tensors = line.shapes[-len(operands) :] if kind == "all-gather" else operands
-            yield Collective("reduce-scatter" if fused else kind, tensors, _group_size(line), computation)
+            yield Collective("reduce-scatter" if fused else kind, tensors, _groups(line), computation)
 
 
 def argument_shapes(text: str) -> list[Shape]:
@@ -174,7 +181,16 @@ def argument_shapes(text: str) -> list[Shape]:
     ]
 
 
-def _group_size(line: Instruction) -> int | None:
-    # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4].
-    found = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=)", line.rest)
-    return found and (found[1].count(",") + 1 if found[1] else int(found[2]))
+def _groups(line: Instruction) -> tuple[tuple[int, ...], ...] | None:
+    # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4], or [2,2]<=[2,2]T(1,0) with its dimensions in another order.
+    written = re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", line.rest)
+    if written is not None:
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written[1]))
+    grid = re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line.rest)
+    if grid is None:
+        return None
+    count, size = int(grid[1]), int(grid[2])
+    dims = tuple(map(int, grid[3].split(",")))
+    order = tuple(map(int, grid[4].split(","))) if grid[4] else tuple(range(len(dims)))
+    devices = np.arange(count * size).reshape(dims).transpose(order).reshape(count, size)
+    return tuple(map(tuple, devices.tolist()))

@@ -3,11 +3,11 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from .hlo import Instruction, Module, Shape, find_collectives, parse_module
+from .hlo import Collective, Instruction, Module, Shape, find_collectives, parse_module
 from .hlo_loops import count_turns
 from .hlo_parts import LAYER, part_of
 
@@ -30,13 +30,15 @@ _KERNEL_FLOPS = re.compile(r"\battention_kernel\[flops=(\d+)\]")
 class Exchange:
     """
     All collectives of a kind in one run of a program: how many, the bytes of their tensors as
-    [`Collective`](hlo.Collective) has them, and what a chip must send at least, with the best of algorithms.
+    [`Collective`](hlo.Collective) has them, and what a chip must send at least, with the best of algorithms; and the chips of
+    a host together to other hosts.
     """
 
     kind: str
     count: int
     num_bytes: int
     link_bytes: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,15 @@ class Cost:
         """Bytes that a chip must send to others."""
         return sum(exchange.link_bytes for exchange in self.exchanges)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the chips of a host must send to other hosts."""
+        return sum(exchange.host_bytes for exchange in self.exchanges)
 
-def measure_cost(text: str) -> Cost:
+
+def measure_cost(text: str, hosts: Sequence[Sequence[int]] = ()) -> Cost:
     """
-    Count what a program, an optimized HLO module, does. Loops whose number of turns is not in the program count once,
+    Count what a program, an optimized HLO module, does on the chips of some hosts, by default of one. Loops whose number of turns is not in the program count once,
     kernels that are not named with their FLOPs (`attention_kernel[flops=N]`) not at all; `unknown` names them.
     """
     module = parse_module(text)
@@ -86,7 +93,7 @@ def measure_cost(text: str) -> Cost:
                     kernel_flops += times * int(named[1])
                 else:
                     unknown[f"what the kernel {line.name} does"] += 1
-    exchanges, cycles = _exchanges(module, runs), dict(cycles.most_common())
+    exchanges, cycles = _exchanges(module, runs, hosts), dict(cycles.most_common())
     return Cost(matrix_flops, memory_bytes, exchanges, list(unknown), cycles, kernel_flops)
 
 
@@ -151,18 +158,37 @@ def _kind(opcodes: set[str]) -> str:
     return "reductions" if "reduce" in opcodes else "elementwise"
 
 
-def _exchanges(module: Module, runs: Counter[tuple[str, bool]]) -> list[Exchange]:
+def _exchanges(module: Module, runs: Counter[tuple[str, bool]], hosts: Sequence[Sequence[int]] = ()) -> list[Exchange]:
+    host_of = {chip: host for host, chips in enumerate(hosts) for chip in chips}
     totals: dict[str, list[int]] = {}
     for item in find_collectives(module):
         times = runs[item.computation, False] + runs[item.computation, True]
         # Without a group: a permutation, which sends all of it.
         others = 1.0 if item.group_size is None else 1 - 1 / item.group_size
         passes = 2 if item.kind == "all-reduce" else 1
-        total = totals.setdefault(item.kind, [0, 0, 0])
+        total = totals.setdefault(item.kind, [0, 0, 0, 0])
         total[0] += times
         total[1] += times * item.num_bytes
         total[2] += times * round(passes * others * item.num_bytes)
+        total[3] += times * round(passes * _sent_by_host(item, host_of) * item.num_bytes)
     return [Exchange(kind, *total) for kind, total in totals.items()]
+
+
+def _sent_by_host(item: Collective, host_of: dict[int, int]) -> float:
+    """How many times the bytes of a collective the chips of the host that sends most send to others, at least."""
+    if len(set(host_of.values())) < 2:
+        return 0.0
+    sent: Counter[int] = Counter()
+    # Where the program does not say, all chips exchange with each other.
+    for group in item.groups or (tuple(host_of),):
+        chips = Counter(host_of[chip] for chip in group)
+        for host, own in chips.items():
+            if item.kind == "collective-permute":
+                sent[host] += len(chips) > 1 and host == host_of[group[0]]
+            else:
+                # What its own chips have in common goes once; of an all-to-all, each has its own.
+                sent[host] += (own if item.kind == "all-to-all" else 1) * (1 - own / len(group))
+    return max(sent.values(), default=0.0)
 
 
 def _matrix_flops(line: Instruction, lines: dict[str, Instruction]) -> int:

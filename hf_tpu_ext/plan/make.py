@@ -13,7 +13,7 @@ from ..formatting import count
 from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
 from ..kernels.versions import required_versions
-from ..sharding import describe_mesh
+from ..sharding import describe_hosts, describe_mesh
 from ..step.estimate import read_dimensions, step_flops
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs, why_no_compiler
@@ -50,7 +50,7 @@ def make_plan(
                 if output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
                     (output_dir / name).write_text(compiled.text, encoding="utf-8")
-                cost = measure_cost(compiled.text) if compiled.error is None else None
+                cost = measure_cost(compiled.text, topology.hosts) if compiled.error is None else None
                 model_flops, expected_flops = _analytic_flops(run, compiled)
                 planned.append(
                     replace(compiled, text="", cost=cost, model_flops=model_flops, expected_flops=expected_flops)
@@ -63,7 +63,7 @@ def make_plan(
         unknown.append("time and cost of the run: the number of steps is not known without the data (set max_steps)")
     return Plan(
         title=title,
-        facts=_facts(run, programs),
+        facts=_facts(run, programs, topology),
         topology=topology,
         programs=planned,
         versions={name: version(name) for name in ("torch_xla", "transformers", "trl")}
@@ -88,7 +88,7 @@ def _analytic_flops(run: Run, program: CompiledProgram) -> tuple[float | None, f
     return flops(), flops(again, sliced_attention=run.attention == "slices")
 
 
-def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
+def _facts(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> dict[str, str]:
     chips = programs[0].num_chips
     rows = run.per_device_train_batch_size * run.gradient_accumulation_steps * chips
     lengths = sorted({program.batch_shape[1] for program in programs if program.kind in (MICRO_STEP, OPTIMIZER_STEP)})
@@ -103,6 +103,8 @@ def _facts(run: Run, programs: Sequence[TracedProgram]) -> dict[str, str]:
     }
     if chips > 1:
         facts["chips"] = describe_mesh(run.mesh)
+    if topology.num_hosts > 1:
+        facts["hosts"] = describe_hosts(run.mesh, topology.num_hosts)
     facts |= {"rematerialization": run.rematerialization, "attention": run.attention}
     if run.rows is not None:
         facts["data"] = f"{run.rows:,} rows"

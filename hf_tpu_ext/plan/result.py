@@ -29,7 +29,8 @@ class Roofline:
     The least seconds that a chip needs for something, by what limits it: matrix products at the peak rate, memory
     traffic at full bandwidth, sending over the links of the chip that has fewest; and the least of all, of each
     program the longest of the three. `cycles` is the time of the cycles that the compiler estimates, which has no
-    collectives, and of kernels, `kernels`, at the peak rate.
+    collectives, and of kernels, `kernels`, at the peak rate. `hosts` is the part of `links` that goes by the links between
+    hosts.
     """
 
     arithmetic: float
@@ -38,6 +39,7 @@ class Roofline:
     seconds: float
     cycles: float
     kernels: float = 0.0
+    hosts: float = 0.0
 
     @property
     def wall(self) -> str:
@@ -55,21 +57,24 @@ def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) ->
     Bound the time of programs that run one after the other, given the cost of each on a chip and how often it runs.
     """
     chip, exchange = topology.chip, topology.exchange_bytes_per_second
-    arithmetic = memory = links = seconds = cycles = kernels = 0.0
+    between_hosts = topology.host_exchange_bytes_per_second
+    arithmetic = memory = links = seconds = cycles = kernels = hosts = 0.0
     for cost, runs in costs:
         in_kernels = cost.kernel_flops / chip.flops_per_second
+        across = cost.host_bytes / between_hosts if cost.host_bytes else 0.0
         times = (
             cost.matrix_flops / chip.flops_per_second + in_kernels,
             cost.memory_bytes / chip.memory_bytes_per_second,
-            cost.link_bytes / exchange if cost.link_bytes else 0.0,
+            max(cost.link_bytes / exchange if cost.link_bytes else 0.0, across),
         )
         arithmetic, memory, links = (
             total + runs * time for total, time in zip((arithmetic, memory, links), times, strict=True)
         )
         seconds += runs * max(times)
         kernels += runs * in_kernels
+        hosts += runs * across
         cycles += runs * (sum(cost.cycles.values()) / chip.clock_hz + in_kernels)
-    return Roofline(arithmetic, memory, links, seconds, cycles, kernels)
+    return Roofline(arithmetic, memory, links, seconds, cycles, kernels, hosts)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from functools import partial
 from tqdm.auto import tqdm
 
 from ..formatting import format_bytes, format_seconds
+from ..hardware.topologies import Topology
 from .result import Plan, Trial
 
 
 # Of what is computed again, from nothing to most.
 _CHOICES = {
-    "mesh": ("data", "fsdp"),
     "attention": ("splash", "slices"),
     "rematerialization": ("none", "dots", "full"),
 }
@@ -55,7 +55,8 @@ def search(
     # What it is computed with goes without saying, unless it is asked for.
     named = {name: value for name, value in settings.items() if name != "attention" or name in varied}
     choices = {name: [value] for name, value in named.items() if name != _ROWS}
-    choices |= {name: values for name, values in _CHOICES.items() if name in choices and name in varied}
+    possible = {**_CHOICES, "mesh": _meshes(plan.topology)}
+    choices |= {name: values for name, values in possible.items() if name in choices and name in varied}
     tried: list[Trial] = []
     with tqdm(desc="trying", unit="variant") as bar:
 
@@ -78,6 +79,16 @@ def search(
     best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
     best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
     return replace(plan, trials=best, advice=_advice(tried, rows))
+
+
+def _meshes(topology: Topology) -> list[str]:
+    """Weights whole on every chip, split over all chips, and on several hosts, split over one host, two, four, ..."""
+    chips, between = topology.num_chips, []
+    split = chips // topology.num_hosts
+    while topology.num_hosts > 1 and split < chips:
+        between.append(f"data={chips // split},fsdp={split}")
+        split *= 2
+    return ["data", *between, "fsdp"]
 
 
 def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:

@@ -33,11 +33,17 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
     backend = run.facts["backend"]
     return Report(
         title=run.facts["model"]["name"] or run.name,
-        subtitle=f"{run.name}, on {count(backend['chips'], 'chip')} of {backend['device']}, begun "
+        subtitle=f"{run.name}, on {count(backend['chips'], 'chip')} of {backend['device']}{_where(backend)}, begun "
         f"{run.sessions[0].facts['time'].replace('T', ' ').replace('+00:00', ' UTC')}",
         headline=headline(run, prices),
         sections=[section for section in sections if section.lines or section.figures or section.tables],
     )
+
+
+def _where(backend: Mapping[str, Any]) -> str:
+    # Records of earlier versions do not say.
+    hosts, processes = backend.get("hosts", 1), backend.get("processes", 1)
+    return f" on {hosts} hosts" if hosts > 1 else f" in {processes} processes" if processes > 1 else ""
 
 
 def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:

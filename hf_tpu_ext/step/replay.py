@@ -148,6 +148,7 @@ class StepReplay:
             change = self._python_state.change()
         if change is None and self._settings() != self._noted:
             change = "the optimizer, its settings or the callbacks have changed"
+        change = self._agree("the beginning of a step", change)
         if change is not None and not self._note_change(change):
             return True
         self._key = (
@@ -161,14 +162,23 @@ class StepReplay:
         if recorded is not None and recorded.checked and self._backend.programs.keeps(recorded.compiles):
             self.replays = True
             return False
+        refused = None
         try:
             self._recording = self._backend.programs.record(self._state())
         except CannotReplay as reason:
-            self.refuse(str(reason))
+            refused = str(reason)
+        refused = self._agree("the recording of a step", refused)
+        if refused is not None:
+            self._recording = None
+            self.refuse(refused)
         else:
             self._recording.add_data(self._data)
             self._before = host_random_state(), self._backend.counters()
         return True
+
+    def _agree(self, what: str, reason: str | None) -> str | None:
+        """What this host has found out, or another one: they trace and replay together."""
+        return next((found for found in self._backend.hosts.exchange(what, reason) if found is not None), None)
 
     def _note_change(self, change: str) -> bool:
         self._changes += 1
@@ -232,7 +242,7 @@ class StepReplay:
         before = self._programs.get(self._key)
         like = None if before is None else before.program
         recording, self._recording = self._recording, None
-        unlike = self._why_unlike()
+        unlike = self._agree("the end of a recorded step", self._why_unlike())
         if unlike is not None:
             self.refuse(unlike)
             run_traced(run=self._backend.end_step)
@@ -253,6 +263,7 @@ class StepReplay:
                 difference = "the step updates other parameters than before"
             if before.made != form:
                 difference = "the step makes other results than before"
+        difference = self._agree("the comparison of a step", difference)
         if difference is not None and self._key in self._unlike:
             self.refuse(difference)
             return

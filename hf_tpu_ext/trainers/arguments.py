@@ -85,6 +85,8 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         args.distributed_state = PartialState(cpu=True)
         args.distributed_state.device = backend.device
+        # Of them one logs and saves. There are not several to divide batches between: each has the batch of all chips.
+        args.distributed_state.process_index = args.distributed_state.local_process_index = backend.hosts.index
         args._n_gpu = 0
         # `TrainingArguments.device` is a cached property of this name.
         vars(args)["_setup_devices"] = backend.device
@@ -103,6 +105,9 @@ def compile_arguments(
     one traced program.
     """
     adapted = CompiledArguments(copy_arguments(args))
+    if args.save_on_each_node:
+        adapted.args.save_on_each_node = False
+        adapted.changes.append("save_on_each_node has no effect: the first host writes for all")
     _precision(adapted)
     _optimizer(adapted, traced)
     if traced:

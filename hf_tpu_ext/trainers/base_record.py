@@ -103,9 +103,14 @@ def _damaged(path: Path) -> ValueError:
     return ValueError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.")
 
 
-def _hash(weight: Tensor, dtype: str) -> str:
-    """Hash of a sample of a weight, as it is in a dtype."""
+def sample_of(weight: Tensor) -> Tensor:
+    """Some thousand elements from all over a weight, or all of a small one."""
     values = weight.detach().flatten()
     # Odd, so that it goes through all columns.
-    sample = values[:: values.numel() // _SAMPLE | 1].to("cpu", _DTYPES[dtype]).contiguous()
+    return values[:: values.numel() // _SAMPLE | 1]
+
+
+def _hash(weight: Tensor, dtype: str) -> str:
+    """Hash of a sample of a weight, as it is in a dtype."""
+    sample = sample_of(weight).to("cpu", _DTYPES[dtype]).contiguous()
     return hashlib.blake2b(sample.view(torch.uint8).numpy(), digest_size=16).hexdigest()

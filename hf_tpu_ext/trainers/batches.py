@@ -139,7 +139,9 @@ class BatchesMixin:
     def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
         """Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip."""
         self.watching.note_batch(batch)
-        return self.backend.send(batch) if whole else self.backend.send_rows(batch, count_rows(batch))
+        sent = self.backend.send(batch) if whole else self.backend.send_rows(batch, count_rows(batch))
+        self.alike.batch_sent()
+        return sent
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.backend.static_shapes:

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..atomic_write import sync_directory, write_atomically
+from ..backends.hosts import Hosts, HostsDisagree
 
 
 logger = logging.get_logger(__name__)
@@ -180,6 +181,74 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. Leave resume_from_checkpoint out to "
         "start over, or set output_dir to the directory of the run to resume."
     )
+
+
+def find_on_hosts(resume_from_checkpoint: str | bool | None, output_dir: str, hosts: Hosts) -> str | None:
+    """
+    As [`find_checkpoint`], by the first of several hosts. One that not all of them see, whole and the same, is a `ValueError`
+    on all.
+    """
+    checkpoint, error = None, None
+    try:
+        if hosts.index == 0:
+            checkpoint = find_checkpoint(resume_from_checkpoint, output_dir)
+    except ValueError as raised:
+        error = raised
+    hosts.raise_together("the search for a checkpoint", error)
+    checkpoint = hosts.of_first("the checkpoint to resume from", checkpoint)
+    if checkpoint is not None:
+        check_all_see(checkpoint, hosts)
+    return checkpoint
+
+
+def check_all_see(checkpoint: str, hosts: Hosts) -> None:
+    """Refuse (`ValueError` on all) a checkpoint that other hosts of a slice do not see as the first does."""
+    if hosts.count == 1:
+        return
+    of_first, *others = hosts.exchange("a look at the checkpoint", _seen(checkpoint))
+    differing = [
+        f"host {host} {_difference(of_first, other)}" for host, other in enumerate(others, 1) if other != of_first
+    ]
+    if differing:
+        raise HostsDisagree(
+            f"{checkpoint} is not the same on all hosts: {', '.join(differing)}. Put output_dir on storage that all hosts see, "
+            f"or copy the checkpoint to the same place on each: gcloud compute tpus tpu-vm scp --recurse {checkpoint} "
+            f"SLICE:{checkpoint} --worker=all."
+        )
+
+
+def check_shared(output_dir: str, hosts: Hosts) -> None:
+    """Refuse (`ValueError` on all) to load the best checkpoint at the end from a directory that not all hosts see."""
+    if hosts.count == 1:
+        return
+    with tempfile.TemporaryDirectory(dir=output_dir if hosts.index == 0 else None) as probe:
+        name = hosts.of_first("a look for output_dir", str(Path(probe).absolute()))
+        blind = [host for host, sees in enumerate(hosts.exchange("the look", os.path.isdir(name))) if not sees]
+    if blind:
+        raise HostsDisagree(
+            f"load_best_model_at_end=True needs an output_dir that all hosts see, and host {', '.join(map(str, blind))} does not "
+            f"see {output_dir!r} of host 0. Put output_dir on storage that all hosts share, or leave load_best_model_at_end out."
+        )
+
+
+def _seen(checkpoint: str) -> dict[str, Any] | None:
+    """Sizes of a checkpoint's files, and the hash of its manifest."""
+    if not Path(checkpoint).is_dir():
+        return None
+    manifest = Path(checkpoint) / MANIFEST_NAME
+    sizes = {
+        path.relative_to(checkpoint).as_posix(): path.stat().st_size
+        for path in sorted(Path(checkpoint).rglob("*"))
+        if path.is_file()
+    }
+    return {**sizes, "manifest": hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else ""}
+
+
+def _difference(of_first: dict[str, Any], other: dict[str, Any] | None) -> str:
+    if other is None:
+        return "does not see it"
+    name = next(name for name in [*of_first, *other] if of_first.get(name) != other.get(name))
+    return f"has another {name}"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends.base import Backend
-from ..sharding import ShardingPlan, advise_sharding, describe_mesh, resolve_mesh
+from ..sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
 from ..sharding.local_gradients import LocalGradients, draws_random_numbers
 from ..sharding.per_chip import score_tokens_per_chip
 from .configs import ExtensionArguments
@@ -276,6 +276,8 @@ class Chips:
         found = []
         if self._backend.num_chips > 1:
             found.append(describe_mesh(self.mesh))
+        if self._backend.hosts.count > 1:
+            found.append(describe_hosts(self.mesh, self._backend.hosts.count))
         memory, averaged = self._backend.memory_per_chip, self._trainer.averaging.average is not None
         if memory is not None:
             advice = advise_sharding(self._trainer.model, self.mesh, memory, averaged)

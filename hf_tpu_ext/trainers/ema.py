@@ -182,15 +182,18 @@ class Averaging(TrainerCallback):
 
     # ---- Files ----
 
+    def fetch(self) -> list[Tensor]:
+        """The averages on the host, in the order of their parameters."""
+        return self._trainer.backend.fetch(list(self.tensors.values())) if self.tensors else []
+
     def save(self, directory: str) -> None:
         """Write the average beside a model that is saved. One that is there of an earlier model is removed."""
         path = Path(directory) / EMA_FILE
         if not self.tensors:
             path.unlink(missing_ok=True)
             return
-        fetched = self._trainer.backend.fetch(list(self.tensors.values()))
         named = {}
-        for parameter, value in zip(self.tensors, fetched, strict=True):
+        for parameter, value in zip(self.tensors, self.fetch(), strict=True):
             parts = self._trainer.layers.parts_of(parameter)
             if parts is None:
                 named[self._names[parameter]] = value.contiguous()

@@ -81,7 +81,8 @@ class CompiledEvaluation:
         if self.backend.static_shapes:
             # It may be another dataset than before, or another batch size.
             self.expect_batches("eval")
-        with self.models_as_run(), self.averaging.in_evaluation():
+        together = self.backend.hosts.together("evaluation")
+        with together, self.models_as_run(), self.averaging.in_evaluation():
             if not self.backend.metrics_on_device:
                 return super().evaluation_loop(dataloader, *arguments)
             if loss_only:

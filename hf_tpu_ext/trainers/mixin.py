@@ -27,6 +27,7 @@ from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer
 from ..step.program_adamw import ProgramAdamW
 from ..step.users_model import save_from_host
+from .alike import AlikeHosts, check_settings_alike
 from .arguments import (
     ADAMW_NAMES,
     CompiledArguments,
@@ -84,11 +85,11 @@ class TPUTrainerMixin(
     | `_move_model_to_device`, `_init_training_state` | the model is placed over all chips, whose rows are one batch |
     | `compute_loss_context_manager` | autocast of XLA, with float32 weights |
     | `floating_point_ops` | upstream counts the parameters at every micro-step |
-    | `_maybe_log_save_evaluate`, `_finalize_training`, `log` | a log is one transfer; phases of a step; preemption |
+    | `_maybe_log_save_evaluate`, `_finalize_training`, `log` | a log is one transfer; phases of a step; preemption; hosts decide together |
     | `prediction_step`, `evaluation_loop`, `evaluate`, `predict` | losses are summed, predictions fetched together |
     | `get_batch_samples`, `_run_epoch`, `_load_rng_state`, `_save_rng_state` | phases of a step; bit-exact resume |
     | `_load_from_checkpoint` | adapters keep the dtype that TRL gave them |
-    | `_save`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer, written atomically |
+    | `_save`, `save_model`, `_save_optimizer_and_scheduler`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer or by all hosts, written atomically |
     | `train` | takes up changed arguments, finds a complete checkpoint, leaves nothing to the next run |
 
     Args:
@@ -147,6 +148,9 @@ class TPUTrainerMixin(
         )
         self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
+        check_settings_alike(self.backend, args)
+        #: What all hosts of a slice have to have in common.
+        self.alike = AlikeHosts(self)
         self._arrange_batches()
         self.chips = Chips(self)
         self._arrange_saving()
@@ -156,6 +160,7 @@ class TPUTrainerMixin(
         self.averaging = Averaging(self, extension)
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
+        self.alike.take_random_state()
         self.averaging.check()
         #: Metrics of upstream's loss, on the device until a log.
         self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
@@ -309,6 +314,7 @@ class TPUTrainerMixin(
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
+            self.alike.note_model("weights", model)
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         else:
             super()._move_model_to_device(model, device)
@@ -506,6 +512,10 @@ class TPUTrainerMixin(
 
     # ---- Checkpoints ----
 
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        with self.alike.deciding():
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ):
@@ -525,7 +535,9 @@ class TPUTrainerMixin(
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if self.backend.static_shapes:
             self.expect_batches("train")
+        self.alike.check_beginning()
         with (
+            self.backend.hosts.together("training"),
             self.stopping_when_told(),
             self.models_as_run(),
             self.copies.real(),
@@ -554,11 +566,14 @@ class TPUTrainerMixin(
             self.metrics.drop("eval")
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        if self.backend.traces_steps and state_dict is None:
-            # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
-            state_dict = self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
+        if self.backend.traces_steps and state_dict is None and self.backend.hosts.index == 0:
+            state_dict = self._fetch_weights()
         with self.layers.in_place():
             super()._save(output_dir, state_dict)
+
+    def _fetch_weights(self) -> dict[str, torch.Tensor]:
+        # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
+        return self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
 
     def _load_best_model(self) -> None:
         # Training is over.

@@ -213,6 +213,11 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
+        if self.backend.hosts.count > 1:
+            # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
+            own = batch["advantages"]
+            agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
+            batch["advantages"] = torch.tensor(agreed, dtype=own.dtype)
         batch = self._pad_batch(batch)
         self._count_tokens(batch)
         rows, *_ = batch["prompt_ids"].shape
@@ -225,9 +230,10 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         """Within this context, upstream's code has its tensors on the host."""
         states = [vars(self.accelerator.state), vars(self.args.distributed_state)]
         names = vars(self.args)
-        kept = [state["device"] for state in states], names["_setup_devices"]
+        kept = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
         for state in states:
-            state["device"] = torch.device("cpu")
+            # The rows are those of all chips, on every host, so each takes what the first process takes.
+            state["device"], state["process_index"] = torch.device("cpu"), 0
         # What `args.device` is.
         names["_setup_devices"] = torch.device("cpu")
         try:
@@ -237,8 +243,8 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
             ):
                 yield
         finally:
-            for state, device in zip(states, kept[0], strict=True):
-                state["device"] = device
+            for state, (device, process_index) in zip(states, kept[0], strict=True):
+                state["device"], state["process_index"] = device, process_index
             names["_setup_devices"] = kept[1]
 
     def _pad_batch(self, batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

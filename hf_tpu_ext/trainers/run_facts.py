@@ -20,7 +20,7 @@ from ..quantization.packed_linear import count_parameters, names_of_packed
 from .dataset_checks import named_datasets
 
 
-_PACKAGES = ("torch", "torch_xla", "transformers", "trl", "accelerate", "peft", "datasets")
+_PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
 
 
 def find_facts(trainer) -> RunFacts:
@@ -63,7 +63,7 @@ def describe_run(trainer, args: TrainingArguments, facts: RunFacts | None) -> di
     model, backend, config = unwrap_peft_model(trainer.model), trainer.backend, args.to_dict()
     parameters, trained = count_parameters(trainer.model)
     return {
-        "versions": _find_versions(),
+        "versions": find_versions(),
         "arguments": config,
         "changed": sorted(name for name in _changed_arguments(args) if name in config),
         "model": {
@@ -80,14 +80,17 @@ def describe_run(trainer, args: TrainingArguments, facts: RunFacts | None) -> di
             "name": backend.name,
             "device": backend.device_name,
             "reason": backend.reason,
-            "chips": backend.num_chips,
+            "chips": backend.num_chips * trainer.args.world_size,
+            "hosts": backend.hosts.count,
+            "processes": max(trainer.args.world_size, backend.hosts.count),
             "memory_per_chip": backend.memory_per_chip,
         },
         "facts": asdict(find_facts(trainer) if facts is None else facts),
     }
 
 
-def _find_versions() -> dict[str, str]:
+def find_versions() -> dict[str, str]:
+    """Versions of Python, this package and those that it builds on."""
     found = {name: version(name) for name in _PACKAGES if find_spec(name) is not None}
     return {"python": python_version(), "hf_tpu_ext": __version__, **found}
 

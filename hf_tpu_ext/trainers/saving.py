@@ -16,15 +16,18 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 
 from ..backends.detect import TPU_BACKENDS, tpu_chips
+from ..backends.hosts import HostsDisagree
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
 from ..quantization.bitsandbytes import find_config
 from .base_record import find_frozen, write_base
 from .checkpoints import (
+    check_all_see,
+    check_shared,
     checkpoints_by_step,
     delete_old,
-    find_checkpoint,
     find_damage,
+    find_on_hosts,
     move_into_place,
     read_run_state,
     remove_leftovers,
@@ -62,7 +65,7 @@ class SavingMixin:
             self.compiled.args.enable_jit_checkpoint = False
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
-        self.preemption = Preemption(METADATA_URL if on_tpu else None)
+        self.preemption = Preemption(METADATA_URL if on_tpu else None, self.backend.hosts)
         self._resumption = _Resumption(self)
         # Where a checkpoint is written before it has its place.
         self._unfinished: Path | None = None
@@ -85,7 +88,10 @@ class SavingMixin:
         self._check_best_metric()
         if self.args.should_save:
             remove_leftovers(self.args.output_dir)
-        self._resumed_from = checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        hosts = self.backend.hosts
+        if self.args.load_best_model_at_end:
+            check_shared(self.args.output_dir, hosts)
+        self._resumed_from = checkpoint = find_on_hosts(resume_from_checkpoint, self.args.output_dir, hosts)
         self._saved, self._evaluation_due = None, False
         self._names_of_base = find_frozen(self.model)
         self._made_up_at = self._random_state = None
@@ -102,6 +108,7 @@ class SavingMixin:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
+        check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
         with self._same_dtypes():
             super()._load_best_model()
 
@@ -139,6 +146,8 @@ class SavingMixin:
 
     def _determine_best_metric(self, metrics, trial) -> bool:
         self._find_best_metric(metrics)
+        # Some are of a host's own clock, or of code that draws random numbers.
+        metrics = self.backend.hosts.of_first("the metrics of an evaluation", metrics)
         return super()._determine_best_metric(metrics, trial)
 
     def _run_epoch(self, *args, **kwargs) -> None:
@@ -234,6 +243,25 @@ class SavingMixin:
 
     # ---- Saving ----
 
+    @property
+    def _is_for_first_host(self) -> bool:
+        """Whether another host writes the checkpoint under way, to which this one gives its parts of split tensors."""
+        return self._unfinished is not None and self.backend.hosts.index > 0
+
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        with self.backend.fetching_for_first():
+            if self.backend.hosts.index > 0:
+                # What the first fetches when it saves, in the same order.
+                self._fetch_weights()
+                self.averaging.fetch()
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._is_for_first_host:
+            self.optimizer.state_dict()
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
     def _get_output_dir(self, trial) -> str:
         # Where upstream writes a checkpoint to.
         return super()._get_output_dir(trial) if self._unfinished is None else str(self._unfinished)
@@ -243,10 +271,16 @@ class SavingMixin:
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         checkpoint = Path(self._checkpoint(trial))
+        failed = None
         try:
-            self._write_checkpoint(model, trial, checkpoint)
+            with self.backend.fetching_for_first():
+                self._write_checkpoint(model, trial, checkpoint)
+        except HostsDisagree:
+            raise
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise OSError(self._not_saved(checkpoint, error)) from error
+            failed = OSError(self._not_saved(checkpoint, error))
+            failed.__cause__ = error
+        self.backend.hosts.raise_together("the end of a checkpoint", failed)
         self.accelerator.wait_for_everyone()
         if not self.args.save_only_model:
             self._saved = (self.state.global_step, self._evaluation_due)
@@ -280,7 +314,9 @@ class SavingMixin:
         # Upstream looks for it beside the one that it writes.
         if self.state.best_global_step:
             best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-            if best == checkpoint or best.exists():
+            # On the disk of the first host there may be what others do not see.
+            first = self.backend.hosts.index == 0
+            if self.backend.hosts.of_first("the best checkpoint", first and (best == checkpoint or best.exists())):
                 self.state.best_model_checkpoint = str(best)
 
     def _not_saved(self, checkpoint: Path, error: Exception) -> str:
@@ -297,6 +333,8 @@ class SavingMixin:
         )
 
     def _save(self, output_dir=None, state_dict=None) -> None:
+        if self.backend.hosts.index > 0:
+            return
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.averaging.save(self.args.output_dir if output_dir is None else output_dir)
@@ -312,6 +350,8 @@ class SavingMixin:
             )
 
     def _save_rng_state(self, output_dir: str) -> None:
+        if self._is_for_first_host:
+            return
         super()._save_rng_state(output_dir)
         state = {
             "epoch_rng_state": self._resumption.epoch_rng_state,

@@ -31,8 +31,12 @@ class StatusMixin:
 
     def start_status(self) -> None:
         """Time the steps of the runs to come."""
-        self.status = StepStatus(self.backend, self._kind_of_step, self._flops_of_batch())
+        over_processes = self._sum_over_processes if self.args.world_size > 1 else None
+        self.status = StepStatus(self.backend, self._kind_of_step, self._flops_of_batch(), over_processes)
         self.add_callback(self.status)
+
+    def _sum_over_processes(self, numbers: list[int]) -> list[int]:
+        return self.accelerator.reduce(torch.tensor(numbers, device=self.args.device), reduction="sum").tolist()
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
         """Keep a record of the runs to come, with the arguments as they were given, and make a report of each."""

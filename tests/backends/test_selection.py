@@ -521,7 +521,7 @@ assert backend.memory_per_chip is None
     )
 
 
-def test_a_slice_of_several_hosts_is_refused():
+def test_a_launcher_on_a_slice_is_refused():
     run_script(
         """
 import torch_xla.runtime
@@ -532,10 +532,25 @@ try:
     select_backend().num_chips
 except ValueError as error:
     message = str(error)
-assert "4 processes" in message and "one host" in message and "docs/multi_host.md" in message, message
+assert "A launcher has started 16 processes, and 4 drive this slice" in message, message
+assert "once on every host, without torchrun or accelerate launch" in message, message
 """,
         PJRT_DEVICE="CPU",
+        WORLD_SIZE="16",
     )
+
+
+def test_hosts_of_a_slice_are_counted_before_the_runtime_starts(chip_variables, monkeypatch):
+    """For `num_chips`, which would cut this host out of its slice."""
+    from hf_tpu_ext.backends.xla_hosts import hosts_of_slice
+
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    for names, count in (("10.0.0.2,10.0.0.3,10.0.0.4,10.0.0.5", 4), ("localhost", 1)):
+        monkeypatch.setenv("TPU_WORKER_HOSTNAMES", names)
+        assert (hosts_of_slice("TPU"), hosts_of_slice("CPU")) == (count, 1)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.0.0.2,10.0.0.3")
+    monkeypatch.setenv("TPU_PROCESS_BOUNDS", "1,1,1")
+    assert hosts_of_slice("TPU") == 1
 
 
 def test_autograd_that_ran_before_the_runtime_is_told():

@@ -177,9 +177,27 @@ FEW_BITS = [
         )
     ),
 ]
+
+
+def _slice(title: str, topology: str, rows: int, mesh: str, **settings: str) -> Case:
+    settings = {"per_device_train_batch_size": str(rows), "mesh": mesh, **settings}
+    return Case(f"{title}, {rows} a chip, mesh: {mesh}", "Qwen2.5-7B", topology, settings=settings)
+
+
+# Of several hosts.
+SLICES = [
+    _slice("full", "v5e-16", 1, "fsdp"),
+    _slice("full", "v5e-16", 4, "fsdp"),
+    _slice("full", "v5e-16", 1, "data=2,fsdp=8"),
+    _slice("full", "v6e-16", 4, "fsdp"),
+    _slice("full", "v5e-64", 4, "fsdp"),
+    _slice("full", "v5e-64", 4, "data=4,fsdp=16"),
+    _slice("LoRA", "v5e-16", 4, "data=4,fsdp=4", **LORA),
+]
 #: What may be made, and in which document a table is.
 TABLES = {
     "tpu_plans": (DOCUMENT, CASES),
+    "slice_plans": (DOCUMENT, SLICES),
     "preference_plans": (DOCUMENT, PREFERENCES),
     "qlora_plans": (ROOT / "docs" / "quantization.md", FEW_BITS),
 }
@@ -278,7 +296,7 @@ def make_row(case: Case, planned: dict) -> str:
     derived, program = planned["derived"], planned["programs"][-1]
     cells = [case.model, case.title, case.topology, f"{program['cpu_seconds']:.0f}"]
     if derived["parts"] is None:
-        cells += ["no", program["error"].split(". ")[0].replace("|", "/"), *[""] * 5]
+        cells += ["no", program["error"].split(". ")[0].replace("|", "/"), *[""] * 7]
     else:
         parts = derived["parts"]
         cells += [
@@ -289,8 +307,9 @@ def make_row(case: Case, planned: dict) -> str:
             f"{1000 * derived['roofline']['seconds']:.0f} ms",
             f"{1000 * derived['roofline']['expected_seconds'][1]:.0f} ms",
             f"{sum(program['cost']['cycles'].values()) / 1e6:.0f} M",
+            f"{1000 * derived['roofline']['hosts']:.0f} ms",
         ]
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cells if case in SLICES else cells[:-1])} |"
 
 
 def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
@@ -306,9 +325,11 @@ def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
     Returns:
         `tuple[str, list[dict]]`: A Markdown table, and the plans.
     """
+    between, column = (" between hosts at least |", "---:|") if cases[0] in SLICES else ("", "")
     lines = [
-        "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least | is expected to take | cycles |",
-        "|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
+        "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least | is expected to take | cycles |"
+        + between,
+        "|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|" + column,
     ]
 
     def plan_alone(case: Case) -> dict:

@@ -144,7 +144,8 @@ def test_without_the_compiler(plan, tmp_path):
 
 
 BAD_INPUT = {
-    "topology": (["--topology", "v5e-16", "--seq-lengths", "64"], ["v5e-16", "v5e-8", "v5e-1"]),
+    "chips of autograd": (["--topology", "v5e-256", "--seq-lengths", "64"], ["127 chips, not 256", "v5e-64", "fsdp"]),
+    "topology": (["--topology", "v5e-17", "--seq-lengths", "64"], ["v5e-16", "v5e-8", "v5e-1"]),
     "no_tokens": (["--seq-lengths", "0"], ["--seq-lengths 0", "at least one token"]),
     "no_shapes": ([], ["names no data", "--seq-lengths"]),
     "chips": (["--seq-lengths", "64", "--num_chips", "4"], ["num_chips=4", "8"]),

@@ -94,6 +94,8 @@ HOOKS = {
     "_save_checkpoint": ["model", "trial"],
     "_push_from_checkpoint": ["checkpoint_folder"],
     "_save": ["output_dir", "state_dict"],
+    "save_model": ["output_dir", "_internal_call"],
+    "_save_optimizer_and_scheduler": ["output_dir"],
     "_save_rng_state": ["output_dir"],
     "_load_rng_state": ["checkpoint"],
     "_determine_best_metric": ["metrics", "trial"],

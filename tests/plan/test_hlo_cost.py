@@ -23,7 +23,7 @@ def measure(name):
     return measure_cost((DATA / f"{name}.hlo").read_text(encoding="utf-8"))
 
 
-def program(*lines, before=""):
+def program(*lines, before="", hosts=()):
     return measure_cost(
         f"""\
 HloModule m
@@ -38,7 +38,8 @@ HloModule m
 ENTRY %main (p: f32[8]) -> f32[8] {{
 """
         + "".join(f"  {line}\n" for line in lines)
-        + "}\n"
+        + "}\n",
+        hosts,
     )
 
 
@@ -282,6 +283,28 @@ def test_asynchronous_exchanges_move_what_they_take_and_make():
 def test_what_a_chip_sends(operation, sent):
     cost = program("%p = f32[16]{0} parameter(0)", f"ROOT %c = f32[16]{{0}} {operation}")
     assert (cost.exchanges[0].num_bytes, cost.link_bytes) == (64, sent)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sent"),
+    [
+        # Within hosts.
+        ("all-reduce(%p), channel_id=1, replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add", 0),
+        ("collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}", 0),
+        # All with all: the half that is the other host's, once, and back.
+        ("all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add", 64),
+        ("all-reduce(%p), channel_id=1, to_apply=%add", 64),
+        # Each chip with one of the other host, as a grid in another order, too.
+        ("all-reduce(%p), channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}, to_apply=%add", 4 * 64),
+        ("all-reduce(%p), channel_id=1, replica_groups=[4,2]<=[2,2,2]T(0,2,1), to_apply=%add", 4 * 64),
+        ("all-to-all(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}", 4 * 64 // 2),
+        ("collective-permute(%p), channel_id=1, source_target_pairs={{0,2},{2,0},{1,3}}", 2 * 64),
+    ],
+)
+def test_what_a_host_sends_to_others(operation, sent):
+    lines = ("%p = f32[16]{0} parameter(0)", f"ROOT %c = f32[16]{{0}} {operation}")
+    assert program(*lines, hosts=[[0, 1, 4, 5], [2, 3, 6, 7]]).host_bytes == sent
+    assert program(*lines).host_bytes == program(*lines, hosts=[[*range(8)]]).host_bytes == 0
 
 
 def test_what_cannot_be_counted_is_said():

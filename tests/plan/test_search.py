@@ -165,3 +165,15 @@ def test_gives_up_where_it_cannot_be_told():
     assert len(tried) == len(ROW)
     assert found.trials == []
     assert found.advice == []
+
+
+def test_on_several_hosts_weights_are_also_split_over_some_of_them():
+    tried = []
+
+    def noted(settings):
+        tried.append(settings["mesh"])
+        return make("v5e-16", {**settings, "mesh": "fsdp"})
+
+    first = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "1"}
+    search(make("v5e-16", first), first, ["mesh"], noted)
+    assert tried == ["data", "data=4,fsdp=4", "data=2,fsdp=8", "fsdp"]

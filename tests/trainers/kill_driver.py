@@ -4,12 +4,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import rollouts
 import torch
 from datasets import Dataset
 from preference import Case, trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
-from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
 
 
@@ -32,7 +33,8 @@ def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Calla
 
     Args:
         kind (`str`):
-            `"sft"` trains a whole model; the names of [`PREFERENCES`] an adapter, over accumulated gradients.
+            `"sft"` trains a whole model; the names of [`PREFERENCES`] an adapter, over accumulated gradients; `"grpo"` an
+            adapter on completions that it writes, each for several steps.
         model_dir (`str` or `Path`):
             Directory of the model to start from.
         output_dir (`str` or `Path`):
@@ -40,7 +42,7 @@ def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Calla
         reach (`Callable`):
             Called with `"step N"` where a step begins, and with `"save N"` towards the end of a save.
     """
-    make = _fine_tuning if kind == "sft" else _preferences
+    make = {"sft": _fine_tuning, "grpo": _completions}.get(kind, _preferences)
     trainer = make(kind, str(model_dir), str(output_dir), [_StepBegins(reach)])
     save_rng_state = trainer._save_rng_state
 
@@ -94,6 +96,14 @@ def _preferences(kind: str, model_dir: str, output_dir: str, callbacks: list[Tra
         steps=MAX_STEPS,
     )
     return trainer_for(case, Path(model_dir), ours=True, callbacks=callbacks)
+
+
+def _completions(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:
+    # What it writes, not what a test gives it.
+    rollouts.OURS[kind] = TPUGRPOTrainer, TPUGRPOConfig
+    settings = {**SAVES, "output_dir": output_dir, "num_iterations": 2, "steps_per_generation": 3}
+    case = rollouts.Case(kind, settings, lora="new", steps=MAX_STEPS)
+    return rollouts.trainer_for(case, Path(model_dir), ours=True, callbacks=callbacks)
 
 
 def _say_and_wait(moment: str) -> None:

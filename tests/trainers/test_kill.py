@@ -46,7 +46,7 @@ def times(kind, name, steps, saves, marks=()):
     [
         times("sft", "twice", 1, 1),
         times("dpo", "twice", 1, 1),
-        *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in ("sft", *kill_driver.PREFERENCES)),
+        *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in ("sft", "grpo", *kill_driver.PREFERENCES)),
     ],
 )
 def test_killed_run_ends_with_the_same_weights(xla, tiny_model, tmp_path, kind, steps, saves):

@@ -287,21 +287,45 @@ def test_lines_of_a_run_that_is_stopped(make, capfd):
     assert "after step 4" in out and "--resume_from_checkpoint true" in out
 
 
-@pytest.mark.slow
-def test_several_processes_are_saved_by_upstreams_handler(tiny_model, tmp_path):
+def start_two(*words):
+    """Two processes of one run, with gloo."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    processes = [
+    return [
         subprocess.Popen(
-            [sys.executable, two_processes.__file__, str(tiny_model), str(tmp_path / "run")],
+            [sys.executable, two_processes.__file__, *map(str, words)],
             env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in "01"
     ]
+
+
+@pytest.mark.slow
+def test_several_processes_are_counted_together(tiny_model, tmp_path):
+    processes = start_two(tiny_model, tmp_path / "run", 2)
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert (
+        "2 chips in 2 processes" in outputs[0] and "8 per chip x 1 gradient accumulation step x 2 chips" in outputs[0]
+    )
+    assert "Training on" not in outputs[1]
+    events = [json.loads(line) for line in (tmp_path / "run/run.jsonl").read_text().splitlines()]
+    backend = next(event["backend"] for event in events if event["event"] == "begin")
+    assert (backend["chips"], backend["processes"], backend["hosts"]) == (2, 2, 1)
+    # 16 rows of 6 tokens, the end-of-sequence token among them, in 2 steps of 2 x 8 rows.
+    ((_, (batches, tokens, padded)),) = next(event for event in events if event["event"] == "end")["batches"]
+    assert (batches, tokens, padded) == (4, 2 * 16 * 6, 2 * 16 * 6)
+    report = (tmp_path / "run/report.md").read_text()
+    assert "on 2 chips of" in report and " in 2 processes, begun" in report
+
+
+@pytest.mark.slow
+def test_several_processes_are_saved_by_upstreams_handler(tiny_model, tmp_path):
+    processes = start_two(tiny_model, tmp_path / "run")
     try:
         for process in processes:
             assert any(line == "training\n" for line in process.stdout)

@@ -22,19 +22,21 @@ class SayWhenItTrains(TrainerCallback):
 
 if __name__ == "__main__":
     model_dir, output_dir = Path(sys.argv[1]), sys.argv[2]
+    # Until they are told to stop, or for some steps.
+    max_steps = int(sys.argv[3]) if len(sys.argv) > 3 else 100_000
     torch.set_num_threads(1)
     config = TPUSFTConfig(
         output_dir,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        max_steps=100_000,
+        max_steps=max_steps,
         max_length=16,
         save_strategy="no",
-        logging_steps=1000,
+        logging_steps=min(1000, max_steps),
         report_to="none",
         disable_tqdm=True,
-        run_report=False,
+        run_report=len(sys.argv) > 3,
         enable_jit_checkpoint=True,
     )
     trainer = TPUSFTTrainer(

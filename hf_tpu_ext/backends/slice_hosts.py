@@ -1,0 +1,297 @@
+"""The hosts of a slice of several: what they tell each other besides the programs that they run."""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistError, TCPStore
+from torch.utils._pytree import tree_leaves
+
+from .hosts import Hosts, HostsDisagree
+
+
+#: Where the first host listens, if not at the address that the runtime knows: `address:port`.
+VARIABLE = "HF_TPU_EXT_HOSTS"
+#: Seconds after which a host that says nothing counts as lost.
+SILENCE_VARIABLE = "HF_TPU_EXT_HOST_TIMEOUT"
+PORT = 12356
+#: Status of a process that ends because another host is lost (`EX_UNAVAILABLE`).
+EXIT_STATUS = os.EX_UNAVAILABLE
+_SILENCE = 60.0
+# Longer than a host compiles, or saves.
+_EXCHANGE = 1800.0
+_INTERVAL = 0.5
+# What a host says of itself. One that ends for another's sake is none that others end for.
+_ALIVE, _ENDED, _FOLLOWED, _FAILED = "alive", "ended", "followed", "failed"
+
+
+def read_seconds() -> float:
+    """How long a host may say nothing."""
+    value = os.environ.get(SILENCE_VARIABLE, "")
+    try:
+        seconds = float(value or _SILENCE)
+    except ValueError:
+        seconds = 0.0
+    if seconds < 2 * _INTERVAL:
+        raise ValueError(
+            f"{SILENCE_VARIABLE}={value!r} is not a number of seconds from {2 * _INTERVAL:g}. Set it to {_SILENCE:g}, or unset "
+            "it."
+        )
+    return seconds
+
+
+class SliceHosts(Hosts):
+    """
+    Hosts that speak over the network (a `torch.distributed.TCPStore` of the first), besides the chips.
+
+    A thread of each tells the others that it is there. Where one says nothing for `silence` seconds, has ended with an error
+    or is gone while others wait for it, each of those prints so and ends with [`EXIT_STATUS`]: a program that waits for
+    chips of a lost host cannot be left in another way.
+
+    Args:
+        index (`int`):
+            Which host this is.
+        count (`int`):
+            How many there are.
+        address (`str`):
+            Where the first can be reached, from all.
+        port (`int`):
+            The port that it listens on.
+        silence (`float`, *optional*, defaults to 60):
+            Seconds.
+    """
+
+    agree_on_stops = True
+
+    def __init__(self, index: int, count: int, address: str, port: int, silence: float = _SILENCE):
+        self.index, self.count = index, count
+        self._silence = silence
+        self._exchanges = 0
+        # How deep this host is in work that needs all, and the exchange that it waits in.
+        self._together = 0
+        self._waiting: int | None = None
+        # Held while hosts agree on a place to stop: none passes another one meanwhile.
+        self._passing = threading.Lock()
+        self._passed = 0
+        self._listenings = 0
+        # Each is of a listening: what this host asks for, that it has told its place, and where all stop and why.
+        self._request: tuple[int, str] | None = None
+        self._announced: int | None = None
+        self._stop: tuple[int, int, str] | None = None
+        # What others know of.
+        self._raised: Exception | None = None
+        self._closing = threading.Event()
+        try:
+            self._store = self._connect(address, port, is_server=index == 0)
+            # A client of its own: one that waits keeps others of its process out.
+            self._watched = self._connect(address, port, is_server=False)
+        except (DistError, RuntimeError) as error:
+            raise ValueError(
+                f"Host {index} of {count} cannot reach the first at {address}:{port} ({str(error).splitlines()[0]}). Start the "
+                f"same command on all hosts, and set {VARIABLE}=address:port to an address of the first that all can reach."
+            ) from error
+        self._watched.set(f"state/{index}", _ALIVE)
+        self._watched.set(f"beat/{index}", "0")
+        self.exchange("the start")
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def _connect(self, address: str, port: int, is_server: bool) -> TCPStore:
+        timeout = timedelta(seconds=300)
+        return TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=timeout)
+
+    # ---- Values ----
+
+    def exchange(self, what: str, value: Any = None) -> list[Any]:
+        number = self._exchanges
+        self._exchanges += 1
+        keys = [f"value/{number}/{host}" for host in range(self.count)]
+        self._waiting = number
+        try:
+            self._store.set(keys[self.index], json.dumps([what, value]))
+            self._wait_for(keys, what)
+            found = [json.loads(text) for text in self._store.multi_get(keys)]
+        except DistError as error:
+            self._lose(0, f"cannot be reached any more ({str(error).splitlines()[0]})")
+        finally:
+            self._waiting = None
+        if number:
+            # All are here, so none needs the one before.
+            self._store.delete_key(f"value/{number - 1}/{self.index}")
+        places = [place for place, _ in found]
+        if len(set(places)) > 1:
+            said = "; ".join(f"host {host}: {place}" for host, place in enumerate(places))
+            raise HostsDisagree(
+                f"Hosts are at different places of the run ({said}). All have to run the same code: what uses the model "
+                "must not stand behind a question which host this is."
+            )
+        return [value for _, value in found]
+
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        began = time.monotonic()
+        # Asked again and again, for signals to be handled meanwhile: at first at once, as most are there within a millisecond.
+        while not self._store.check(keys):
+            waited = time.monotonic() - began
+            if waited > _EXCHANGE:
+                missing = [str(host) for host, key in enumerate(keys) if not self._store.check([key])]
+                raise HostsDisagree(
+                    f"Host {', '.join(missing)} did not come to {what} within {_EXCHANGE:g} seconds, where host {self.index} "
+                    "waits. All hosts have to run the same code."
+                )
+            time.sleep(min(0.05, waited / 4))
+
+    def raise_together(self, what: str, error: Exception | None) -> None:
+        self._raised = error
+        super().raise_together(what, error)
+
+    def note_sent(self, data: Any) -> None:
+        for tensor in tree_leaves(data):
+            if isinstance(tensor, torch.Tensor):
+                self.sent = zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy(), self.sent)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        self._together += 1
+        stopped: SystemExit | None = None
+        try:
+            yield
+        except SystemExit as error:
+            # Told to stop, as all are.
+            if error.code != os.EX_TEMPFAIL:
+                raise
+            stopped = error
+        finally:
+            self._together -= 1
+        self.exchange(f"the end of {what}")
+        if stopped is not None:
+            raise stopped
+
+    # ---- Stopping ----
+
+    def begin_listening(self) -> None:
+        self._listenings += 1
+
+    def request_stop(self, reason: str) -> None:
+        if self._request is None or self._request[0] != self._listenings:
+            self._request = self._listenings, f"{reason} on host {self.index}"
+
+    def reached(self) -> str | None:
+        with self._passing:
+            self._passed += 1
+            if self._stop is None or self._stop[0] != self._listenings:
+                return None
+            _, place, reason = self._stop
+            return reason if self._passed >= place else None
+
+    def _agree_on_stop(self) -> None:
+        """
+        One turn of finding the place to stop at: the next one after all that any host has passed. Hosts wait at their
+        next place until it is found, whatever their chips do, so that none is beyond it.
+        """
+        listening = self._listenings
+        prefix = f"stop/{listening}"
+        if self._announced not in (None, listening):
+            # Of a run that has ended meanwhile.
+            self._announced = None
+            self._passing.release()
+        if not listening or (self._stop is not None and self._stop[0] == listening):
+            return
+        if self._announced is None:
+            if self._request is not None and self._request[0] == listening:
+                self._watched.compare_set(f"{prefix}/reason", "", self._request[1])
+            if not self._watched.check([f"{prefix}/reason"]):
+                return
+            self._passing.acquire()
+            self._announced = listening
+            self._watched.set(f"{prefix}/{self.index}", str(self._passed))
+        keys = [f"{prefix}/{host}" for host in range(self.count)]
+        if self._watched.check(keys):
+            passed = [int(text) for text in self._watched.multi_get(keys)]
+            self._stop = listening, max(passed) + 1, self._watched.get(f"{prefix}/reason").decode()
+            self._announced = None
+            self._passing.release()
+
+    # ---- Watching each other ----
+
+    def _watch(self) -> None:
+        states = [f"state/{host}" for host in range(self.count)]
+        beats = [f"beat/{host}" for host in range(self.count)]
+        heard = [("", time.monotonic())] * self.count
+        needed = [0] * self.count
+        number = 0
+        while not self._closing.wait(_INTERVAL):
+            try:
+                number += 1
+                self._watched.set(beats[self.index], str(number))
+                self._agree_on_stop()
+                found, said = ([text.decode() for text in self._watched.multi_get(keys)] for keys in (states, beats))
+            except DistError:
+                if not self._closing.is_set():
+                    self._lose(0, "cannot be reached any more")
+                return
+            now = time.monotonic()
+            heard = [(text, since if text == last else now) for text, (last, since) in zip(said, heard, strict=True)]
+            for host, state in enumerate(found):
+                if state.startswith(_FAILED):
+                    self._lose(host, f"has ended with an error ({state.removeprefix(_FAILED).strip()})")
+            for host, state in enumerate(found):
+                # It may have been needed until a moment ago.
+                needed[host] = needed[host] + 1 if state == _ENDED and self._needs(host) else 0
+                if needed[host] == 3:
+                    self._lose(host, "has ended")
+                if state == _ALIVE and now - heard[host][1] > self._silence:
+                    self._lose(host, f"has said nothing for {self._silence:g} seconds")
+
+    def _needs(self, host: int) -> bool:
+        """Whether this host cannot go on without another."""
+        if (number := self._waiting) is not None:
+            return not self._watched.check([f"value/{number}/{host}"])
+        return self._together > 0
+
+    def _lose(self, host: int, how: str) -> None:
+        message = (
+            f"\nHost {host} of {self.count} {how}, so host {self.index} ends, too. To go on, start the same command on all "
+            "hosts again, with --resume_from_checkpoint true once there is a checkpoint.\n"
+        )
+        with suppress(OSError):
+            os.write(2, message.encode())
+        if host != 0:
+            with suppress(DistError):
+                self._watched.set(f"state/{self.index}", _FOLLOWED)
+                if self.index == 0:
+                    # The others are to find out, too.
+                    self._wait_until_all_ended(4 * _INTERVAL)
+        os._exit(EXIT_STATUS)
+
+    def close(self) -> None:
+        """Tell the others that this process ends, and how. The first stays until they have ended, too."""
+        if self._closing.is_set():
+            return
+        # An error that was not handled, as the interpreter notes it.
+        error = vars(sys).get("last_value")
+        known = error is None or isinstance(error, HostsDisagree) or error is self._raised
+        state = _ENDED if known else f"{_FAILED} {type(error).__name__}: {error}"
+        with suppress(DistError):
+            self._watched.set(f"state/{self.index}", state)
+            if self.index == 0:
+                self._wait_until_all_ended(2 * self._silence)
+        self._closing.set()
+        self._thread.join()
+
+    def _wait_until_all_ended(self, seconds: float) -> None:
+        keys = [f"state/{host}" for host in range(1, self.count)]
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if all(not text.decode().startswith(_ALIVE) for text in self._store.multi_get(keys)):
+                return
+            time.sleep(_INTERVAL / 5)
