@@ -99,7 +99,9 @@ def has_torch_xla() -> bool:
 
 def has_torch_tpu() -> bool:
     """Whether torch_tpu is installed. It is looked up, not imported."""
-    return importlib.util.find_spec("torch_tpu") is not None
+    found = importlib.util.find_spec("torch_tpu")
+    # Any directory of that name is a namespace package, which has no file.
+    return found is not None and found.origin is not None
 
 
 def skip_metadata_query() -> None:

@@ -70,7 +70,11 @@ def test_variable_that_turns_weights_into_bfloat16(runs, variable, monkeypatch):
 @pytest.mark.parametrize("config_cls", [TPUSFTConfig, TPUTrainingArguments])
 @pytest.mark.parametrize(
     ("backend", "words"),
-    [("cuda", ["'cuda'", "torch.cuda.is_available()", "'auto'", "'cpu'"]), ("tpu", ["'tpu'", "auto, xla, cuda, cpu"])],
+    [
+        ("cuda", ["'cuda'", "torch.cuda.is_available()", "'auto'", "'cpu'"]),
+        ("tpu", ["'tpu'", "torch_tpu", "pip install 'hf_tpu_ext[torch_tpu]'"]),
+        ("rocm", ["'rocm'", "auto, tpu, xla, cuda, cpu"]),
+    ],
 )
 def test_backend_that_is_absent(config_cls, backend, words, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
