@@ -189,7 +189,8 @@ def sliced_attention(
         or any(isinstance(value, Tensor) for value in used.values())
         or any(tensor.requires_grad for tensor in given[3:])
     )
-    if not whole and query.shape[2] == 1:
+    shares_keys = "num_key_value_groups" in vars(module)
+    if not whole and shares_keys and query.shape[2] == 1 and not by_token:
         return _attend_one(eager, module, *given, dropout=0.0, **used), None
     parts = [] if whole else _choose_parts(query, key, 1 if backend.manual_sharding.active else backend.num_chips)
     if all(count == 1 for count in parts):

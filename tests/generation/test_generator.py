@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig, GenerationConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GenerationConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from hf_tpu_ext.generation import Generator, generate
 from hf_tpu_ext.sharding.plan import place_model
@@ -101,13 +109,26 @@ def test_greedy_tokens_are_those_of_generate(qwen, settings):
         (MistralConfig, dict(sliding_window=6)),
         (GemmaConfig, dict(head_dim=16)),
         (Qwen2Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
+        # Its attention knows no keys that heads share.
+        (GPTNeoXConfig, dict()),
     ],
-    ids=["llama", "sliding window", "gemma", "a key for each head"],
+    ids=["llama", "sliding window", "gemma", "a key for each head", "gpt_neox"],
 )
 def test_other_models(xla, config_cls, settings):
     expected = generate_eagerly(make(config_cls, **settings), PROMPTS, **GREEDY)
     model = place(make(config_cls, **settings), xla)
     assert Generator(model, xla, GenerationConfig(**GREEDY), [16]).generate(PROMPTS).token_ids == expected
+
+
+def test_prompts_of_one_token(xla):
+    """Which are as long as a token after a prompt is, by the attention of TPUs."""
+    prompts = [[17], [66]]
+    expected = generate_eagerly(make(), prompts, **GREEDY)
+    mesh = {"data": xla.num_chips, "fsdp": 1}
+    xla.use_mesh(mesh)
+    model = make()
+    place_model(model, xla, mesh, attention="splash")
+    assert Generator(model, xla, GenerationConfig(**GREEDY), [1]).generate(prompts).token_ids == expected
 
 
 def test_layers_as_a_loop(xla):
