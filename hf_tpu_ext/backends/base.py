@@ -209,7 +209,19 @@ class Backend(ABC):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, in place; tied weights stay tied."""
-        return model.to(self.device)
+        # To XLA and TPU, `.to` gives every name a tensor of its own, so weights that were one tensor before are made one again.
+        # Going by identity rather than by `tie_weights()` also covers models that are not from transformers.
+        first_name: dict[int, str] = {}
+        tied: list[tuple[str, str]] = []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            original = first_name.setdefault(id(parameter), name)
+            if original != name:
+                tied.append((name, original))
+        model.to(self.device)
+        for name, original in tied:
+            module_name, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
+        return model
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:
         """Context in which the forward pass computes in `dtype`, or that of its inputs; weights stay as they are."""

@@ -57,8 +57,7 @@ class Loops:
         Replace successive rows, beginning with row `start`, of shape `()` on the device, of a tensor `(rows, ...)`.
         The tensor is not to be used afterwards, but what is returned.
         """
-        tensor.detach()[start : start + rows.shape[0]] = rows
-        return tensor
+        return self.put_block(tensor, rows, (start, *[None] * (tensor.ndim - 1)))
 
     def put_block(
         self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]

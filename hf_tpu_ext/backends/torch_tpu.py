@@ -121,20 +121,6 @@ class TorchTPUBackend(Backend):
         with self.insight.own_reads():
             return map_tensors(read, data)
 
-    def place(self, model: nn.Module) -> nn.Module:
-        # `.to("tpu")` gives every name a tensor of its own, so weights that were one tensor before are made one again.
-        first_name: dict[int, str] = {}
-        tied: list[tuple[str, str]] = []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            original = first_name.setdefault(id(parameter), name)
-            if original != name:
-                tied.append((name, original))
-        model.to(self.device)
-        for name, original in tied:
-            module_name, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
-        return model
-
     def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
         given, structure = tree_flatten(arguments)
         structure_of_results = None

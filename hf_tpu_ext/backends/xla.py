@@ -12,7 +12,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch_xla.utils.checkpoint import checkpoint
 
@@ -281,21 +280,6 @@ class XLABackend(XLACompileCache):
                     if replica == 0:
                         on_host[index][tuple(slices)] = part
         return [on_host[index] for index in range(len(tensors))]
-
-    def place(self, model: nn.Module) -> nn.Module:
-        # `.to("xla")` gives every name a tensor of its own, so weights that were one tensor before are made one again.
-        # Going by identity rather than by `tie_weights()` also covers models that are not from transformers.
-        first_name: dict[int, str] = {}
-        tied: list[tuple[str, str]] = []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            original = first_name.setdefault(id(parameter), name)
-            if original != name:
-                tied.append((name, original))
-        model.to(self.device)
-        for name, original in tied:
-            module_name, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
-        return model
 
     @property
     def checkpoint_function(self) -> Callable:

@@ -63,11 +63,6 @@ def _put_block(tensor: xb.Op, block: xb.Op, *places: xb.Op, dims: tuple[int, ...
     return tensor.dynamic_update_slice(block, starts)
 
 
-@partial(register, "put_rows")
-def _put_rows(tensor: xb.Op, start: xb.Op, rows: xb.Op) -> xb.Op:
-    return tensor.dynamic_update_slice(rows, _row_indices(start, tensor.shape().rank))
-
-
 # Smaller slices, as those of adapters, are not worth a kernel of their own.
 _LEAST_KEPT = 2**18
 
@@ -138,9 +133,6 @@ class XLALoops(Loops):
     ) -> torch.Tensor:
         dims = tuple(dim for dim, start in enumerate(starts) if start is not None)
         return _put_block(tensor, block, *(starts[dim] for dim in dims), dims=dims)
-
-    def put_rows(self, tensor: torch.Tensor, start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return _put_rows(tensor, start, rows)
 
     def prevent_hoisting(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:

@@ -89,11 +89,9 @@ class Generator:
         self.prompt_lengths = list(prompt_lengths)
         self._new_tokens = self.config.max_new_tokens
         self._sampler = Sampler(plain, self.config, backend.device)
-        ends = self.config.eos_token_id
-        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        self._ends = set(ends)
+        pads = self.config.pad_token_id
         #: What follows the end of a row, and precedes a prompt.
-        self.pad_token_id = (ends or [0])[0] if self.config.pad_token_id is None else self.config.pad_token_id
+        self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
         self._run = run
@@ -136,7 +134,8 @@ class Generator:
             torch.cat([each[:, None], rest.T], 1)[: len(prompts)].tolist()
             for each, rest in zip(first, others, strict=True)
         )
-        lengths = [next((end for end, token in enumerate(row, 1) if token in self._ends), len(row)) for row in tokens]
+        ends = set(self._sampler.ends)
+        lengths = [next((end for end, token in enumerate(row, 1) if token in ends), len(row)) for row in tokens]
         return Generated(
             [row[:length] for row, length in zip(tokens, lengths, strict=True)],
             [row[:length] for row, length in zip(log_probs, lengths, strict=True)],

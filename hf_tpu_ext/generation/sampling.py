@@ -70,6 +70,8 @@ class Sampler:
         self._temperature = config.temperature if self._samples and config.temperature else 1.0
         ends = config.eos_token_id
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        #: Tokens that end a text.
+        self.ends = ends
         # No token has the number -1.
         self._ends = torch.tensor(ends or [-1]).to(device)
         self._min_new_tokens = (config.min_new_tokens or 0) if ends else 0

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import get_hf_quantizer
@@ -171,14 +170,9 @@ class TracingMixin(EveryLengthMixin):
         generations = rows * self.num_generations // self.args.generation_batch_size
         return Generations(generations / steps, self.args.generation_batch_size)
 
-    def _calculate_rewards(self, *args, **kwargs):
+    def prepare_reward(self, function: Callable, name: str) -> Callable:
         # There is no text. Reward models are programs.
-        functions = self.reward_funcs
-        self.reward_funcs = [function if isinstance(function, nn.Module) else _no_rewards for function in functions]
-        try:
-            return super()._calculate_rewards(*args, **kwargs)
-        finally:
-            self.reward_funcs = functions
+        return _no_rewards
 
     def end_program(
         self,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from ..step.metrics import DeviceSums
 from ..step.replay import StepReplay, warn_not_replayed
 from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
-from .training_steps import SentBatch
+from .training_steps import SentBatch, dtypes_of
 
 
 #: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
@@ -59,11 +59,8 @@ class EvaluationSteps:
         trainer = self._trainer
         models = [model, *trainer._other_models()]
         self._sums = sums
-        # Frozen weights are short while they are in use. What cuts predictions down is not where upstream has it.
-        self._settings = (
-            tuple(parameter.dtype for each in models for parameter in each.parameters()),
-            trainer._preprocess_on_device,
-        )
+        # What cuts predictions down is not where upstream has it.
+        self._settings = dtypes_of(models), trainer._preprocess_on_device
         if trainer.compiled.step_replay is False:
             return
         why_not = partial(self._why_not_replay, models)
@@ -73,16 +70,12 @@ class EvaluationSteps:
                 warn_not_replayed(reason, training=False)
             self._said = reason
         elif self._replay is None:
-            self._replay = StepReplay(
-                trainer.backend,
+            self._replay = trainer.steps.make_replay(
                 models,
+                METHODS_OF_A_PREDICTION,
                 state=self._tensors,
-                note=partial(trainer.steps.note_python_state, models, methods=METHODS_OF_A_PREDICTION),
-                settings=lambda: self._settings,
                 why_not=why_not,
-                copies=trainer.copies.context,
-                assume_pure=trainer.compiled.step_replay is True,
-                training=False,
+                settings=lambda: self._settings,
             )
 
     def forget(self) -> None:

@@ -55,7 +55,7 @@ class Passes:
         run_traced = partial(trainer.end_program, kind, f"step {trainer.state.global_step + 1}")
         key = kind, model.training
         if key not in self._replays:
-            self._replays[key] = self.make_replay(model)
+            self._replays[key] = self._make_replay(model)
         replay = self._replays[key]
         if replay is None:
             made = trace(batch)
@@ -70,25 +70,15 @@ class Passes:
             # Where the trace failed, too.
             trainer.copies.context.resume()
 
-    def make_replay(self, model: nn.Module, state: Callable[[], list[Tensor]] = list) -> StepReplay | None:
-        """
-        Make what replays passes of a model, which read and change `state()` besides it; `None` where every pass is to be traced.
-        """
-        trainer = self._trainer
+    def _make_replay(self, model: nn.Module) -> StepReplay | None:
+        """Make what replays passes of a model; `None` where every pass is to be traced."""
         why_not = partial(self._why_not_replay, model)
-        if trainer.compiled.step_replay is False or why_not() is not None:
+        if self._trainer.compiled.step_replay is False or why_not() is not None:
             # A line has said so of the steps.
             return None
-        return StepReplay(
-            trainer.backend,
-            [model],
-            state=state,
-            note=partial(trainer.steps.note_python_state, [model], methods=_METHODS_OF_A_PASS),
-            settings=lambda: tuple(parameter.dtype for parameter in model.parameters()),
-            why_not=why_not,
-            copies=trainer.copies.context,
-            assume_pure=trainer.compiled.step_replay is True,
-            training=model.training,
+        # They change nothing.
+        return self._trainer.steps.make_replay(
+            [model], _METHODS_OF_A_PASS, state=list, why_not=why_not, training=model.training
         )
 
     def _why_not_replay(self, model: nn.Module) -> str | None:

@@ -101,10 +101,14 @@ class RolloutScores:
             )
         return log_probs
 
+    def prepare_reward(self, function: Callable, name: str) -> Callable:
+        """The reward function that is called in place of one of the user's. Models are not asked about."""
+        return check_rewards(function, name)
+
     def _calculate_rewards(self, *args, **kwargs):
         functions = self.reward_funcs
         self.reward_funcs = [
-            function if isinstance(function, nn.Module) else check_rewards(function, name)
+            function if isinstance(function, nn.Module) else self.prepare_reward(function, name)
             for function, name in zip(functions, self.reward_func_names, strict=True)
         ]
         try:

@@ -220,9 +220,9 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
             batch["advantages"] = torch.tensor(agreed, dtype=own.dtype)
         batch = self._pad_batch(batch)
         self._count_tokens(batch)
-        rows, *_ = batch["prompt_ids"].shape
+        rows, prompt = batch["prompt_ids"].shape
         sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0)
-        self.watching.batch_shape = tuple(join_completions(batch)[0].shape)
+        self.watching.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
         return sent
 
     @contextmanager
@@ -287,10 +287,8 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         for row, prompt in enumerate(prompts):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
         wanted = self.args.generation_batch_size if self.model.training else self.args.eval_batch_size
-        was_training = self.model.training
         # The last batch of an evaluation is the same program.
         made = self._text.generate([*prompts, *prompts[-1:] * (wanted - len(prompts))])
-        self.model.train(was_training)
         return made.token_ids[: len(prompts)]
 
     def _declared_for(self, tokens: int, what: str) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from transformers import GenerationConfig
 
 from ..backends.program import Program
 from ..generation import Generated, Generator
-from ..step.replay import StepReplay, warn_not_replayed
+from ..step.replay import warn_not_replayed
 from .own_code import find_own_code
 
 
@@ -42,9 +41,18 @@ class TextGeneration:
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
         """As [`Generator.generate`]."""
+        model = self._trainer.model
+        was_training = model.training
+        try:
+            if not self._trainer.backend.traces_steps:
+                return self._generate_eagerly(prompts)
+            return self._generate_by_programs(prompts, seed)
+        finally:
+            # What replays programs has it in evaluation mode from the start.
+            model.train(was_training)
+
+    def _generate_by_programs(self, prompts: Sequence[Sequence[int]], seed: int | None) -> Generated:
         trainer = self._trainer
-        if not trainer.backend.traces_steps:
-            return self._generate_eagerly(prompts)
         lengths = self._lengths or [max(map(len, prompts))]
         if self.generator is None or lengths != self.generator.prompt_lengths:
             self.generator = Generator(trainer.model, trainer.backend, self._config, lengths, run=self._run)
@@ -55,9 +63,7 @@ class TextGeneration:
                 return self.generator.generate(prompts, seed)
 
     def _generate_eagerly(self, prompts: Sequence[Sequence[int]]) -> Generated:
-        model = self._trainer.model
-        was_training = model.training
-        model.eval()
+        model = self._trainer.model.eval()
         made = []
         with torch.no_grad(), self._trainer.compute_loss_context_manager():
             for prompt in prompts:
@@ -65,7 +71,6 @@ class TextGeneration:
                 mask = torch.ones_like(ids)
                 answer = model.generate(input_ids=ids, attention_mask=mask, generation_config=self._config)
                 made.append(answer[0, len(prompt) :].tolist())
-        model.train(was_training)
         return Generated(made, [])
 
     def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Program | None]) -> Program | None:
@@ -88,16 +93,8 @@ class TextGeneration:
                 warn_not_replayed(reason, training=False)
             self._said = reason
             return
-        self.generator.replay = StepReplay(
-            trainer.backend,
-            models,
-            state=self.generator.tensors,
-            note=partial(trainer.steps.note_python_state, models, methods=_METHODS),
-            settings=partial(_dtypes, models),
-            why_not=why_not,
-            copies=trainer.copies.context,
-            assume_pure=trainer.compiled.step_replay is True,
-            training=False,
+        self.generator.replay = trainer.steps.make_replay(
+            models, _METHODS, state=self.generator.tensors, why_not=why_not
         )
 
     def _why_not_replay(self, models: list[nn.Module]) -> str | None:
@@ -105,8 +102,3 @@ class TextGeneration:
             return None
         found = find_own_code(self._trainer, models, _METHODS)
         return None if found is None else f"{found}; step_replay=True if it does the same at every step"
-
-
-def _dtypes(models: list[nn.Module]) -> Any:
-    # Frozen weights are short while they are in use.
-    return tuple(parameter.dtype for model in models for parameter in model.parameters())

@@ -27,6 +27,11 @@ class SentBatch(dict):
     """A batch that is on the device."""
 
 
+def dtypes_of(models: Sequence[nn.Module]) -> tuple[torch.dtype, ...]:
+    """Dtypes of all parameters. Frozen weights are short while they are in use."""
+    return tuple(parameter.dtype for model in models for parameter in model.parameters())
+
+
 class TrainingSteps(TrainerCallback):
     """
     Owns the training steps of a trainer on XLA.
@@ -246,15 +251,34 @@ class TrainingSteps(TrainerCallback):
         if self.why_not is not None:
             warn_not_replayed(self.why_not)
             return
-        self.replay = StepReplay(
+        self.replay = self.make_replay(
+            models, METHODS_OF_A_STEP, state=self._tensors, why_not=why_not, settings=self._settings, training=True
+        )
+
+    def make_replay(
+        self,
+        models: Sequence[nn.Module],
+        methods: tuple[str, ...],
+        state: Callable[[], list[torch.Tensor]],
+        why_not: Callable[[], str | None],
+        settings: Callable[[], Any] | None = None,
+        training: bool = False,
+    ) -> StepReplay:
+        """
+        Make what replays programs of models, the first of which is that of the run, in which code of `methods` of the trainer
+        runs. The others are as in [`StepReplay`]; `settings` are by default the dtypes of the models.
+        """
+        trainer = self._trainer
+        return StepReplay(
             trainer.backend,
             models,
-            state=self._tensors,
-            note=partial(self.note_python_state, models),
-            settings=self._settings,
+            state=state,
+            note=partial(self.note_python_state, models, methods=methods),
+            settings=partial(dtypes_of, models) if settings is None else settings,
             why_not=why_not,
             copies=trainer.copies.context,
-            assume_pure=wanted is True,
+            assume_pure=trainer.compiled.step_replay is True,
+            training=training,
         )
 
     def _stop_replay(self) -> None:
