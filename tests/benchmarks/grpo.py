@@ -6,9 +6,9 @@ A small model learns to add by GRPO, beside stock TRL:
 SmolLM2-135M-Instruct is asked to add two numbers of one digit and to reply with the result. A completion is rewarded with 1 where
 its last number is the sum, and with 0.5 where it is an equation and nothing else, as "3 + 4 = 7". LoRA, 8 completions of each prompt, temperature 1,
 float32. Once with the trainer of this package, by XLA compiled for the host, and once with TRL's on eager CPU: from the same
-weights, prompts and settings, and with other random numbers, so rewards are compared as means over steps. The sums that are
-asked at the end are not trained on, and answered greedily by plain transformers. `--only ours` or `--only stock` runs one of the
-two, and keeps what it measured in the work directory for the other.
+weights, prompts and settings, and with other random numbers, so rewards are compared as means over steps and `--seeds` runs.
+The sums that are asked at the end are not trained on, and answered greedily by plain transformers. What a run has measured is
+kept in the work directory, and not run again; `--only ours` or `--only stock` runs those of one of the two.
 """
 
 import json
@@ -17,6 +17,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ MODEL = ROOT / ".cache" / "quickstart" / "model"
 WORK = ROOT / ".cache" / "grpo"
 QUESTION = "Calculate {} + {}. Reply with just the result."
 PROMPTS_PER_STEP, GENERATIONS, MAX_COMPLETION = 4, 8, 12
-SEED, HELD_OUT = 0, 20
+HELD_OUT = 20
 #: Steps that compile, or are traced.
 WARM_UP = 3
 #: Steps whose rewards are averaged, at the beginning and at the end.
@@ -53,7 +54,7 @@ NAMES = {"ours": "hf_tpu_ext, XLA", "stock": "TRL, eager"}
 def split_sums() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """The sums that are trained on, and those that are held out."""
     sums = [(one, other) for one in range(1, 10) for other in range(1, 10)]
-    random.Random(SEED).shuffle(sums)
+    random.Random(0).shuffle(sums)
     return sums[HELD_OUT:], sums[:HELD_OUT]
 
 
@@ -94,12 +95,12 @@ class Clock(TrainerCallback):
         return tuple(statistics.median(end[of] - begin[of] for begin, end in spent) for of in (0, 1))
 
 
-def train(cls: type, steps: int, output_dir: Path, learning_rate: float, **settings: Any) -> dict[str, Any]:
+def train(cls: type, steps: int, output_dir: Path, learning_rate: float, seed: int, **settings: Any) -> dict[str, Any]:
     """Train with LoRA, save the adapter, and return the rewards and what a step took."""
     trained, _ = split_sums()
     # Each is asked many times.
-    sums = random.Random(SEED).choices(trained, k=PROMPTS_PER_STEP * steps)
-    torch.manual_seed(SEED)
+    sums = random.Random(seed).choices(trained, k=PROMPTS_PER_STEP * steps)
+    torch.manual_seed(seed)
     clock = Clock()
     trainer = cls(
         model=str(MODEL),
@@ -112,6 +113,7 @@ def train(cls: type, steps: int, output_dir: Path, learning_rate: float, **setti
             max_completion_length=MAX_COMPLETION,
             learning_rate=learning_rate,
             lr_scheduler_type="constant",
+            seed=seed,
             bf16=False,
             logging_steps=1,
             save_strategy="no",
@@ -164,62 +166,95 @@ def answer(directory: Path) -> dict[str, float]:
         return {"before": share(), "after": after}
 
 
-def table(measured: dict[str, dict[str, Any]], steps: int) -> str:
-    """The measurements as Markdown."""
+def table(measured: dict[str, list[dict[str, Any]]], steps: int, learning_rate: float) -> str:
+    """The measurements as Markdown: means over seeds, and between which ones they are."""
+    seeds = max(map(len, measured.values()))
     lines = [
         f"![Mean reward of each step](assets/{PICTURE.name})",
         "",
-        f"{steps} steps of {PROMPTS_PER_STEP} prompts with {GENERATIONS} completions of at most {MAX_COMPLETION} tokens. "
-        f"{versions()}.",
+        f"{steps} steps of {PROMPTS_PER_STEP} prompts with {GENERATIONS} completions of at most {MAX_COMPLETION} tokens, learning "
+        f"rate {learning_rate:g}; means over {seeds} seed{'s' * (seeds > 1)}, with the least and the largest. {versions()}.",
         "",
         f"| | mean reward of the first {ENDS} steps | of the last {ENDS} | right, last {ENDS} | an equation alone, last {ENDS} | "
         "held-out sums right, before | after | wall time of a step | CPU time of a step | of the run |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, result in measured.items():
-        mean = statistics.mean
-        lines.append(
-            f"| {NAMES[name]} | {mean(result['rewards'][:ENDS]):.2f} | {mean(result['rewards'][-ENDS:]):.2f} | "
-            f"{100 * mean(result['right'][-ENDS:]):.0f} % | {100 * mean(result['equation'][-ENDS:]):.0f} % | "
-            f"{100 * result['held_out']['before']:.0f} % | {100 * result['held_out']['after']:.0f} % | "
-            f"{result['wall_of_a_step']:.1f} s | {result['cpu_of_a_step']:.1f} s | {result['seconds'] / 60:.1f} min |"
-        )
+
+    def spread(values: Iterable[float], form: str) -> str:
+        values = list(values)
+        mean = form.format(statistics.mean(values))
+        return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
+
+    for name, results in measured.items():
+        means = {
+            key: [
+                [statistics.mean(result[key][part]) for result in results]
+                for part in (slice(ENDS), slice(-ENDS, None))
+            ]
+            for key in ("rewards", "right", "equation")
+        }
+        cells = [
+            NAMES[name],
+            spread(means["rewards"][0], "{:.2f}"),
+            spread(means["rewards"][1], "{:.2f}"),
+            spread(means["right"][1], "{:.0%}"),
+            spread(means["equation"][1], "{:.0%}"),
+            f"{results[0]['held_out']['before']:.0%}",
+            spread((result["held_out"]["after"] for result in results), "{:.0%}"),
+            spread((result["wall_of_a_step"] for result in results), "{:.1f} s"),
+            spread((result["cpu_of_a_step"] for result in results), "{:.1f} s"),
+            spread((result["seconds"] / 60 for result in results), "{:.1f} min"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def draw(measured: dict[str, dict[str, Any]]) -> None:
-    """The mean reward of each step, averaged over five."""
+def draw(measured: dict[str, list[dict[str, Any]]]) -> None:
+    """The mean reward of each step, averaged over five steps and all seeds, within the least and the largest of a seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
-    for name, result in measured.items():
-        rewards = result["rewards"]
-        smooth = [statistics.mean(rewards[max(0, place - 4) : place + 1]) for place in range(len(rewards))]
-        axes.plot(range(1, len(rewards) + 1), smooth, label=NAMES[name])
+    for name, results in measured.items():
+        curves = [
+            [
+                statistics.mean(result["rewards"][max(0, place - 4) : place + 1])
+                for place in range(len(result["rewards"]))
+            ]
+            for result in results
+        ]
+        steps = range(1, len(curves[0]) + 1)
+        axes.plot(steps, [statistics.mean(values) for values in zip(*curves, strict=True)], label=NAMES[name])
+        low, high = ([pick(values) for values in zip(*curves, strict=True)] for pick in (min, max))
+        axes.fill_between(steps, low, high, alpha=0.2)
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.5))
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.savefig(PICTURE, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main() -> None:
     parser = make_parser(__doc__, DOCUMENT)
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each run (default: 60)")
-    parser.add_argument("--learning_rate", type=float, default=2e-4, help="learning rate (default: 2e-4)")
-    parser.add_argument("--only", choices=list(NAMES), help="run one of the two; the other was run before")
+    parser.add_argument("--steps", type=int, default=48, help="optimizer steps of each run (default: 48)")
+    parser.add_argument("--learning_rate", type=float, default=1e-4, help="learning rate (default: 1e-4)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each of the two (default: 3)")
+    parser.add_argument(
+        "--only", choices=list(NAMES), help="run those of one of the two, and show what was kept of the other"
+    )
     arguments = parser.parse_args()
     prepare_model(MODEL)
     measured = {}
-    for name, cls, settings in (("ours", TPUGRPOTrainer, {}), ("stock", GRPOTrainer, {"use_cpu": True})):
-        kept = WORK / f"{name}.json"
-        if arguments.only in (None, name):
-            result = train(cls, arguments.steps, WORK / name, arguments.learning_rate, **settings)
-            kept.write_text(json.dumps(result), encoding="utf-8")
-        if kept.is_file():
-            measured[name] = json.loads(kept.read_text(encoding="utf-8"))
+    for seed in range(arguments.seeds):
+        for name, cls, settings in (("ours", TPUGRPOTrainer, {}), ("stock", GRPOTrainer, {"use_cpu": True})):
+            run = f"{name}-{arguments.steps}-{arguments.learning_rate:g}-{seed}"
+            kept = WORK / f"{run}.json"
+            if arguments.only in (None, name) and not kept.is_file():
+                result = train(cls, arguments.steps, WORK / run, arguments.learning_rate, seed, **settings)
+                kept.write_text(json.dumps(result), encoding="utf-8")
+            if kept.is_file():
+                measured.setdefault(name, []).append(json.loads(kept.read_text(encoding="utf-8")))
     if arguments.write:
         draw(measured)
-    publish(arguments, DOCUMENT, "grpo", table(measured, arguments.steps), measured)
+    publish(arguments, DOCUMENT, "grpo", table(measured, arguments.steps, arguments.learning_rate), measured)
 
 
 if __name__ == "__main__":
