@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .generation import generate
     from .trainers import (
+        TPUDistillationConfig,
+        TPUDistillationTrainer,
         TPUDPOConfig,
         TPUDPOTrainer,
         TPUGRPOConfig,
@@ -28,6 +30,8 @@ __version__ = "0.1.0"
 __all__ = [
     "TPUDPOConfig",
     "TPUDPOTrainer",
+    "TPUDistillationConfig",
+    "TPUDistillationTrainer",
     "TPUGRPOConfig",
     "TPUGRPOTrainer",
     "TPUKTOConfig",

@@ -25,6 +25,7 @@ class Head(NamedTuple):
         bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*): Its bias.
         softcap (`float`, *optional*): `final_logit_softcapping` of the model.
         scale (`float`): What the logits are multiplied by.
+        temperature (`float`): What they are divided by, after the soft cap.
     """
 
     hidden: Tensor
@@ -32,6 +33,7 @@ class Head(NamedTuple):
     bias: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    temperature: float = 1.0
 
     def full_to_shard(self, backend: Backend) -> "Head":
         """What one chip holds of it, in the part of a program that each chip runs by itself; no autograd history."""
@@ -48,7 +50,9 @@ class Head(NamedTuple):
         if self.bias is not None:
             logits = logits + self.bias
         logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.temperature == 1 else logits / self.temperature
 
 
 class TokenTerms(NamedTuple):

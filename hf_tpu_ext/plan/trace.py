@@ -167,8 +167,8 @@ class TracingMixin(EveryLengthMixin):
 
     def _describe_generations(self) -> Generations:
         rows, steps = self.rows_of_a_step()
-        generations = rows * self.num_generations // self.args.generation_batch_size
-        return Generations(generations / steps, self.args.generation_batch_size)
+        generations = rows * self.num_generations // self.generation_rows
+        return Generations(generations / steps, self.generation_rows)
 
     def prepare_reward(self, function: Callable, name: str) -> Callable:
         # There is no text. Reward models are programs.

@@ -44,7 +44,11 @@ class ShardToFull(torch.autograd.Function):
         return None if gradient is None else ctx.backend.manual_sharding.full_to_shard(gradient, by_rows=True), None
 
 
-def _score_per_chip(backend: Backend, score: Callable, hidden, weight, bias, targets, *settings: Any) -> tuple:
+def score_per_chip(backend: Backend, score: Callable, hidden, weight, bias, targets, *settings: Any) -> tuple:
+    """
+    Compute `score` of the tokens of each chip on that chip, with the whole head. All arguments but `backend` and `score` are
+    those of `trl.kernels.ChunkedLogProbFunction.apply`; of what `score` is given, `settings` are as they are here.
+    """
     if hidden.shape[0] % backend.num_chips:
         return score(hidden, weight, bias, targets, *settings)
     with backend.manual_sharding.region():
@@ -67,5 +71,5 @@ def score_tokens_per_chip(backend: Backend) -> Iterator[None]:
     if backend.num_chips == 1:
         yield
         return
-    with head_wrapped_by(lambda score: partial(_score_per_chip, backend, score)):
+    with head_wrapped_by(lambda score: partial(score_per_chip, backend, score)):
         yield

@@ -12,6 +12,7 @@ from .dpo import TPUDPOConfig, TPUDPOTrainer  # noqa: E402
 from .grpo import TPUGRPOConfig, TPUGRPOTrainer  # noqa: E402
 from .kto import TPUKTOConfig, TPUKTOTrainer  # noqa: E402
 from .mixin import TPUTrainerMixin  # noqa: E402
+from .on_policy import TPUDistillationConfig, TPUDistillationTrainer  # noqa: E402
 from .reward import TPURewardConfig, TPURewardTrainer  # noqa: E402
 from .rloo import TPURLOOConfig, TPURLOOTrainer  # noqa: E402
 from .sft import TPUSFTTrainer  # noqa: E402
@@ -22,6 +23,8 @@ __all__ = [
     "ExtensionArguments",
     "TPUDPOConfig",
     "TPUDPOTrainer",
+    "TPUDistillationConfig",
+    "TPUDistillationTrainer",
     "TPUGRPOConfig",
     "TPUGRPOTrainer",
     "TPUKTOConfig",

@@ -228,6 +228,17 @@ class Chips:
         args = self._trainer.args
         return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
+    @contextmanager
+    def rows_of_process(self) -> Iterator[None]:
+        """Within this context, `per_device_train_batch_size` is the rows of all chips of this process, as upstream takes it."""
+        args = self._trainer.args
+        rows = args.per_device_train_batch_size
+        args.per_device_train_batch_size = rows * self._backend.num_chips
+        try:
+            yield
+        finally:
+            args.per_device_train_batch_size = rows
+
     def batch_state(self) -> dict[str, Any]:
         """What a checkpoint keeps about its rows, for a run on another number of chips."""
         return {

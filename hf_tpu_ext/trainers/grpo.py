@@ -7,7 +7,8 @@ from trl import GRPOConfig, GRPOTrainer
 from .configs import describe_fields
 from .entropy_bonus import EntropyBonusMixin
 from .mixin import TPUTrainerMixin
-from .rollouts import RolloutArguments, RolloutMixin
+from .rewarded import RewardedMixin
+from .rollouts import RolloutArguments
 from .synced_reference import SyncedReferenceMixin
 
 
@@ -17,7 +18,7 @@ class TPUGRPOConfig(RolloutArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""
 
 
-class TPUGRPOTrainer(EntropyBonusMixin, RolloutMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOTrainer):
+class TPUGRPOTrainer(EntropyBonusMixin, RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] (https://huggingface.co/papers/2402.03300) that trains on TPU, GPU and CPU with the same arguments.
 

@@ -519,16 +519,12 @@ class TPUTrainerMixin(
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ):
-        # For the time of a comparison of upstream's: of the rows of a device, and those that were taken at once when the
-        # checkpoint was written. It warns where they differ.
-        rows = self.args.per_device_train_batch_size
-        self.args.per_device_train_batch_size *= self.backend.num_chips
-        try:
+        # It compares the rows of a device with those that were taken at once when the checkpoint was written, and warns where
+        # they differ.
+        with self.chips.rows_of_process():
             return super()._init_training_state(
                 max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
             )
-        finally:
-            self.args.per_device_train_batch_size = rows
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.followed.take_up()

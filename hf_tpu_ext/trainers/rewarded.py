@@ -1,6 +1,6 @@
-"""What a trainer that writes its own data computes of it beside the training steps: log-probabilities and rewards."""
+"""Training on the completions that are rewarded: what is computed of them beside the training steps."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
+from ..data import round_up_length
 from ..step.looped_head import head_wrapped_by
-from .reward_functions import check_rewards
+from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
+from .passes import Passes
+from .reward_functions import RewardsOnDevice, check_rewards
+from .rollouts import RolloutArguments, RolloutMixin, join_completions
+from .upstream import upstream_names
 
 
 #: What the watch calls the programs of log-probabilities and rewards, which run beside the training steps.
@@ -20,13 +26,56 @@ SCORING, REFERENCE, REWARD = "scoring pass", "reference pass", "reward pass"
 _with_adapter_of_reference = ContextVar("with_adapter_of_reference", default=False)
 
 
-class RolloutScores:
+class RewardedMixin(RolloutMixin):
     """
-    The part of [`RolloutMixin`] that runs models over completions, without gradients, and calls reward functions.
+    The part of [`TPUGRPOTrainer`] and [`TPURLOOTrainer`] that runs models over completions, without gradients, and calls reward
+    functions, which are checked.
 
     Upstream asks for it on the host. The rows of all completions go through a program of static shape, as many at a time as a step
     has, and what it makes is read once.
     """
+
+    # ---- Setting up ----
+
+    def _arrange_batches(self) -> None:
+        super()._arrange_batches()
+        self.passes = Passes(self)
+        if self.backend.num_chips > 1:
+            self._generate_for_all_chips(self.compiled.args, self.backend.num_chips)
+
+    @staticmethod
+    def _generate_for_all_chips(args, chips: int) -> None:
+        # Upstream counts processes, and this one has all chips.
+        rows = args.per_device_train_batch_size * chips
+        given = args._rows_given if isinstance(args, RolloutArguments) else None
+        if given is not None:
+            if given % rows:
+                raise ValueError(
+                    f"generation_batch_size={given} is not divisible by the {rows} rows of a step "
+                    f"(per_device_train_batch_size={args.per_device_train_batch_size} on {chips} chips). Set it to a multiple "
+                    f"of {rows}, or set steps_per_generation instead."
+                )
+            args.steps_per_generation = given // rows
+        args.generation_batch_size = rows * args.steps_per_generation
+
+    def _finish_set_up(self) -> None:
+        super()._finish_set_up()
+        if not self.backend.static_shapes:
+            return
+        length = self.lengths[-1] + self.max_completion_length
+        for index, function in enumerate(self.reward_funcs):
+            if isinstance(function, PreTrainedModel):
+                kind = f"{REWARD} {self.reward_func_names[index]}"
+                # Templates of another tokenizer take other tokens.
+                self.reward_funcs[index] = RewardsOnDevice(
+                    self, function, kind, round_up_length(length + 16, 2 * length)
+                )
+
+    def _end_run(self) -> None:
+        super()._end_run()
+        self.passes.forget()
+
+    # ---- Passes of a model ----
 
     def run_passes(
         self,
@@ -101,6 +150,21 @@ class RolloutScores:
             )
         return log_probs
 
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        with super()._on_host(), upstream_names(type(self), use_adapter=_note_reference):
+            yield
+
+    def _agree_on(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        if self.backend.hosts.count == 1:
+            return batch
+        # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
+        own = batch["advantages"]
+        agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
+        return {**batch, "advantages": torch.tensor(agreed, dtype=own.dtype)}
+
+    # ---- Rewards ----
+
     def prepare_reward(self, function: Callable, name: str) -> Callable:
         """The reward function that is called in place of one of the user's. Models are not asked about."""
         return check_rewards(function, name)
@@ -116,9 +180,23 @@ class RolloutScores:
         finally:
             self.reward_funcs = functions
 
+    # ---- The loss ----
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.backend.static_shapes:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with upstream_names(type(self), nanmin=nanmin_of_all, nanmax=nanmax_of_all):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        if not self.backend.static_shapes:
+            return super().get_high_entropy_mask(entropies, mask, threshold)
+        chosen = mask.bool()
+        return (entropies >= quantile_of_chosen(entropies.float(), chosen, threshold)) & chosen
+
 
 @contextmanager
-def note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Callable) -> Iterator[None]:
+def _note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Callable) -> Iterator[None]:
     """Upstream's `use_adapter`, within which a model is the reference."""
     with use_adapter(model, adapter_name):
         token = _with_adapter_of_reference.set(True)
@@ -126,12 +204,6 @@ def note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Call
             yield
         finally:
             _with_adapter_of_reference.reset(token)
-
-
-def join_completions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Prompts and completions one after the other: their tokens, and which of them are no padding."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
 
 
 def _only_completions(kept: int, shape: torch.Size, score: Callable) -> Callable:

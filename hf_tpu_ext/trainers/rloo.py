@@ -6,7 +6,8 @@ from trl import RLOOConfig, RLOOTrainer
 
 from .configs import describe_fields
 from .mixin import TPUTrainerMixin
-from .rollouts import RolloutArguments, RolloutMixin
+from .rewarded import RewardedMixin
+from .rollouts import RolloutArguments
 from .synced_reference import SyncedReferenceMixin
 
 
@@ -16,7 +17,7 @@ class TPURLOOConfig(RolloutArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""
 
 
-class TPURLOOTrainer(RolloutMixin, SyncedReferenceMixin, TPUTrainerMixin, RLOOTrainer):
+class TPURLOOTrainer(RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, RLOOTrainer):
     """
     [`~trl.RLOOTrainer`] (https://huggingface.co/papers/2402.14740) that trains on TPU, GPU and CPU with the same arguments.
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.data import Sampler
+from trl.trainer.utils import RepeatSampler
 
 from .checkpoints import read_run_state
 
@@ -17,16 +19,33 @@ class RolloutCheckpoints:
     """
     The part of [`RolloutMixin`] that saves and resumes the batches of a generation, of which some steps are still to come.
 
-    Upstream saves none of it: a run that it resumes generates anew, and takes other slices of what it has generated.
+    Upstream saves none of it: a run that it resumes generates anew, and takes other slices of what it has generated. After an
+    epoch it also takes the prompts in the order of the first epoch.
     """
+
+    # Of the run under way.
+    _train_sampler: Sampler | None = None
+
+    def _get_train_sampler(self, *args, **kwargs) -> Sampler | None:
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        epochs, steps = super()._init_training_state(*args, **kwargs)
+        sampler = self._train_sampler
+        if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+            for _ in range(epochs):
+                # As the sampler does when an epoch begins.
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return epochs, steps
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if not self.args.should_save:
             return
-        numbers = {_STEP: self._step, _ROWS: self._train_batch_size, _GENERATION: self.args.generation_batch_size}
+        numbers = {_STEP: self._step, _ROWS: self._train_batch_size, _GENERATION: self.generation_rows}
         tensors = {name: torch.tensor(number) for name, number in numbers.items()}
-        if self._step % (self.args.steps_per_generation * self.num_iterations):
+        if self._step % (self.generation_batches * self.num_iterations):
             for index, batch in enumerate(self._buffered_inputs):
                 # Slices, of which a number may be in all of them.
                 tensors |= {f"{index}.{key}": value.clone() for key, value in batch.items() if value is not None}
@@ -64,7 +83,7 @@ class RolloutCheckpoints:
         parts: dict[str, list[torch.Tensor]] = {}
         for name in sorted(tensors, key=lambda name: int(name.partition(".")[0])):
             parts.setdefault(name.partition(".")[2], []).append(tensors[name])
-        count, rows = self.args.steps_per_generation, self.args.generation_batch_size
+        count, rows = self.generation_batches, self.generation_rows
         batches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         for key, of_key in parts.items():
             # A number of the whole generation is in all of them.

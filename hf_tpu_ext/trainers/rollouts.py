@@ -1,4 +1,4 @@
-"""Training on completions that the model writes itself: GRPO, RLOO."""
+"""Training on completions that the model writes itself: GRPO, RLOO, distillation on-policy."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,21 +10,16 @@ import datasets
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
 
 from ..data import round_up_length, validate_buckets
 from ..generation.sampling import check_generation_config
-from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from .configs import ExtensionArguments
 from .dataset_checks import named_datasets
 from .lengths import declare_lengths
-from .passes import Passes
-from .reward_functions import RewardsOnDevice
 from .rollout_checkpoints import RolloutCheckpoints
 from .rollout_checks import check_rollouts
-from .rollout_scores import REWARD, RolloutScores, join_completions, note_reference
 from .text import TextGeneration
-from .upstream import checkpointing_left_on, upstream_names, upstream_of
+from .upstream import checkpointing_left_on, upstream_of
 
 
 # What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
@@ -51,20 +46,21 @@ class RolloutArguments(ExtensionArguments):
                 f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
                 "example max_prompt_length=256, or leave it out."
             )
-        self._rows_given = self.generation_batch_size
+        # Upstream completes it.
+        self._rows_given = vars(self).get("generation_batch_size")
         super().__post_init__()
 
 
-class RolloutMixin(RolloutScores, RolloutCheckpoints):
+class RolloutMixin(RolloutCheckpoints):
     """
-    The part of [`TPUGRPOTrainer`] and [`TPURLOOTrainer`] that makes their batches.
+    The part of a trainer that writes the completions which it is trained on.
 
-    Upstream's own code generates, rewards and compares completions, on the host and with tensors of the host: none of it is
-    compiled, and nothing of it is read from the device. What it needs of the device are programs of static shape: the
-    completions, their log-probabilities, and the scores of reward models. Then the batch is padded, prompts on the left and
-    completions on the right, and sent. Upstream's loss is the step's program, as it is written.
+    Upstream's own code generates and compares completions, on the host and with tensors of the host: none of it is
+    compiled, and nothing of it is read from the device. What it needs of the device are programs of static shape, that of the
+    completions above all. Then the batch is padded, prompts on the left and completions on the right, and sent. Upstream's loss
+    is the step's program, as it is written.
 
-    On CUDA and CPU every method is upstream's, and reward functions are checked.
+    On CUDA and CPU every method is upstream's.
     """
 
     generates = True
@@ -78,27 +74,6 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
     def check_given(cls, given: Mapping[str, Any]) -> None:
         """Refuse (`ValueError`) what does not work on XLA, before a model is loaded."""
         check_rollouts(given, upstream_of(cls).__name__)
-
-    def _arrange_batches(self) -> None:
-        super()._arrange_batches()
-        self.passes = Passes(self)
-        if self.backend.num_chips > 1:
-            self._generate_for_all_chips(self.compiled.args, self.backend.num_chips)
-
-    @staticmethod
-    def _generate_for_all_chips(args, chips: int) -> None:
-        # Upstream counts processes, and this one has all chips.
-        rows = args.per_device_train_batch_size * chips
-        given = args._rows_given if isinstance(args, RolloutArguments) else None
-        if given is not None:
-            if given % rows:
-                raise ValueError(
-                    f"generation_batch_size={given} is not divisible by the {rows} rows of a step "
-                    f"(per_device_train_batch_size={args.per_device_train_batch_size} on {chips} chips). Set it to a multiple "
-                    f"of {rows}, or set steps_per_generation instead."
-                )
-            args.steps_per_generation = given // rows
-        args.generation_batch_size = rows * args.steps_per_generation
 
     def _declare_lengths(self) -> list[int]:
         most = vars(self.args).get("max_prompt_length")
@@ -149,11 +124,21 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
     def lengths_of_rows(self, dataset) -> list[int] | None:
         return list(self._prompt_lengths(dataset)) if isinstance(dataset, datasets.Dataset) else None
 
+    @property
+    def generation_rows(self) -> int:
+        """Completions that are generated together, on all chips."""
+        return self.args.generation_batch_size
+
+    @property
+    def generation_batches(self) -> int:
+        """Batches that they are trained on in."""
+        return self.args.steps_per_generation
+
     def rows_of_a_step(self) -> tuple[int, int]:
         # Each generation is trained on in so many micro-steps.
-        micro_steps = self.args.steps_per_generation * self.num_iterations
+        micro_steps = self.generation_batches * self.num_iterations
         generations = -(-self.args.gradient_accumulation_steps // micro_steps)
-        prompts = self.args.generation_batch_size // self.num_generations
+        prompts = self.generation_rows // self.num_generations
         return prompts * generations, generations * micro_steps // self.args.gradient_accumulation_steps
 
     def _make_batches_static(self) -> None:
@@ -168,22 +153,19 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
                 "The model comes with a processor for images. Training on completions of images does not work on XLA. Pass a "
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
-        prompts = self.args.generation_batch_size // self.num_generations
+        prompts = self.generation_rows // self.num_generations
+        if isinstance(self.train_dataset, datasets.Dataset) and len(self.train_dataset) < prompts:
+            raise ValueError(
+                f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Give "
+                "more rows, or set per_device_train_batch_size or the number of steps that a generation lasts lower."
+            )
         self.compiled.changes.append(
             f"a generation is {prompts} prompt{'s' * (prompts > 1)} (padded to {' or '.join(map(str, self.lengths))} tokens) x {self.num_generations} "
-            f"completions of up to {self.max_completion_length} tokens, trained on {self.num_iterations} x in "
-            f"{self.args.steps_per_generation} batches"
+            f"completion{'s' * (self.num_generations > 1)} of up to {self.max_completion_length} tokens, trained on "
+            f"{self.num_iterations} x in {self.generation_batches} batch{'es' * (self.generation_batches > 1)}"
         )
         check_generation_config(self.generation_config)
         self._text = TextGeneration(self, self.generation_config, self.lengths)
-        length = self.lengths[-1] + self.max_completion_length
-        for index, function in enumerate(self.reward_funcs):
-            if isinstance(function, PreTrainedModel):
-                kind = f"{REWARD} {self.reward_func_names[index]}"
-                # Templates of another tokenizer take other tokens.
-                self.reward_funcs[index] = RewardsOnDevice(
-                    self, function, kind, round_up_length(length + 16, 2 * length)
-                )
 
     @property
     def step_lengths(self) -> list[int]:
@@ -213,17 +195,16 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
-        if self.backend.hosts.count > 1:
-            # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
-            own = batch["advantages"]
-            agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
-            batch["advantages"] = torch.tensor(agreed, dtype=own.dtype)
-        batch = self._pad_batch(batch)
+        batch = self._pad_batch(self._agree_on(batch))
         self._count_tokens(batch)
         rows, prompt = batch["prompt_ids"].shape
         sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0)
         self.watching.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
         return sent
+
+    def _agree_on(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The batch that all hosts of a slice train on."""
+        return batch
 
     @contextmanager
     def _on_host(self) -> Iterator[None]:
@@ -237,10 +218,7 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         # What `args.device` is.
         names["_setup_devices"] = torch.device("cpu")
         try:
-            with (
-                checkpointing_left_on(type(self)),
-                upstream_names(type(self), use_adapter=note_reference),
-            ):
+            with checkpointing_left_on(type(self)):
                 yield
         finally:
             for state, (device, process_index) in zip(states, kept[0], strict=True):
@@ -286,7 +264,7 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         """
         for row, prompt in enumerate(prompts):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
-        wanted = self.args.generation_batch_size if self.model.training else self.args.eval_batch_size
+        wanted = self.generation_rows if self.model.training else self.args.eval_batch_size
         # The last batch of an evaluation is the same program.
         made = self._text.generate([*prompts, *prompts[-1:] * (wanted - len(prompts))])
         return made.token_ids[: len(prompts)]
@@ -320,18 +298,6 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         # There, the number of micro-steps is on the device.
         return super(upstream_of(type(self)), self).training_step(model, inputs, num_items_in_batch)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.backend.static_shapes:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with upstream_names(type(self), nanmin=nanmin_of_all, nanmax=nanmax_of_all):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        if not self.backend.static_shapes:
-            return super().get_high_entropy_mask(entropies, mask, threshold)
-        chosen = mask.bool()
-        return (entropies >= quantile_of_chosen(entropies.float(), chosen, threshold)) & chosen
-
     def _get_num_items_in_batch(self, batch_samples, device) -> None:
         # Rows that have no completion yet.
         return None
@@ -351,6 +317,8 @@ class RolloutMixin(RolloutScores, RolloutCheckpoints):
         last = state.remainder if state.end_of_dataloader else 0
         return min(last, self.args.eval_batch_size) if last > 0 else self.args.eval_batch_size
 
-    def _end_run(self) -> None:
-        super()._end_run()
-        self.passes.forget()
+
+def join_completions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts and completions one after the other: their tokens, and which of them are no padding."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)

@@ -19,7 +19,7 @@ from .preference_checks import check_preferences
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
 _GENERATE = {"DistillationTrainer", "GKDTrainer", "GRPOTrainer", "OnlineDPOTrainer", "RLOOTrainer", "XPOTrainer"}
 # Those that this package has one in the place of.
-_REPLACED = {"GRPOTrainer", "RLOOTrainer"}
+_REPLACED = {"DistillationTrainer", "GRPOTrainer", "RLOOTrainer"}
 _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
@@ -87,17 +87,18 @@ def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
 
 
 @contextmanager
-def upstream_names(cls: type[Trainer], **replacements: Callable) -> Iterator[None]:
+def upstream_names(cls: type[Trainer], **replacements: Any) -> Iterator[None]:
     """
     Within this context, functions that the module of upstream's trainer has by these names are replaced. In their place
-    `replacements` are called, with their arguments and the function itself under its name. A name that the module does not
-    have is left out.
+    `replacements` are called, with their arguments and the function itself under its name. What is no function is put in its
+    place as it is. A name that the module does not have is left out.
     """
     names = vars(sys.modules[upstream_of(cls).__module__])
     replaced = {name: names[name] for name in replacements if name in names}
     for name, function in replaced.items():
-        bind = _bind_once if isinstance(replacements[name], FunctionType) else _bind
-        names[name] = bind(replacements[name], name, function)
+        replacement = replacements[name]
+        bind = _bind_once if isinstance(replacement, FunctionType) else _bind
+        names[name] = bind(replacement, name, function) if callable(replacement) else replacement
     try:
         yield
     finally:

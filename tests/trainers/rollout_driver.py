@@ -22,7 +22,7 @@ if __name__ == "__main__":
             "log": trainer.state.log_history,
             "mesh": trainer.chips.mesh,
             "recompiles": trainer.watch.recompiles,
-            "rows": [trainer.args.generation_batch_size, trainer._train_batch_size],
+            "rows": [trainer.generation_rows, trainer._train_batch_size],
             "steps": [[step.executions, step.reads, step.fallbacks, step.replays] for step in trainer.counted],
         }
     Path(output_file).write_text(json.dumps(results))

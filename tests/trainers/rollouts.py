@@ -12,9 +12,16 @@ from peft import LoraConfig, get_peft_model
 from preference import _TIMED, _model_dir, _words, moved
 from test_counts import CountPerStep
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOConfig, TPURLOOTrainer
+from hf_tpu_ext import (
+    TPUDistillationConfig,
+    TPUDistillationTrainer,
+    TPUGRPOConfig,
+    TPUGRPOTrainer,
+    TPURLOOConfig,
+    TPURLOOTrainer,
+)
 from hf_tpu_ext.trainers import ExtensionArguments
 
 
@@ -56,7 +63,7 @@ class _GRPOTurn(FixedCompletions):
         return self._completions(prompt_ids), None
 
 
-class _RLOOTurn(FixedCompletions):
+class _PlainTurn(FixedCompletions):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         return self._completions(prompt_ids)
 
@@ -67,14 +74,28 @@ class StockGRPO(_GRPOTurn, GRPOTrainer): ...
 class OurGRPO(_GRPOTurn, TPUGRPOTrainer): ...
 
 
-class StockRLOO(_RLOOTurn, RLOOTrainer): ...
+class StockRLOO(_PlainTurn, RLOOTrainer): ...
 
 
-class OurRLOO(_RLOOTurn, TPURLOOTrainer): ...
+class OurRLOO(_PlainTurn, TPURLOOTrainer): ...
 
 
-STOCK = {"grpo": (StockGRPO, GRPOConfig), "rloo": (StockRLOO, RLOOConfig)}
-OURS = {"grpo": (OurGRPO, TPUGRPOConfig), "rloo": (OurRLOO, TPURLOOConfig)}
+class StockDistillation(_PlainTurn, DistillationTrainer): ...
+
+
+class OurDistillation(_PlainTurn, TPUDistillationTrainer): ...
+
+
+STOCK = {
+    "grpo": (StockGRPO, GRPOConfig),
+    "rloo": (StockRLOO, RLOOConfig),
+    "distillation": (StockDistillation, DistillationConfig),
+}
+OURS = {
+    "grpo": (OurGRPO, TPUGRPOConfig),
+    "rloo": (OurRLOO, TPURLOOConfig),
+    "distillation": (OurDistillation, TPUDistillationConfig),
+}
 
 
 # ---- Rewards ----
@@ -97,13 +118,13 @@ async def asynchronous(completion_ids, log_metric, **kwargs):
 @dataclass(frozen=True)
 class Case:
     """
-    A training of one of the two trainers.
+    A training of one of the three trainers.
 
     Args:
-        kind (`str`): `"grpo"` or `"rloo"`.
+        kind (`str`): `"grpo"`, `"rloo"` or `"distillation"`.
         settings (`dict`): Fields of the config.
         lora (`str`, *optional*): `"new"` for a `peft_config`, `"given"` for a model that has an adapter already.
-        rewards (`tuple`): Reward functions; `"model"` is a reward model.
+        rewards (`tuple`): Reward functions; `"model"` is a reward model. Of `"distillation"`, nothing.
         conversation (`bool`): Whether prompts are messages.
         evaluates (`bool`): Whether there is an evaluation set.
         model (`str`): Family of the tiny model.
@@ -134,7 +155,7 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
     config = {**DEFAULTS, "output_dir": str(base / "run"), "max_steps": case.steps}
     if not ours:
         config["use_cpu"] = True
-    elif config_cls not in (GRPOConfig, RLOOConfig):
+    elif config_cls not in (GRPOConfig, RLOOConfig, DistillationConfig):
         config["run_report"] = False
     if case.evaluates:
         config |= {"eval_strategy": "steps", "eval_steps": 3}
@@ -144,6 +165,10 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rewards, more = [], {}
+    if case.kind == "distillation":
+        del config["num_generations"]
+        torch.manual_seed(1)
+        more["teacher_model"] = moved(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     for reward in case.rewards:
         if reward == "model":
             reward = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, num_labels=1)
@@ -153,7 +178,7 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
         more["peft_config"] = lora
     elif case.lora == "given":
         model = get_peft_model(model, lora)
-    elif config.get("beta"):
+    elif config.get("beta") and case.kind != "distillation":
         # The reference is loaded from where the policy came from.
         model = moved(model)
     if case.evaluates:
@@ -163,7 +188,9 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
         "processing_class": AutoTokenizer.from_pretrained(directory, padding_side="left"),
         **given,
     }
-    return cls(args=config_cls(**config), **{"model": model, "reward_funcs": rewards, **more})
+    if case.kind != "distillation":
+        more = {"reward_funcs": rewards, **more}
+    return cls(args=config_cls(**config), **{"model": model, **more})
 
 
 def train(case: Case, base: Path, ours: bool, **given):

@@ -21,6 +21,8 @@ CASES = {
     "grpo-synced": Case("grpo", {**REUSED, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}),
     "grpo-adaptive": Case("grpo", {**REUSED, "use_adaptive_entropy": True, "entropy_target": 5.4}),
     "grpo-evaluated": Case("grpo", {**REUSED}, evaluates=True),
+    # Of two steps: each has an order of its own.
+    "grpo-epochs": Case("grpo", {"per_device_train_batch_size": 16}),
     "rloo": Case("rloo", {**REUSED, "beta": 0.04}),
 }
 
