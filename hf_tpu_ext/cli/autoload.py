@@ -22,6 +22,7 @@ TRAINERS = {
     "kto": "KTOTrainer",
     "grpo": "GRPOTrainer",
     "rloo": "RLOOTrainer",
+    "distillation": "DistillationTrainer",
 }
 # Where TRL defines them.
 _MODULES = {f"trl.trainer.{command}_trainer": trainer for command, trainer in TRAINERS.items()}
@@ -31,7 +32,7 @@ def autoload() -> None:
     """
     Act on two kinds of process, and leave every other as it is.
 
-    - A stock `trl sft`, `dpo`, `reward`, `kto`, `grpo` or `rloo` is replaced by `hf-tpu` with the same arguments, if it is asked for. Stock
+    - A stock `trl sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` or `distillation` is replaced by `hf-tpu` with the same arguments, if it is asked for. Stock
       `trl` reads the recipe in a parent process, which starts the accelerator's runtime, and trains in a child of it; a TPU
       chip can be held by one process only.
     - In any other process that has `HF_TPU_EXT=1` in its environment, `trl.SFTTrainer` is

@@ -148,7 +148,7 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
     elif command == "pretrain":
         # Documents are cut into rows: here is more than enough text for one.
         rows = [{"text": "a " * (2 * length)} for length in lengths]
-    elif command in ("grpo", "rloo"):
+    elif command in ("grpo", "rloo", "distillation"):
         rows = [{"prompt": _prompt_of(recipe, length)} for length in lengths]
     elif command == "reward":
         rows = [{column: [1] * length for column in ("chosen_ids", "rejected_ids")} for length in lengths]

@@ -82,7 +82,11 @@ class Recipe:
             "output_dir": f"runs/smoke/{Path(self.path or 'command_line').stem}",
         }
         if "num_generations" in self.values:
-            self.values |= {"num_generations": 4, "max_completion_length": 16}
+            self.values["num_generations"] = 4
+        if "max_completion_length" in self.values:
+            self.values["max_completion_length"] = 16
+        if "teacher_model_name_or_path" in self.values:
+            self.values["teacher_model_name_or_path"] = str(directory / "teacher")
         if self.values.get("kd_teacher") not in (None, "base"):
             self.values["kd_teacher"] = str(directory / "teacher")
         if "kd_cache" in self.values:

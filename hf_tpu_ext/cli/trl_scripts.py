@@ -1,4 +1,4 @@
-"""`hf-tpu sft`, `dpo`, `reward`, `kto`, `grpo` and `rloo`: TRL's training scripts in one process, with the trainers of this package."""
+"""`hf-tpu sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distillation`: TRL's training scripts in one process, with the trainers of this package."""
 
 import importlib
 from collections.abc import Callable
@@ -189,6 +189,14 @@ _SCRIPTS = (
         dataset="trl-lib/DeepMath-103K",
         tiny_data="questions",
         rewards="--reward_funcs accuracy_reward ",
+    ),
+    TRLScript(
+        command="distillation",
+        purpose="Train a language model to write as its teacher would go on (on-policy distillation)",
+        recipe="recipes/distillation_lora_qwen2.yaml",
+        dataset="trl-lib/tldr",
+        tiny_data="questions",
+        peft="--teacher_model_name_or_path Qwen/Qwen3-4B --use_peft",
     ),
 )
 #: The scripts, by their command.

@@ -52,6 +52,7 @@ def test_other_processes_are_left_as_they_are():
         (["/venv/bin/trl", "kto"], True),
         (["/venv/bin/trl", "grpo"], True),
         (["/venv/bin/trl", "rloo"], True),
+        (["/venv/bin/trl", "distillation"], True),
         (["/venv/bin/trl", "env"], False),
         (["/venv/bin/trl"], False),
         (["/venv/lib/trl/scripts/sft.py", "sft"], False),

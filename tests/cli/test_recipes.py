@@ -31,12 +31,12 @@ def tiny(tmp_path_factory):
 def command_of(recipe):
     """What runs a recipe, which its name begins with; `kd_...` is supervised fine-tuning, too."""
     kind = recipe.stem.partition("_")[0]
-    return kind if kind in ("pretrain", "dpo", "reward", "kto", "grpo") else "sft"
+    return kind if kind in ("pretrain", "dpo", "reward", "kto", "grpo", "distillation") else "sft"
 
 
 def shortened(recipe):
-    """Arguments for short rows. Those of GRPO are as long as the prompts and completions are."""
-    return SHORT[2:] if command_of(recipe) == "grpo" else SHORT
+    """Arguments for short rows. Those of trainers that write completions are as long as prompts and completions are."""
+    return SHORT[2:] if command_of(recipe) in ("grpo", "distillation") else SHORT
 
 
 def check_run(output_dir, steps=4):

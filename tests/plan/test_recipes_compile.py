@@ -70,9 +70,9 @@ BY_DEFAULT = "sft_full_qwen3"
 )
 def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     kind = recipe.stem.partition("_")[0]
-    command = [kind] if kind in ("pretrain", "dpo", "reward", "kto", "grpo") else []
+    command = [kind] if kind in ("pretrain", "dpo", "reward", "kto", "grpo", "distillation") else []
     argv = ["--config", recipe, "--smoke", tiny]
-    if command != ["grpo"]:
+    if command not in (["grpo"], ["distillation"]):
         # Prompts and completions are as long as they are.
         argv += ["--max_length", "128"]
     if "kd_cache" in yaml.safe_load(recipe.read_text()):
