@@ -139,6 +139,9 @@ def test_script_and_parser(command, trainer, stock, tmp_path, monkeypatch):
     script_cls = vars(script)[SCRIPTS[command].arguments] if rewards else trl.ScriptArguments
     config = stock.config()
     config.trust_remote_code = False
+    if command == "distillation":
+        config.teacher_model_name_or_path, config.teacher_model_revision = "teacher", None
+        config.teacher_model_init_kwargs = None
     script.main(
         script_cls(dataset_name=str(tmp_path), **({"reward_funcs": ["accuracy_reward"]} if rewards else {})),
         config,
@@ -155,6 +158,7 @@ def test_script_and_parser(command, trainer, stock, tmp_path, monkeypatch):
         "resume_from_checkpoint",
         "output_dir",
         *(["reward_funcs"] if rewards else []),
+        *(["teacher_model"] if command == "distillation" else []),
     }
 
 
