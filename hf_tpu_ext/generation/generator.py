@@ -18,7 +18,7 @@ from ..backends.base import Backend
 from ..step.attention import static_masks
 from ..step.replay import StepReplay
 from ..step.static_cache import StaticKeyValueCache
-from .sampling import Sampler
+from .sampling import Sampler, count_until_end
 
 
 #: What the watch calls the program of the prompts, and that of the tokens after them.
@@ -134,8 +134,7 @@ class Generator:
             torch.cat([each[:, None], rest.T], 1)[: len(prompts)].tolist()
             for each, rest in zip(first, others, strict=True)
         )
-        ends = set(self._sampler.ends)
-        lengths = [next((end for end, token in enumerate(row, 1) if token in ends), len(row)) for row in tokens]
+        lengths = [count_until_end(row, self._sampler.ends) for row in tokens]
         return Generated(
             [row[:length] for row, length in zip(tokens, lengths, strict=True)],
             [row[:length] for row, length in zip(log_probs, lengths, strict=True)],

@@ -1,5 +1,7 @@
 """Choosing the next token on the device."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -49,6 +51,17 @@ def check_generation_config(config: GenerationConfig) -> None:
             )
 
 
+def find_ends(config: GenerationConfig) -> list[int]:
+    """The tokens that end a row."""
+    ends = config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def count_until_end(tokens: Sequence[int], ends: Sequence[int]) -> int:
+    """How many tokens a row has, up to and with the one that ends it."""
+    return next((count for count, token in enumerate(tokens, 1) if token in ends), len(tokens))
+
+
 class Sampler:
     """
     Chooses tokens as [`~transformers.GenerationMixin.generate`] does, by its own processors of logits, without reading the device.
@@ -68,8 +81,7 @@ class Sampler:
         check_generation_config(config)
         self._samples = bool(config.do_sample)
         self._temperature = config.temperature if self._samples and config.temperature else 1.0
-        ends = config.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        ends = find_ends(config)
         #: Tokens that end a text.
         self.ends = ends
         # No token has the number -1.

@@ -14,6 +14,7 @@ from ..quantization.fake_quantized import ADAPTERS
 from ..quantization.rounding import ACTIVATION_DTYPES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
 from ..step.attention import ATTENTIONS
+from .predicted_text import PredictedTextArguments
 
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
@@ -211,8 +212,8 @@ class ExtensionArguments:
 
 @describe_fields
 @dataclass
-class TPUSFTConfig(ExtensionArguments, SFTConfig):
-    """[`~trl.SFTConfig`] with the settings of [`ExtensionArguments`] and with those below."""
+class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
+    """[`~trl.SFTConfig`] with the settings of [`ExtensionArguments`] and [`PredictedTextArguments`], and with those below."""
 
     show_samples: int = field(
         default=0,
@@ -363,8 +364,11 @@ class TPUSFTConfig(ExtensionArguments, SFTConfig):
 
 @describe_fields
 @dataclass
-class TPUTrainingArguments(ExtensionArguments, TrainingArguments):
-    """[`~transformers.TrainingArguments`] with the settings of [`ExtensionArguments`] and with the one below."""
+class TPUTrainingArguments(PredictedTextArguments, ExtensionArguments, TrainingArguments):
+    """
+    [`~transformers.TrainingArguments`] with the settings of [`ExtensionArguments`] and [`PredictedTextArguments`], and with the one
+    below.
+    """
 
     max_length: int | None = field(
         default=None,

@@ -16,6 +16,7 @@ from ..data import count_rows
 from ..step.metrics import DeviceSums
 from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
 from .own_code import is_known, owner_of
+from .predicted_text import PredictedText
 
 
 #: Predictions and batches that are held back until they are read together take no more than this.
@@ -34,13 +35,20 @@ class CompiledEvaluation:
     _made_ahead: deque | None = None
     #: Rows of the batch that upstream's loop is at.
     _rows_predicted = 0
+    #: Writes predictions, where they are text.
+    predicted_text: PredictedText | None = None
     #: What cuts predictions down on the device, while they are made.
     _preprocess_on_device: Callable | None = None
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if not self.backend.metrics_on_device or prediction_loss_only:
+            writes = self.predicted_text is not None and not prediction_loss_only
             with self.copies.not_made():
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+                result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys)
+            if not writes:
+                return result
+            labels, written = inputs["labels"].to(self.args.device), self.predicted_text.of_batch(inputs)
+            return result[0], written.to(self.args.device), labels
         if self._made_ahead is not None:
             self._rows_predicted, result = self._made_ahead.popleft()
             return result
@@ -51,11 +59,15 @@ class CompiledEvaluation:
         result = self.evaluations.run(
             PREDICTION_STEP, inputs, partial(self._trace_prediction, model), ignore_keys=ignore_keys
         )
-        return result, find_batch_size(inputs), count_rows(self.watching.batch)
+        computed = count_rows(self.watching.batch)
+        if self.predicted_text is not None:
+            result = result[0], self.predicted_text.of_batch(inputs), inputs["labels"]
+        return result, find_batch_size(inputs), computed
 
     def _trace_prediction(self, model, inputs, ignore_keys) -> tuple[Any, Any, Any]:
         with self.copies.not_made():
-            loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+            writes = self.predicted_text is not None
+            loss, logits, labels = super().prediction_step(model, inputs, writes, ignore_keys)
         if self._preprocess_on_device is not None:
             logits = self._preprocess_on_device(logits, labels)
         return loss, logits, labels
@@ -133,7 +145,9 @@ class CompiledEvaluation:
     def _predicting_loop(self, dataloader, arguments: tuple) -> EvalLoopOutput:
         """Upstream's loop, whose predictions are read for many batches at once."""
         # Logits are cut down on the device, in the program that makes them, and not once more on the host.
-        self._preprocess_on_device, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        preprocess = self.preprocess_logits_for_metrics
+        if self.predicted_text is None:
+            self._preprocess_on_device, self.preprocess_logits_for_metrics = preprocess, None
         replaying = nullcontext()
         if is_known(owner_of(type(self), "prediction_step").__module__):
             self._made_ahead = deque()
@@ -150,7 +164,7 @@ class CompiledEvaluation:
             with replaying:
                 output = super().evaluation_loop(dataloader, *arguments)
         finally:
-            self.preprocess_logits_for_metrics, self._preprocess_on_device = self._preprocess_on_device, None
+            self.preprocess_logits_for_metrics, self._preprocess_on_device = preprocess, None
             self._made_ahead = None
             self.gather_function = self.accelerator.gather_for_metrics
         self.metrics.take("eval", self.backend.fetch(self.metrics.tensors("eval")))

@@ -52,6 +52,7 @@ from .layers import LayerScan
 from .lengths import lengths_for, longest_kept, pad_token_of, row_lengths
 from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
+from .predicted_text import PredictedText, PredictedTextArguments
 from .run_facts import find_facts
 from .saving import SavingMixin
 from .setting_checks import check_settings
@@ -179,6 +180,8 @@ class TPUTrainerMixin(
             self._prepare_static_shapes(extension.max_recompiles)
         if self.backend.metrics_on_device:
             self.loss_log = LossLog(self.backend)
+        if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
+            self.predicted_text = PredictedText(self)
         lines = RunLines(self.backend, partial(find_facts, self))
         self.add_callback(lines)
         if extension.step_status:

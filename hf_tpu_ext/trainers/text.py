@@ -5,10 +5,13 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
+from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.program import Program
 from ..generation import Generated, Generator
+from ..generation.sampling import count_until_end, find_ends
 from ..step.replay import warn_not_replayed
 from .own_code import find_own_code
 
@@ -22,7 +25,7 @@ class TextGeneration:
     Generates completions with the weights that a trainer's model has now, in programs of static shape.
 
     They are replayed from the third time on, as steps are, see [`StepReplay`], unless code of the user's runs in the model.
-    Where steps are not traced, upstream's `generate` makes the tokens, one prompt after the other, and no log-probabilities.
+    Where steps are not traced, upstream's `generate` makes the tokens, and no log-probabilities.
 
     Args:
         trainer ([`TPUTrainerMixin`]):
@@ -36,6 +39,7 @@ class TextGeneration:
     def __init__(self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int] = ()):
         self._trainer, self._config, self._lengths = trainer, config, list(prompt_lengths)
         self.generator: Generator | None = None
+        self._made_for: tuple | None = None
         self._known: list[int] = []
         self._said: str | None = None
 
@@ -54,7 +58,10 @@ class TextGeneration:
     def _generate_by_programs(self, prompts: Sequence[Sequence[int]], seed: int | None) -> Generated:
         trainer = self._trainer
         lengths = self._lengths or [max(map(len, prompts))]
-        if self.generator is None or lengths != self.generator.prompt_lengths:
+        # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
+        made_for = lengths, unwrap_peft_model(trainer.model).generation_config.to_dict()
+        if made_for != self._made_for:
+            self._made_for = made_for
             self.generator = Generator(trainer.model, trainer.backend, self._config, lengths, run=self._run)
             self._known = []
         with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
@@ -63,15 +70,18 @@ class TextGeneration:
                 return self.generator.generate(prompts, seed)
 
     def _generate_eagerly(self, prompts: Sequence[Sequence[int]]) -> Generated:
-        model = self._trainer.model.eval()
-        made = []
+        model, config = self._trainer.model.eval(), self._config
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids, mask = (
+            pad_sequence(each, batch_first=True, padding_value=value, padding_side="left").to(
+                self._trainer.args.device
+            )
+            for each, value in ((rows, config.pad_token_id or 0), ([torch.ones_like(row) for row in rows], 0))
+        )
         with torch.no_grad(), self._trainer.compute_loss_context_manager():
-            for prompt in prompts:
-                ids = torch.tensor([prompt], device=self._trainer.args.device)
-                mask = torch.ones_like(ids)
-                answer = model.generate(input_ids=ids, attention_mask=mask, generation_config=self._config)
-                made.append(answer[0, len(prompt) :].tolist())
-        return Generated(made, [])
+            made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
+        ends = find_ends(unwrap_peft_model(model)._prepare_generation_config(config)[0])
+        return Generated([row[: count_until_end(row, ends)] for row in made.tolist()], [])
 
     def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Program | None]) -> Program | None:
         where = f"{name} after step {self._trainer.state.global_step}"
