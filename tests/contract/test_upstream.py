@@ -224,7 +224,7 @@ OPTIMIZER_STEP = [
 
 
 def test_order_of_a_run(record):
-    """trainers/step_boundary.py ends programs, and trainers/mixin.py counts and logs, where these calls are."""
+    """trainers/training_steps.py ends programs, and trainers/status.py counts and logs, where these calls are."""
     trainer, events = record(
         gradient_accumulation_steps=2,
         eval_strategy="steps",
@@ -266,7 +266,7 @@ def test_order_of_a_run(record):
 
 
 def test_loss_that_upstream_keeps_is_the_attribute(stock):
-    """trainers/step_boundary.py and trainers/mixin.py put sums of their own in its place."""
+    """trainers/training_steps.py puts a sum of its own in its place."""
 
     class Losses(SFTTrainer):
         def training_step(self, *args, **kwargs):
@@ -307,7 +307,7 @@ def test_a_log_that_is_noted_as_the_last_is_not_repeated(stock):
 
     result = stock.trainer(Logs, max_steps=2).train()
     assert [set(logs) & {"loss", "train_loss"} for logs in logged] == [{"train_loss"}], (
-        "trainers/mixin.py logs by itself"
+        "trainers/status.py logs by itself"
     )
     # Three calls, the last at the end of the epoch; and nothing is left over.
     assert result.training_loss == pytest.approx(3 * 6.0 / 2)

@@ -76,7 +76,7 @@ def test_device_of_the_state_is_taken_over(on_meta):
 
 @pytest.mark.parametrize(("placement", "device"), [(True, "meta"), (False, "cpu")])
 def test_batches_stay_on_the_host_without_device_placement(on_meta, placement, device):
-    """trainers/mixin.py sets it on the accelerator after upstream has made it."""
+    """trainers/set_up.py sets it on the accelerator after upstream has made it."""
     accelerator = Accelerator()
     accelerator.device_placement = placement
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(6), batch_size=4))
@@ -84,7 +84,7 @@ def test_batches_stay_on_the_host_without_device_placement(on_meta, placement, d
 
 
 def test_batch_size_is_found():
-    assert find_batch_size({"input_ids": torch.zeros(3, 7)}) == 3, "trainers/mixin.py, evaluation_loop"
+    assert find_batch_size({"input_ids": torch.zeros(3, 7)}) == 3, "trainers/evaluation.py, evaluation_loop"
 
 
 # ---- torch ----
@@ -114,7 +114,7 @@ def test_state_of_adamw():
 
 
 def test_state_dict_can_be_replaced_by_a_hook():
-    """trainers/mixin.py makes checkpoints of CPU tensors with it."""
+    """trainers/set_up.py makes checkpoints of CPU tensors with it."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     optimizer.register_state_dict_post_hook(lambda _, state_dict: {"replaced": state_dict})
     assert set(optimizer.state_dict()) == {"replaced"}

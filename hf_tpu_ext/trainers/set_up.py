@@ -1,0 +1,232 @@
+"""Setting a trainer up: its device, its models on it, what owns its steps."""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DefaultFlowCallback, PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..backends import select_backend
+from ..backends.host import let_forks_tokenize
+from ..callbacks.run_lines import RunLines
+from ..quantization.bitsandbytes import check_method, find_config
+from ..sharding.plan import place_model
+from ..step.metrics import LossLog
+from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.program_adamw import ProgramAdamW
+from ..step.users_model import save_from_host
+from .alike import AlikeHosts, check_settings_alike
+from .arguments import (
+    ADAMW_NAMES,
+    CompiledArguments,
+    bind_device,
+    compile_arguments,
+    copy_arguments,
+    set_gradient_checkpointing,
+)
+from .chips import Chips, unused_settings
+from .configs import ExtensionArguments
+from .copies import WeightCopies
+from .eager_steps import EagerSteps, check_there, not_there
+from .ema import Averaging
+from .evaluation_steps import EvaluationSteps
+from .followed_arguments import FollowedArguments
+from .frozen import ShortFrozenWeights
+from .layers import LayerScan
+from .lengths import longest_kept, row_lengths
+from .metrics import DeferredMetrics
+from .own_code import is_known, owner_of
+from .predicted_text import PredictedText, PredictedTextArguments
+from .run_facts import find_facts
+from .setting_checks import check_settings
+from .training_steps import TrainingSteps
+from .upstream import check_trainer, loads_model
+from .watching import TrainerWatch
+from .whole_steps import CompiledSteps
+
+
+class SetUpMixin:
+    """
+    The part of [`TPUTrainerMixin`] that chooses the device and makes what a trainer consists of, around upstream's `__init__`.
+
+    In this order: the backend, upstream's arguments adapted to it, all that upstream's `__init__` asks for, that `__init__`, and then
+    what owns the steps, watches programs, and reports.
+    """
+
+    def _set_up(self, given: inspect.BoundArguments) -> None:
+        args, model = given.arguments["args"], given.arguments.get("model")
+        # The class holds the defaults.
+        extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
+        self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
+        check_settings(args, self.backend.static_shapes, given.arguments)
+        if self.backend.unknown_upstream:
+            if self.backend.compiles_operators:
+                check_there(args, self.generates)
+            check_trainer(type(self), given.arguments)
+            # Upstream ignores the argument unless it loads the model.
+            quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
+            if isinstance(model, nn.Module):
+                quantization = find_config(model)
+            if quantization is not None:
+                if self.backend.compiles_operators:
+                    raise ValueError(not_there("a model with quantized weights"))
+                check_method(quantization)
+            if isinstance(model, PreTrainedModel):
+                # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
+                model.tie_weights()
+        of_host = self.backend.prepare_host()
+        self.compiled = (
+            compile_arguments(args, loads_model(args, given), self.backend.num_chips, traced=self.backend.traces_steps)
+            if self.backend.unknown_upstream
+            else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
+        )
+        self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
+        bind_device(self.compiled.args, self.backend)
+        check_settings_alike(self.backend, args)
+        #: What all hosts of a slice have to have in common.
+        self.alike = AlikeHosts(self)
+        self._arrange_batches()
+        self.chips = Chips(self)
+        self._arrange_saving()
+        self.layers = LayerScan(self)
+        self.copies = WeightCopies(self)
+        self.frozen = ShortFrozenWeights(self)
+        self.averaging = Averaging(self, extension)
+        given.arguments["args"] = self.compiled.args
+        super().__init__(*given.args, **given.kwargs)
+        self.alike.take_random_state()
+        self.averaging.check()
+        #: Metrics of upstream's loss, on the device until a log.
+        self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
+        if self.backend.traces_steps:
+            # The trainer has tokenized the data by now, with all threads. The second is not there in transformers 5.18.
+            self.compiled.changes += let_forks_tokenize(
+                self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
+            )
+            self._prepare_traced_steps()
+        elif self.backend.static_shapes:
+            self._prepare_eager_steps()
+        elif self.averaging.average is not None:
+            # Before all other callbacks, one of which may evaluate.
+            self.callback_handler.callbacks.insert(0, self.averaging)
+        if self.backend.static_shapes:
+            self._prepare_static_shapes(extension.max_recompiles)
+        if self.backend.metrics_on_device:
+            self.loss_log = LossLog(self.backend)
+        if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
+            self.predicted_text = PredictedText(self)
+        lines = RunLines(self.backend, partial(find_facts, self))
+        self.add_callback(lines)
+        if extension.step_status:
+            self.start_status()
+        if extension.run_report:
+            self.keep_record(args, lines)
+        self._add_saving_callbacks()
+        self.followed = FollowedArguments(self, args)
+
+    def _place_models(self) -> None:
+        # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
+        # without a read. The backend places the model.
+        self.accelerator.device_placement = False
+        if self.chips.sharding_plan is None:
+            # Quantized weights are on their device, to upstream.
+            self._move_model_to_device(self.model, self.args.device)
+        for model in self._other_models():
+            if isinstance(model, PreTrainedModel):
+                # Upstream has moved it to the device.
+                model.tie_weights()
+            place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+
+    def _prepare_eager_steps(self) -> None:
+        self._place_models()
+        self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
+        wanted = (
+            self.args.compile_step if isinstance(self.args, ExtensionArguments) else ExtensionArguments.compile_step
+        )
+        compiles = self.backend.compiles_functions and wanted != "off"
+        self.steps = CompiledSteps(self, wanted) if compiles else EagerSteps(self)
+        self.evaluations = EvaluationSteps(self)
+        callbacks = [self.steps] if self.averaging.average is None else [self.steps, self.averaging]
+        # After upstream's own, which says whether a step is logged, and before all that may evaluate.
+        assert isinstance(self.callback_handler.callbacks[0], DefaultFlowCallback)
+        self.callback_handler.callbacks[1:1] = callbacks
+
+    def _prepare_traced_steps(self) -> None:
+        self._place_models()
+        save_from_host(self.backend)
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, self.model)
+            self._save_from_host(self.optimizer)
+        self._checkpoint_activations()
+        self.backend.set_rng_state(self.args.seed)
+        self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
+        if self._override_returns_loss:
+            # What is logged is what it returns to upstream's loop.
+            vars(self)["training_step"] = self._overridden_step
+        #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
+        self.steps = TrainingSteps(self)
+        #: And each batch of an evaluation of the loss.
+        self.evaluations = EvaluationSteps(self)
+        self.callback_handler.callbacks.insert(0, self.steps)
+
+    def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
+        self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
+        self.lengths = self._declare_lengths()
+        self.watching = TrainerWatch(self, max_recompiles)
+        self._make_batches_static()
+        for mode in ("train", "eval"):
+            self.expect_batches(mode)
+        self._flos_per_token: float | None = None
+
+    def _checkpoint_activations(self) -> None:
+        model = unwrap_peft_model(self.model)
+        if not isinstance(model, PreTrainedModel) or self.compiled.rematerialization == "none":
+            return
+        if self._balances_experts or vars(model.config.get_text_config()).get("output_router_logits"):
+            # XLA's checkpoint runs the layers without a graph first, and that is when the router's logits are collected.
+            self.compiled.rematerialization = "none"
+            set_gradient_checkpointing(self.args, False)
+            self.compiled.changes.append(
+                "gradient_checkpointing is off: the load-balancing loss would have no gradient through it on XLA; "
+                "router_aux_loss_coef=0 allows it"
+            )
+
+    # ---- Placement, precision, optimizer ----
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self.backend.unknown_upstream:
+            self.alike.note_model("weights", model)
+            self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
+        else:
+            super()._move_model_to_device(model, device)
+
+    def compute_loss_context_manager(self):
+        contexts = super().compute_loss_context_manager()
+        if self.backend.unknown_upstream:
+            contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
+        return contexts
+
+    def get_optimizer_cls_and_kwargs(self, args, model=None) -> tuple[Any, dict[str, Any]]:
+        optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
+        if self.backend.own_optimizer and args.optim in ADAMW_NAMES:
+            return LazyAdamW, {**kwargs, "backend": self.backend}
+        if self.backend.compiles_functions and optimizer_cls is torch.optim.AdamW:
+            return ProgramAdamW, kwargs
+        return optimizer_cls, kwargs
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        created = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if self.backend.traces_steps and created:
+            self._save_from_host(optimizer)
+        self.averaging.note_names(self.model)
+        if self.backend.traces_steps:
+            self.layers.begin(optimizer)
+        return optimizer
+
+    def _save_from_host(self, optimizer: torch.optim.Optimizer) -> None:
+        # Checkpoints hold CPU tensors, fetched in one transfer.
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: self.backend.fetch(state_dict))
