@@ -134,6 +134,16 @@ class RolloutMixin(RolloutCheckpoints):
         """Batches that they are trained on in."""
         return self.args.steps_per_generation
 
+    def get_train_dataloader(self):
+        prompts = self.generation_rows // self.num_generations
+        if isinstance(self.train_dataset, datasets.Dataset) and len(self.train_dataset) < prompts:
+            # Upstream would leave all of them out.
+            raise ValueError(
+                f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Give "
+                "more rows, or set per_device_train_batch_size or the number of steps that a generation lasts lower."
+            )
+        return super().get_train_dataloader()
+
     def rows_of_a_step(self) -> tuple[int, int]:
         # Each generation is trained on in so many micro-steps.
         micro_steps = self.generation_batches * self.num_iterations
@@ -154,11 +164,6 @@ class RolloutMixin(RolloutCheckpoints):
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
         prompts = self.generation_rows // self.num_generations
-        if isinstance(self.train_dataset, datasets.Dataset) and len(self.train_dataset) < prompts:
-            raise ValueError(
-                f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Give "
-                "more rows, or set per_device_train_batch_size or the number of steps that a generation lasts lower."
-            )
         self.compiled.changes.append(
             f"a generation is {prompts} prompt{'s' * (prompts > 1)} (padded to {' or '.join(map(str, self.lengths))} tokens) x {self.num_generations} "
             f"completion{'s' * (self.num_generations > 1)} of up to {self.max_completion_length} tokens, trained on "

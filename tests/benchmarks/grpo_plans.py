@@ -1,10 +1,10 @@
 """
-Plans of GRPO by the compiler for TPU:
+Plans of GRPO, and of on-policy distillation, by the compiler for TPU:
 
     python tests/benchmarks/grpo_plans.py --write-docs
 
 Qwen2.5-0.5B with LoRA, 8 prompts with 8 completions in an optimizer step of a chip, prompts of 256 and completions of 512
-tokens, micro-steps of 16 completions, full rematerialization. Nothing ran on a TPU: memory and cycles are what the compiler says, and
+tokens, micro-steps of 16 completions, full rematerialization; of distillation 64 prompts with a completion each. Nothing ran on a TPU: memory and cycles are what the compiler says, and
 generation is the time where no completion ends early.
 """
 
@@ -29,10 +29,21 @@ SETTINGS = LORA | {
     "gradient_accumulation_steps": "4",
     "max_steps": "1000",
 }
+OF_REWARDS = ("reward_funcs", "num_generations")
 CASES = [
     Case("LoRA", "Qwen2.5-0.5B", "v5e-1", PROMPT, SETTINGS, command="grpo"),
     Case("LoRA, beta: 0.04", "Qwen2.5-0.5B", "v5e-1", PROMPT, SETTINGS | {"beta": "0.04"}, command="grpo"),
     Case("LoRA", "Qwen2.5-0.5B", "v5e-8", PROMPT, SETTINGS, command="grpo"),
+    Case(
+        "LoRA, distilled on-policy by Qwen2.5-1.5B",
+        "Qwen2.5-0.5B",
+        "v5e-1",
+        PROMPT,
+        {key: value for key, value in SETTINGS.items() if key not in OF_REWARDS}
+        | {"teacher_model_init_kwargs": '{"dtype": "bfloat16"}'},
+        command="distillation",
+        teacher="Qwen2.5-1.5B",
+    ),
 ]
 
 

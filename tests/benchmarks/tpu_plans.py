@@ -54,6 +54,19 @@ MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "Qwen2.5-1.5B": (
+        "qwen2",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Qwen2.5-7B": (
         "qwen2",
         {
@@ -91,6 +104,8 @@ class Case:
             In place of the model's own.
         command (`str`):
             What runs the recipe.
+        teacher (`str`, *optional*):
+            One of [`MODELS`], that the student learns from on-policy.
     """
 
     title: str
@@ -100,6 +115,7 @@ class Case:
     settings: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     command: str = "sft"
+    teacher: str | None = None
 
 
 def _qwen3(title: str, command: str = "sft", **settings: str) -> Case:
@@ -251,10 +267,12 @@ def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
     """
     settings = {
         "model_name_or_path": str(make_model(case.model, directory, **case.sizes)),
-        **({} if case.command == "grpo" else {"max_length": str(case.length)}),
+        **({} if case.command in ("grpo", "distillation") else {"max_length": str(case.length)}),
         "output_dir": str(directory / "run"),
         **case.settings,
     }
+    if case.teacher is not None:
+        settings["teacher_model_name_or_path"] = str(make_model(case.teacher, directory))
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
     output = directory / "plan.json"
     done = subprocess.run(

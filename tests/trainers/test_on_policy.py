@@ -177,7 +177,7 @@ def test_what_does_not_work_is_refused(xla, models, tmp_path):
     with pytest.raises(ValueError, match="use_vllm=True does not work on XLA"):
         trainer_for(case(use_vllm=True), models, ours=True)
     with pytest.raises(ValueError, match="train_dataset has 9 rows, and a generation takes 12"):
-        trainer_for(case(gradient_accumulation_steps=3), models, ours=True)
+        train(case(gradient_accumulation_steps=3), models, ours=True)
 
     class Mixed(TPUTrainerMixin, DistillationTrainer): ...
 
