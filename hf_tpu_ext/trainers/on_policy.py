@@ -103,7 +103,7 @@ class TPUDistillationTrainer(RolloutMixin, TPUTrainerMixin, DistillationTrainer)
     ) -> tuple[Tensor, Tensor]:
         """As `trl.kernels.ChunkedDivergenceFunction.apply`, which XLA would see every chunk of. Here they are a loop."""
         kd_loss = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-        settings = Distillation(kd_loss=kd_loss, beta=beta)
+        settings = Distillation(kd_loss=kd_loss, beta=beta, metrics=False)
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_scale, temperature)
 
         def compare(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
