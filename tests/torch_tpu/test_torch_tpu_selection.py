@@ -1,6 +1,7 @@
 """Which accelerator is chosen where torch_tpu is installed."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ def test_several_chips_are_several_processes(fresh):
 
 
 def run(script, **env):
-    names = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH", "HF_TPU_EXT_BACKEND")
+    caches = ("HF_TPU_EXT_COMPILE_CACHE", "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT")
+    names = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH", "HF_TPU_EXT_BACKEND", *caches)
     return subprocess.run(
         [sys.executable, "-c", script],
         env={name: value for name, value in os.environ.items() if name not in names} | env,
@@ -106,7 +108,13 @@ trainer.train()
 counted = trainer.backend.counters()
 print(counted.compiles - counted.loads, counted.loads)
 """
-    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
-    (first, _), (nothing, loaded) = (run(script, **flags).stdout.split()[-2:] for _ in range(2))
+    # torch_tpu keeps programs in memory as well, for all processes of the machine, by the name of this variable.
+    name = tmp_path.parent.name
+    env = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "TORCH_TPU_TIER2_COMPILATION_CACHE": name}
+    try:
+        (first, _), (nothing, loaded) = (run(script, **env).stdout.split()[-2:] for _ in range(2))
+    finally:
+        shutil.rmtree(f"/dev/shm/torch_tpu_cache/{name}", ignore_errors=True)
     assert int(first) > 0
     assert nothing == "0" and int(loaded) > 0
+    assert list((tmp_path / "cache").rglob("*.bin"))
