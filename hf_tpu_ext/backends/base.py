@@ -17,6 +17,7 @@ from .kernels import Kernels
 from .loops import Loops
 from .manual_sharding import ManualSharding
 from .program import Programs
+from .ranks import Ranks
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
@@ -31,6 +32,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
 
 
 _ONE_HOST = Hosts()
+_ONE_PROCESS = Ranks()
 
 
 class Backend(ABC):
@@ -104,6 +106,11 @@ class Backend(ABC):
     def hosts(self) -> Hosts:
         """The hosts whose chips run one program."""
         return _ONE_HOST
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together, where each of them drives one chip. Asking for them may have them meet."""
+        return _ONE_PROCESS
 
     @property
     def chip(self) -> Chip | None:

@@ -42,7 +42,7 @@ from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import WeightCopies
 from .dataset_checks import check_has_rows, named_datasets
-from .eager_steps import EagerSteps, check_there, not_there
+from .eager_steps import EagerSteps, check_loader, check_there, not_there
 from .ema import Averaging
 from .evaluation import CompiledEvaluation
 from .evaluation_steps import EvaluationSteps
@@ -128,6 +128,8 @@ class TPUTrainerMixin(
         if self.backend.unknown_upstream:
             if self.backend.compiles_operators:
                 check_there(args, self.generates)
+                if self.backend.ranks.count > 1:
+                    check_loader(args)
             check_trainer(type(self), given.arguments)
             # Upstream ignores the argument unless it loads the model.
             quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
@@ -203,6 +205,9 @@ class TPUTrainerMixin(
 
     def _prepare_eager_steps(self) -> None:
         self._place_models()
+        if self.backend.ranks.count > 1:
+            # Gradients are averaged by the steps. Left to itself, accelerate would wrap the model for that.
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         wanted = (
             self.args.compile_step if isinstance(self.args, ExtensionArguments) else ExtensionArguments.compile_step
@@ -315,6 +320,7 @@ class TPUTrainerMixin(
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
             self.alike.note_model("weights", model)
+            self.backend.ranks.take_from_first(model)
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         else:
             super()._move_model_to_device(model, device)
@@ -456,6 +462,7 @@ class TPUTrainerMixin(
         return loss
 
     def _log_step_loss(self, loss: torch.Tensor) -> None:
+        (loss,) = self.backend.ranks.mean([loss])
         self.loss_log.add(
             loss,
             closing=self.accelerator.sync_gradients,

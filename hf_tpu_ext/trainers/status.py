@@ -36,6 +36,8 @@ class StatusMixin:
         self.add_callback(self.status)
 
     def _sum_over_processes(self, numbers: list[int]) -> list[int]:
+        if self.backend.ranks.count > 1:
+            return [int(number) for number in self.backend.ranks.total(numbers)]
         return self.accelerator.reduce(torch.tensor(numbers, device=self.args.device), reduction="sum").tolist()
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
@@ -98,6 +100,15 @@ class StatusMixin:
         return read
 
     # ---- Upstream's hooks ----
+
+    def store_flos(self) -> None:
+        ranks = self.backend.ranks
+        if ranks.count == 1:
+            super().store_flos()
+            return
+        (flos,) = ranks.total([self.current_flos])
+        self.state.total_flos += flos
+        self.current_flos = 0
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.status is not None:
