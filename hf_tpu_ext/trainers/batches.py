@@ -148,7 +148,8 @@ class BatchesMixin:
         # A collator of the caller's may yield more rows than it was given.
         rows = count_rows(batch)
         if self.status is not None and self.model.training:
-            self.status.count(ragged, rows)
+            # With the columns that all processes have agreed on, by which these are added up.
+            self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
         return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0)
 
     def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
