@@ -132,6 +132,17 @@ class Backend(ABC):
         so. Raises `ValueError` if this machine does not have them, or the runtime already drives another number.
         """
 
+    @property
+    def chips_of_host(self) -> int:
+        """Chips of this machine that take a process each: 1 where one process drives all."""
+        return 1
+
+    def prepare_processes(self, count: int, setting: str) -> None:  # noqa: B027
+        """
+        Set up the environment of `count` processes that are to be started, one for each chip. Messages name `setting`, which
+        says how many. Raises `ValueError` where there cannot be as many.
+        """
+
     def prepare_host(self) -> list[str]:
         """Set up the machine, before the runtime starts. Returns lines on what was done or a person should do."""
         return []

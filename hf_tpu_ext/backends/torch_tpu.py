@@ -108,8 +108,38 @@ class TorchTPUBackend(Backend):
                 f"chip, or by torchrun --nproc_per_node={num_chips}."
             )
 
+    @property
+    def chips_of_host(self) -> int:
+        return max(1, tpu_chips())
+
+    def prepare_processes(self, count: int, setting: str) -> None:
+        if not 1 <= count <= self.chips_of_host:
+            raise ValueError(
+                f"{setting}={count}, but this machine has {self.chips_of_host} chips. Leave it out to use all of them."
+            )
+        if not self._on_chip:
+            return
+        try:
+            torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=count)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{setting}={count}: torch_tpu cannot connect as many chips of this machine ({error}). Leave it out to use all of "
+                "them, or set it to 1."
+            ) from error
+        addresses = os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")
+        if len(addresses) != count:
+            raise ValueError(
+                f"This machine is one of several hosts ({len(addresses)} chips together), on which hf-tpu does not start processes "
+                "with torch_tpu yet. Start them by torchrun on each host, as torch_tpu's documentation says, or use torch_xla."
+            )
+
     def prepare_host(self) -> list[str]:
-        return enable_hugepages() if self._on_chip else []
+        lines = enable_hugepages() if self._on_chip else []
+        if self.chips_of_host > 1 and "WORLD_SIZE" not in os.environ:
+            lines.append(
+                f"This process drives one of {self.chips_of_host} chips; hf-tpu, or torchrun, starts a process for each"
+            )
+        return lines
 
     def use_compile_cache(self, setting: str) -> list[str]:
         root, chosen = cache_root(setting)
