@@ -28,7 +28,8 @@ STARTS = {
     ),
     "layers": dict(CONFIG, **EVALUATED, metrics=True, max_steps=3, gradient_checkpointing=True),
     "dpo": dict(case={"kind": "dpo", "steps": 3}, per_device_train_batch_size=2),
-    "stopped": dict(FULL, stop_at=2),
+    # A run that is resumed saves as often as its checkpoint says.
+    "stopped": dict(FULL, stop_at=2, save_strategy="steps", save_steps=4),
 }
 SECONDS = 300
 
@@ -79,11 +80,6 @@ def stock(runs, shared):
         return runs.stock(**config)
 
     return train
-
-
-@pytest.fixture(scope="module")
-def as_trainer(shared):
-    return shared.trainer_with
 
 
 def test_two_processes_train_as_one_with_the_rows_of_both(noted, ours, stock, same_logs):
@@ -144,7 +140,7 @@ def test_all_stop_after_the_same_step_and_go_on_in_one_process_and_in_two(
         config_cls=TPUSFTConfig,
         output_dir=str(tmp_path / "one"),
         save_strategy="steps",
-        save_steps=2,
+        save_steps=4,
         **config,
     )
     one.train(resume_from_checkpoint=True)
