@@ -140,7 +140,7 @@ def cut_at_collectives(
     # What nothing uses would be after the exchanges, and what it is made of be handed over.
     graph.graph.eliminate_dead_code()
     parts = _parts_of(graph)
-    cut = split_module(graph, graph, parts.__getitem__, tuple_return=True)
+    cut = split_module(graph, graph, parts.__getitem__)
     for name, part in list(cut.named_children()):
         if not any(node.target in _COLLECTIVES for node in part.graph.nodes):
             cut.add_submodule(name, _Compiled(part, compile_graph))
@@ -178,10 +178,17 @@ class _Compiled(nn.Module):
 
     def __init__(self, graph: GraphModule, compile_graph: Callable[[GraphModule, Sequence[Any]], Callable]):
         super().__init__()
+        output = graph.graph.output_node()
+        self._is_one = isinstance(output.args[0], Node)
+        if self._is_one:
+            # Compilers take graphs of tuples.
+            output.args = ((output.args[0],),)
+            graph.recompile()
         # Not as a child: it is no part of the module that runs.
         self._make, self._run = (lambda given: compile_graph(graph, given)), None
 
     def forward(self, *given: Any) -> Any:
         if self._run is None:
             self._run = self._make(given)
-        return self._run(*given)
+        results = self._run(*given)
+        return results[0] if self._is_one else results

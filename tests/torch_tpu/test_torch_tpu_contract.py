@@ -118,8 +118,12 @@ def test_exchanges_are_cut_out_of_a_graph(tpu):
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         doubled, rows = cut(*given)
+        # Parts of one result each.
+        small = make_fx(lambda data: (torch.ops.hf_tpu_ext.sum_over_ranks(data * 3, True) * 2,), tracing_mode="fake")
+        (six,) = cut_at_collectives(small(given[1]), given[1:], tpu._compile_graph)(torch.ones(1, device="tpu:0"))
     finally:
         torch.distributed.destroy_process_group()
+    assert six.item() == 6.0
     assert (doubled.item(), given[1].item(), rows.sum().item()) == (13.0, 6.5, 6.0)
     before, after = ([node.target for node in graph.graph.nodes] for graph in graphs)
     assert torch.ops.aten.mul.Tensor not in before and torch.ops.aten.mul.Tensor in after
