@@ -15,7 +15,7 @@ cpu_plugin.start()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 
 
 TRAINERS = Path(__file__).parents[1] / "trainers"
@@ -57,12 +57,15 @@ def sft(model_dir, output_dir, lora=None, metrics=False, **config):
     runs = shared.Runs(model_dir, output_dir)
     runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
     kwargs = {"compute_metrics": logits_in_mean} if metrics else {}
-    return runs.ours(lora=lora, train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    if dist.get_rank():
+        # What is not read from a file may be other weights in each process.
+        with torch.no_grad():
+            model.lm_head.weight += 1.0
+    return runs.ours(model=model, lora=lora, train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)
 
 
 def run(model_dir, output_dir, case=None, resume=None, stop_at=None, **config):
-    # Weights that are drawn, as those of an adapter, are other ones in each process.
-    torch.manual_seed(int(os.environ["RANK"]))
     torch.compiler.reset()
     if case is None:
         trainer = sft(model_dir, output_dir, **config)

@@ -102,7 +102,7 @@ def test_batches_have_the_declared_shape_of_the_longest_row_of_both(noted):
 
 
 def test_adapters_and_accumulation(ours, stock, same_logs):
-    """Each process has drawn another adapter, and takes that of the first."""
+    """With the weights of the first process in both."""
     one = stock(**STARTS["lora"])
     same_logs(ours("lora"), one)
 
