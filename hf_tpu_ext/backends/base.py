@@ -17,6 +17,7 @@ from .kernels import Kernels
 from .loops import Loops
 from .manual_sharding import ManualSharding
 from .program import Programs
+from .ranks import Ranks
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
@@ -31,6 +32,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
 
 
 _ONE_HOST = Hosts()
+_ONE_PROCESS = Ranks()
 
 
 class Backend(ABC):
@@ -106,6 +108,11 @@ class Backend(ABC):
         return _ONE_HOST
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that train together, where each of them drives one chip. Asking for them may have them meet."""
+        return _ONE_PROCESS
+
+    @property
     def chip(self) -> Chip | None:
         """What is known of the kind of chip, or `None` where nothing is."""
         return None
@@ -123,6 +130,17 @@ class Backend(ABC):
         """
         Say how many chips to drive (all by default), before the runtime starts. Messages name `setting`, which says
         so. Raises `ValueError` if this machine does not have them, or the runtime already drives another number.
+        """
+
+    @property
+    def chips_of_host(self) -> int:
+        """Chips of this machine that take a process each: 1 where one process drives all."""
+        return 1
+
+    def prepare_processes(self, count: int, setting: str) -> None:  # noqa: B027
+        """
+        Set up the environment of `count` processes that are to be started, one for each chip. Messages name `setting`, which
+        says how many. Raises `ValueError` where there cannot be as many.
         """
 
     def prepare_host(self) -> list[str]:

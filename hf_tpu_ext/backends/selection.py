@@ -50,6 +50,15 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
         `ValueError`: The name is unknown, the accelerator that was asked for is absent, it has fewer chips, or the
             environment asks for a device that there is not.
     """
+    backend = _backend(name)
+    backend.use_chips(*_wanted_chips(num_chips))
+    _switch_off_upstream_xla()
+    if backend.name != "cuda":
+        _accept_bf16()
+    return backend
+
+
+def _backend(name: str | None) -> Backend:
     asked, source = name or "auto", "backend"
     if asked == "auto":
         asked, source = os.environ.get("HF_TPU_EXT_BACKEND", "auto"), "HF_TPU_EXT_BACKEND"
@@ -59,17 +68,31 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
         skip_metadata_query()
         # A choice stands once it is made, "auto" too: torch_xla's import changes the environment that it is made from.
         _chosen[asked] = _choose() if asked == "auto" else _explicit(asked, f"{source}='{asked}'")
-    setting = "num_chips"
-    if num_chips is None and (value := os.environ.get("TPU_NUM_DEVICES")):
-        setting = "TPU_NUM_DEVICES"
-        if not value.isdecimal():
-            raise ValueError(f"TPU_NUM_DEVICES={value!r} is not a number of chips. Set it to 1, 4 or 8, or unset it.")
-        num_chips = int(value)
-    _chosen[asked].use_chips(num_chips, setting)
-    _switch_off_upstream_xla()
-    if _chosen[asked].name != "cuda":
-        _accept_bf16()
     return _chosen[asked]
+
+
+def _wanted_chips(num_chips: int | None) -> tuple[int | None, str]:
+    """How many chips are asked for, and the setting that says so."""
+    value = os.environ.get("TPU_NUM_DEVICES")
+    if num_chips is not None or not value:
+        return num_chips, "num_chips"
+    if not value.isdecimal():
+        raise ValueError(f"TPU_NUM_DEVICES={value!r} is not a number of chips. Set it to 1, 4 or 8, or unset it.")
+    return int(value), "TPU_NUM_DEVICES"
+
+
+def prepare_processes(name: str | None, num_chips: int | None) -> int:
+    """
+    Count the processes that a run is to have, with arguments as of [`select_backend`]: one, or where a process drives one chip
+    ([`Backend.chips_of_host`]), one for each chip. Where there are to be several, the environment is set up for them.
+    """
+    backend = _backend(name)
+    wanted, setting = _wanted_chips(num_chips)
+    count = backend.chips_of_host if wanted is None else wanted
+    if backend.chips_of_host == 1 or count == 1:
+        return 1
+    backend.prepare_processes(count, setting)
+    return count
 
 
 def choose_before_upstream() -> None:

@@ -7,8 +7,10 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -19,6 +21,8 @@ from .counters import Counters
 from .detect import tpu_chips, tpu_kind
 from .host import enable_hugepages, peak_of_process
 from .insight import Insight
+from .process_ranks import ProcessRanks, cut_at_collectives
+from .ranks import Ranks
 
 
 _CACHE_VARIABLE = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
@@ -59,6 +63,7 @@ class TorchTPUBackend(Backend):
         self._on_chip = tpu_chips() > 0
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
+        self._ranks: Ranks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -73,18 +78,68 @@ class TorchTPUBackend(Backend):
     def chip(self) -> Chip | None:
         return find_chip(tpu_kind()) if self._on_chip else None
 
+    @property
+    def ranks(self) -> Ranks:
+        if self._ranks is None:
+            self._ranks = self._meet() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Ranks()
+        return self._ranks
+
+    def _meet(self) -> Ranks:
+        if self._on_chip and "TORCH_TPU_SLICEBUILDER_ADDRESSES" not in os.environ:
+            raise ValueError(
+                f"A launcher has started {os.environ['WORLD_SIZE']} processes without what torch_tpu needs to connect their chips. "
+                "Start the command once, by hf-tpu, which starts one process for each chip; or before torchrun: "
+                "eval $(python -m torch.tpu.distributed | sed 's/^/export /')"
+            )
+        if not dist.is_initialized():
+            # Numbers on the host are exchanged besides.
+            dist.init_process_group("cpu:gloo,tpu:tpu_dist" if self._on_chip else "gloo")
+        return ProcessRanks(by_host=not self._on_chip)
+
     def peak_memory(self) -> int | None:
         return torch.accelerator.max_memory_allocated() if self._on_chip else peak_of_process()
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:
-        if num_chips not in (None, 1):
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if num_chips not in (None, processes):
             raise ValueError(
-                f"{setting}={num_chips}, but a process of torch_tpu drives one chip, and runs of several processes are not "
-                "there yet. Leave it out, or use torch_xla, which drives all chips of a host: pip install 'hf_tpu_ext[tpu]'."
+                f"{setting}={num_chips}, but with torch_tpu each process drives one chip, and here "
+                f"{'are' if processes > 1 else 'is'} {processes}. Start the command by hf-tpu, which starts a process for each "
+                f"chip, or by torchrun --nproc_per_node={num_chips}."
+            )
+
+    @property
+    def chips_of_host(self) -> int:
+        return max(1, tpu_chips())
+
+    def prepare_processes(self, count: int, setting: str) -> None:
+        if not 1 <= count <= self.chips_of_host:
+            raise ValueError(
+                f"{setting}={count}, but this machine has {self.chips_of_host} chips. Leave it out to use all of them."
+            )
+        if not self._on_chip:
+            return
+        try:
+            torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=count)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{setting}={count}: torch_tpu cannot connect as many chips of this machine ({error}). Leave it out to use all of "
+                "them, or set it to 1."
+            ) from error
+        addresses = os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")
+        if len(addresses) != count:
+            raise ValueError(
+                f"This machine is one of several hosts ({len(addresses)} chips together), on which hf-tpu does not start processes "
+                "with torch_tpu yet. Start them by torchrun on each host, as torch_tpu's documentation says, or use torch_xla."
             )
 
     def prepare_host(self) -> list[str]:
-        return enable_hugepages() if self._on_chip else []
+        lines = enable_hugepages() if self._on_chip else []
+        if self.chips_of_host > 1 and "WORLD_SIZE" not in os.environ:
+            lines.append(
+                f"This process drives one of {self.chips_of_host} chips; hf-tpu, or torchrun, starts a process for each"
+            )
+        return lines
 
     def use_compile_cache(self, setting: str) -> list[str]:
         root, chosen = cache_root(setting)
@@ -131,15 +186,23 @@ class TorchTPUBackend(Backend):
             return tuple(results)
 
         graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+        compiled = cut_at_collectives(graph, given, self._compile_graph)
+
+        def run(*arguments: Any) -> Any:
+            with torch.no_grad():
+                return tree_unflatten(compiled(*tree_leaves(arguments)), structure_of_results)
+
+        return run
+
+    def _compile_graph(self, graph: GraphModule, given: Sequence[Any]) -> Callable:
         with torch.no_grad():
             # Not `torch.compile`, which would trace the graph once more, and cut it.
             compiled = lookup_backend("tpu")(graph, given)
         self._functions += 1
 
-        def run(*arguments: Any) -> Any:
+        def run(*given: Any) -> Any:
             self._calls += 1
-            with torch.no_grad():
-                return tree_unflatten(compiled(*tree_leaves(arguments)), structure_of_results)
+            return compiled(*given)
 
         return run
 

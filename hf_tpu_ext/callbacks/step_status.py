@@ -194,7 +194,7 @@ class StepStatus(TrainerCallback):
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)
             logs["padded_tokens_per_second"] = round(total.padded_tokens / in_steps, 3)
             if (flops := self._count_flops(counts)) is not None:
-                peak = self._backend.chip.flops_per_second * self._backend.num_chips
+                peak = self._backend.chip.flops_per_second * self._backend.num_chips * self._backend.ranks.count
                 logs["mfu"] = round(flops / in_steps / peak, 4)
         for phase in PHASES:
             if phase in spent:

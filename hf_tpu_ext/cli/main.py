@@ -8,6 +8,7 @@ import traceback
 from .. import __version__
 from . import cache_teacher, doctor, export, plan, prepare, report, warmup
 from .commands import COMMANDS
+from .launch import start_processes
 from .trl_scripts import SCRIPTS
 
 
@@ -51,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] and argv[0] in _TRAINING:
+            if argv[0] in COMMANDS and (status := start_processes(argv)) is not None:
+                return status
             # What a plan comes to is its status; the others say nothing.
             return _TRAINING[argv[0]](argv[1:]) or 0
         else:

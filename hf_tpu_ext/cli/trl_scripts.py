@@ -1,6 +1,7 @@
 """`hf-tpu sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distillation`: TRL's training scripts in one process, with the trainers of this package."""
 
 import importlib
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ class TRLScript:
     def run(self, argv: list[str]) -> None:
         """Train from the recipe that the arguments after `hf-tpu <command>` name."""
         _, training_args, model_args, _ = self.train(open_recipe(argv, self.tiny_data), self.command, self.description)
+        if os.environ.get("RANK", "0") != "0":
+            # Of several processes the first speaks.
+            return
         loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
         # Of an adapter's base, which has no head, the number of labels is not known.
         labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""

@@ -2,7 +2,16 @@
 
 from .buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from .packing import PackedCollator
-from .static_shapes import NUM_TOKENS, PAD_VALUES, ShapeGuard, StaticShapeCollator, count_rows, pad_rows
+from .static_shapes import (
+    NUM_TOKENS,
+    PAD_VALUES,
+    ShapeGuard,
+    StaticShapeCollator,
+    count_rows,
+    length_of,
+    pad_columns,
+    pad_rows,
+)
 from .waste import TokenWaste
 
 
@@ -15,6 +24,8 @@ __all__ = [
     "TokenWaste",
     "batch_lengths",
     "count_rows",
+    "length_of",
+    "pad_columns",
     "pad_rows",
     "percentile_buckets",
     "round_up_length",

@@ -84,13 +84,7 @@ class StaticShapeCollator:
         batch = dict(self.collator(examples))
         if self.count_tokens:
             batch[NUM_TOKENS] = batch["input_ids"].numel()
-        sequences = {key.removesuffix("input_ids"): batch[key].shape[:2] for key in batch if key.endswith("input_ids")}
-        target = self._declared(max((length for _, length in sequences.values()), default=0))
-        for prefix, shape in sequences.items():
-            for key, value in batch.items():
-                if key.startswith(prefix) and target > shape[1] and self._is_padded(key, value, shape):
-                    batch[key] = _extend(key, value, 1, target, self.pad_token_id)
-        return batch
+        return pad_columns(batch, self._declared(length_of(batch)), self.pad_token_id)
 
     def _declared(self, length: int) -> int:
         target = next((declared for declared in self.lengths if declared >= length), None)
@@ -103,14 +97,44 @@ class StaticShapeCollator:
             )
         return target
 
-    @staticmethod
-    def _is_padded(key: str, value: Any, rows_and_length: torch.Size) -> bool:
-        # Floating-point labels are multi-label targets of shape (batch, num_labels), whatever the batch's length is.
-        return (
-            isinstance(value, Tensor)
-            and value.shape[:2] == rows_and_length
-            and not (key == "labels" and value.is_floating_point())
-        )
+
+def _sequences(batch: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Rows and length of each sequence of a batch's rows, by what its keys begin with."""
+    return {key.removesuffix("input_ids"): batch[key].shape[:2] for key in batch if key.endswith("input_ids")}
+
+
+def length_of(batch: Mapping[str, Any]) -> int:
+    """Tokens of the longest row of a batch, its padding included."""
+    return max((length for _, length in _sequences(batch).values()), default=0)
+
+
+def pad_columns(batch: Mapping[str, Any], length: int, pad_token_id: int) -> dict[str, Any]:
+    """
+    Pads the rows of a batch on the right to `length`, as [`StaticShapeCollator`] does.
+
+    Args:
+        batch (`Mapping[str, Any]`): Batch with `input_ids`.
+        length (`int`): Tokens of a row. A batch that has as many is returned as it is.
+        pad_token_id (`int`): Token id of what is added.
+
+    Returns:
+        `dict[str, Any]`: The batch.
+    """
+    batch = dict(batch)
+    for prefix, shape in _sequences(batch).items():
+        for key, value in batch.items():
+            if key.startswith(prefix) and length > shape[1] and _is_padded(key, value, shape):
+                batch[key] = _extend(key, value, 1, length, pad_token_id)
+    return batch
+
+
+def _is_padded(key: str, value: Any, rows_and_length: torch.Size) -> bool:
+    # Floating-point labels are multi-label targets of shape (batch, num_labels), whatever the batch's length is.
+    return (
+        isinstance(value, Tensor)
+        and value.shape[:2] == rows_and_length
+        and not (key == "labels" and value.is_floating_point())
+    )
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 
 
+# What a group says of how its update is computed.
+_HOW = ("fused", "foreach", "capturable", "differentiable")
+
+
 class ProgramAdamW(torch.optim.AdamW):
     """
     PyTorch's AdamW, fused, with the same state. Its `step` does nothing where the program of the step has updated the weights.
@@ -24,11 +28,24 @@ class ProgramAdamW(torch.optim.AdamW):
         with torch.no_grad():
             return unwrap(torch.optim.AdamW.step)(self, closure)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of any AdamW with the same parameters. How it was run there says nothing of how it is run here."""
+        groups = [
+            {**saved, **{name: own[name] for name in _HOW}}
+            for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False)
+        ]
+        # Other numbers of groups are for PyTorch to refuse.
+        groups += state_dict["param_groups"][len(groups) :]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
     def create_state(self) -> None:
-        """Make the moments of the parameters that are trained, where they are not there yet."""
+        """Make the moments of the parameters that are trained, where they are not there yet, all on their device."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and not self.state[parameter]:
+                state = self.state[parameter]
+                if state and state["step"].device != parameter.device:
+                    state["step"] = state["step"].to(parameter.device)
+                if parameter.requires_grad and not state:
                     self.state[parameter] = {
                         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),

@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, pad_rows
+from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, length_of, pad_columns, pad_rows
 from ..formatting import dtype_name
 from .lengths import row_lengths
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
@@ -96,10 +96,25 @@ class BatchesMixin:
                         f"The last batch has {rows} of {wanted} rows and is not padded, which compiles one more {what} "
                         f"graph: {reason}. dataloader_drop_last=True drops such batches."
                     )
+        inputs = self._agree_on_shape(inputs)
         guards[mode].check(inputs)
         if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
             self._say_padded(inputs)
         return inputs, wanted
+
+    def _agree_on_shape(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Give a batch on the host the shape that those of other processes have: the greatest of their declared lengths."""
+        if self.backend.ranks.count == 1:
+            return batch
+        rows = count_rows(batch)
+        has_length = bool(self.lengths) and "input_ids" in batch
+        most, least, length = self.backend.ranks.most([rows, -rows, length_of(batch) if has_length else 0])
+        if most != -least:
+            raise ValueError(
+                f"Processes have batches of {-least} to {most} rows for the same step, and this one of {rows}. Give them as many: "
+                "dataloader_drop_last=True drops last batches, and a sampler of your own is to yield the same number to all."
+            )
+        return pad_columns(batch, length, self._pad_token_id) if has_length else batch
 
     def _has_padded_columns(self, batch: Mapping[str, Any]) -> bool:
         """Whether the last column of a batch, on the host, holds no token."""
@@ -133,7 +148,8 @@ class BatchesMixin:
         # A collator of the caller's may yield more rows than it was given.
         rows = count_rows(batch)
         if self.status is not None and self.model.training:
-            self.status.count(ragged, rows)
+            # With the columns that all processes have agreed on, by which these are added up.
+            self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
         return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0)
 
     def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
@@ -165,16 +181,19 @@ class BatchesMixin:
         sent = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
         if sent and labels.device == device:
             # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
-            return super()._get_num_items_in_batch(batch_samples, device)
+            with self.chips.summed(self.accelerator):
+                return super()._get_num_items_in_batch(batch_samples, device)
         # Counted on the host: on the device the count would be part of the first micro-step's program only.
         count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
         return self.backend.send(count.float()) if isinstance(count, torch.Tensor) else count
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         if NUM_TOKENS in inputs:
-            self.state.num_input_tokens_seen += inputs[NUM_TOKENS]
+            (tokens,) = self.backend.ranks.total([inputs[NUM_TOKENS]])
+            self.state.num_input_tokens_seen += int(tokens)
         else:
-            super()._track_num_input_tokens(inputs)
+            with self.chips.summed(self.accelerator):
+                super()._track_num_input_tokens(inputs)
 
     @property
     def _counts_input_tokens(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from torch import nn
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -104,7 +105,7 @@ class Chips:
         self._trainer, self._backend = trainer, trainer.backend
         args, chips = trainer.compiled.args, trainer.backend.num_chips
         #: Size of each axis.
-        self.mesh = resolve_mesh(trainer.compiled.mesh, chips)
+        self.mesh = resolve_mesh(trainer.compiled.mesh, chips * trainer.backend.ranks.count)
         trainer.backend.use_mesh(self.mesh)
         #: How the model is placed.
         self.sharding_plan: ShardingPlan | None = None
@@ -207,14 +208,21 @@ class Chips:
     @contextmanager
     def summed(self, accelerator: Accelerator) -> Iterator[None]:
         """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
-        if self.local_gradients is None:
-            yield
-            return
-        accelerator.gather_for_metrics = self.over_chips
+        gathers = {}
+        if self.local_gradients is not None:
+            gathers = {"gather_for_metrics": self.over_chips}
+        elif self._backend.ranks.count > 1:
+            # On the device, and of all rows: upstream leaves values of a last batch out by their number.
+            gather = partial(recursively_apply, self._backend.ranks.gather)
+            gathers = {"gather_for_metrics": gather, "gather": gather}
+        kept = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
+        vars(accelerator).update(gathers)
         try:
             yield
         finally:
-            del accelerator.gather_for_metrics
+            for name in gathers:
+                del vars(accelerator)[name]
+            vars(accelerator).update(kept)
 
     # ---- Rows of an optimizer step ----
 

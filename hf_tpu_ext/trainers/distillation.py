@@ -49,7 +49,8 @@ class DistillationMixin:
         args = self.args
         if self.args.world_size > 1:
             raise ValueError(
-                "Distillation runs in one process. Start the script without torchrun or accelerate launch."
+                "Distillation runs in one process. Start the script without torchrun or accelerate launch; with torch_tpu, "
+                "set num_chips=1."
             )
         self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
         if args.kd_cache is not None:

@@ -1,12 +1,13 @@
 """The training steps of a run on a device that runs operators one by one, and compiles each of them."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
+from ..sharding import parse_mesh
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .configs import ExtensionArguments
 
@@ -23,16 +24,24 @@ def check_there(args: TrainingArguments, generates: bool) -> None:
     """Refuse (`ValueError`) what does not train with torch_tpu yet. `generates` is whether steps write text."""
     if generates:
         raise ValueError(not_there("A trainer that generates text within its steps"))
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        raise ValueError(not_there(f"A run of several processes (WORLD_SIZE={processes})"))
     if args.fsdp:
         raise ValueError(not_there(f"fsdp={args.fsdp!r}"))
-    if isinstance(args, ExtensionArguments) and args.mesh is not None:
-        raise ValueError(not_there(f"mesh={args.mesh!r}"))
+    if isinstance(args, ExtensionArguments) and args.mesh is not None and parse_mesh(args.mesh).get("fsdp", 1) != 1:
+        raise ValueError(not_there(f"mesh={args.mesh!r}, of which chips hold parts of the weights,"))
     for name in ("weight_dtype", "qat_weight_dtype"):
         if vars(args).get(name) is not None:
             raise ValueError(not_there(f"{name}={vars(args)[name]!r} (quantization-aware training)"))
+
+
+def check_loader(args: TrainingArguments) -> None:
+    """Refuse (`ValueError`) ways of sharing rows between processes by which these would not take the same number of batches."""
+    config = args.accelerator_config
+    for name, value in {"even_batches": False, "dispatch_batches": True, "split_batches": True}.items():
+        if vars(config)[name] is value:
+            raise ValueError(
+                f"accelerator_config has {name}={value}, which is not there with torch_tpu in several processes: each of them reads "
+                "batches of its own, as many as the others. Leave it out."
+            )
 
 
 class EagerSteps(TrainerCallback):
@@ -109,7 +118,24 @@ class EagerSteps(TrainerCallback):
         self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
         trainer._log_step_loss(loss)
+        if self._under_way == OPTIMIZER_STEP:
+            self._average_gradients(model)
         return loss
+
+    def _average_gradients(self, model: nn.Module) -> None:
+        """Give all processes the mean of their gradients, once for an optimizer step."""
+        ranks = self._trainer.backend.ranks
+        if ranks.count == 1:
+            return
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # Rows of one process may use an expert that those of another do not.
+        used = ranks.most([parameter.grad is not None for parameter in parameters])
+        parameters = [parameter for parameter, by_any in zip(parameters, used, strict=True) if by_any]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        means = ranks.mean([parameter.grad for parameter in parameters])
+        torch._foreach_copy_([parameter.grad for parameter in parameters], means)
 
     def on_substep_end(self, args, state, control, **kwargs):
         self._end(settle=False)

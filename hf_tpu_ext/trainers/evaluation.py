@@ -120,9 +120,10 @@ class CompiledEvaluation:
         fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self.metrics.tensors("eval")})
         self.metrics.take("eval", fetched["metrics"])
         metrics = {}
-        if fetched["loss"]["losses"].item():
-            rows = fetched["loss"]["rows"].item()
-            metrics[f"{metric_key_prefix}_loss"] = fetched["loss"]["loss"].item() / rows if rows else math.nan
+        own = [fetched["loss"][name].item() for name in ("losses", "rows", "loss")]
+        losses, rows, loss = self.backend.ranks.total(own)
+        if losses:
+            metrics[f"{metric_key_prefix}_loss"] = loss / rows if rows else math.nan
         if has_length(dataloader.dataset):
             num_samples = len(dataloader.dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
@@ -156,10 +157,11 @@ class CompiledEvaluation:
             replaying = self.evaluations.under_way(model)
             predict = partial(self._predict, model, ignore_keys=ignore_keys)
             # Metrics of each batch ask the dataloader whether it is the last one.
-            most = 1 if self.args.batch_eval_metrics else self.args.eval_accumulation_steps
+            several = self.backend.ranks.count > 1
+            most = 1 if self.args.batch_eval_metrics or several else self.args.eval_accumulation_steps
             dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
-            self.gather_function = self._own_rows
+            self.gather_function = self.accelerator.gather_for_metrics if several else self._own_rows
         try:
             with replaying:
                 output = super().evaluation_loop(dataloader, *arguments)

@@ -250,6 +250,7 @@ class TPUTrainerMixin(
         return loss
 
     def _log_step_loss(self, loss: torch.Tensor) -> None:
+        (loss,) = self.backend.ranks.mean([loss])
         self.loss_log.add(
             loss,
             closing=self.accelerator.sync_gradients,

@@ -60,12 +60,14 @@ class SavingMixin:
 
     def _arrange_saving(self) -> None:
         """Before upstream's `__init__`, where its own handler of signals is set."""
-        # Several processes are left to it: ours is for one.
-        if self.compiled.args.enable_jit_checkpoint and self.compiled.args.world_size == 1:
+        # Several processes that do not agree on when to stop are left to it.
+        if self.compiled.args.enable_jit_checkpoint and self._stops_together:
             self.compiled.args.enable_jit_checkpoint = False
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
-        self.preemption = Preemption(METADATA_URL if on_tpu else None, self.backend.hosts)
+        ranks = self.backend.ranks
+        asked = ranks.stops if ranks.count > 1 else self.backend.hosts
+        self.preemption = Preemption(METADATA_URL if on_tpu else None, asked)
         self._resumption = _Resumption(self)
         # Where a checkpoint is written before it has its place.
         self._unfinished: Path | None = None
@@ -179,8 +181,13 @@ class SavingMixin:
     # ---- Stopping ----
 
     def stopping_when_told(self) -> AbstractContextManager:
-        """Context in which a signal stops the run. Several processes would not all stop after the same step."""
-        return self.preemption.listen() if self.stops_when_told and self.args.world_size == 1 else nullcontext()
+        """Context in which a signal stops the run."""
+        return self.preemption.listen() if self.stops_when_told and self._stops_together else nullcontext()
+
+    @property
+    def _stops_together(self) -> bool:
+        """Whether all processes stop after the same step."""
+        return self.compiled.args.world_size in (1, self.backend.ranks.count)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         if self.preemption.reason is not None:
@@ -353,6 +360,8 @@ class SavingMixin:
         if self._is_for_first_host:
             return
         super()._save_rng_state(output_dir)
+        if self._unfinished is not None and self.backend.ranks.index > 0:
+            return
         state = {
             "epoch_rng_state": self._resumption.epoch_rng_state,
             **self.chips.batch_state(),

@@ -30,7 +30,7 @@ from .arguments import (
 from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import WeightCopies
-from .eager_steps import EagerSteps, check_there, not_there
+from .eager_steps import EagerSteps, check_loader, check_there, not_there
 from .ema import Averaging
 from .evaluation_steps import EvaluationSteps
 from .followed_arguments import FollowedArguments
@@ -65,6 +65,8 @@ class SetUpMixin:
         if self.backend.unknown_upstream:
             if self.backend.compiles_operators:
                 check_there(args, self.generates)
+                if self.backend.ranks.count > 1:
+                    check_loader(args)
             check_trainer(type(self), given.arguments)
             # Upstream ignores the argument unless it loads the model.
             quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
@@ -142,6 +144,9 @@ class SetUpMixin:
 
     def _prepare_eager_steps(self) -> None:
         self._place_models()
+        if self.backend.ranks.count > 1:
+            # Gradients are averaged by the steps. Left to itself, accelerate would wrap the model for that.
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         wanted = (
             self.args.compile_step if isinstance(self.args, ExtensionArguments) else ExtensionArguments.compile_step
@@ -199,6 +204,7 @@ class SetUpMixin:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
             self.alike.note_model("weights", model)
+            self.backend.ranks.take_from_first(model)
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         else:
             super()._move_model_to_device(model, device)

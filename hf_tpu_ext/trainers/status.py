@@ -36,6 +36,8 @@ class StatusMixin:
         self.add_callback(self.status)
 
     def _sum_over_processes(self, numbers: list[int]) -> list[int]:
+        if self.backend.ranks.count > 1:
+            return [int(number) for number in self.backend.ranks.total(numbers)]
         return self.accelerator.reduce(torch.tensor(numbers, device=self.args.device), reduction="sum").tolist()
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
@@ -89,7 +91,7 @@ class StatusMixin:
             step = self.state.global_step - window.steps + window.first_nonfinite
             logger.warning(
                 f"The loss was NaN or infinite at step {step} ({window.steps - window.finite_steps} of the "
-                f"{window.steps} steps since the last log); the logged loss is the mean of the others."
+                f"{window.steps} steps since the last log); the logged loss is the mean of the others.{self._nan_advice()}"
             )
         read = {"loss": window.mean}
         if grad_norm is not None:
@@ -97,7 +99,26 @@ class StatusMixin:
             read["grad_norm"] = value.item() if isinstance(value, torch.Tensor) else value
         return read
 
+    def _nan_advice(self) -> str:
+        model = unwrap_peft_model(self.model)
+        sdpa = isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa"
+        if not (sdpa and self.backend.compiles_functions):
+            return ""
+        return (
+            " If others are, too, compare with model_init_kwargs={'attn_implementation': 'eager'}: gradients of torch_tpu's flash "
+            "attention were found to be NaN in compiled steps."
+        )
+
     # ---- Upstream's hooks ----
+
+    def store_flos(self) -> None:
+        ranks = self.backend.ranks
+        if ranks.count == 1:
+            super().store_flos()
+            return
+        (flos,) = ranks.total([self.current_flos])
+        self.state.total_flos += flos
+        self.current_flos = 0
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.status is not None:

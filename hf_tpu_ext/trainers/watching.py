@@ -37,7 +37,7 @@ class TrainerWatch:
         #: Counts and explains the programs.
         self.programs = ProgramWatch(
             trainer.backend,
-            quiet=trainer.args.disable_tqdm,
+            quiet=trainer.args.disable_tqdm or trainer.backend.ranks.index > 0,
             find_facts=self._step_facts,
             find_results=self._step_results,
             max_recompiles=max_recompiles,

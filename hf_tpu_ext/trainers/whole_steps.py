@@ -69,7 +69,10 @@ class CompiledSteps(EagerSteps):
     def _describe(self, reason: str | None) -> str:
         if self.compiles == "step":
             updates = isinstance(self._optimizer, ProgramAdamW)
-            return f"The step is compiled whole{', with its update' if updates else '; the optimizer is run by operators'}"
+            cut = ", in two programs: processes exchange gradients between them" * (
+                self._trainer.backend.ranks.count > 1
+            )
+            return f"The step is compiled whole{', with its update' if updates else '; the optimizer is run by operators'}{cut}"
         if self.compiles == "layers":
             return (
                 f"The {len(self._layers)} layers are compiled one by one, and the rest is run by operators: {reason}"
@@ -124,7 +127,7 @@ class CompiledSteps(EagerSteps):
         if not isinstance(num_items_in_batch, torch.Tensor):
             del data["items"]
             others["items"] = num_items_in_batch
-        state = _State(trainer, model, updates)
+        state = _State(trainer, model, closing, updates)
         arguments = [state.tensors(), tensors, data, state.rates()]
         key = (
             self._under_way,
@@ -159,8 +162,8 @@ class CompiledSteps(EagerSteps):
 class _State:
     """What a step reads and changes, as one structure of tensors."""
 
-    def __init__(self, trainer, model: nn.Module, updates: bool):
-        self._trainer, self._model, self._updates = trainer, model, updates
+    def __init__(self, trainer, model: nn.Module, closing: bool, updates: bool):
+        self._trainer, self._model, self._closing, self._updates = trainer, model, closing, updates
         self._optimizer = trainer._plain_optimizer
         self._names = dict(model.named_parameters())
         self._sums = {"loss": trainer.loss_log.tensors, "metrics": trainer.metrics.sums("train")}
@@ -206,6 +209,10 @@ class _State:
         """What a traced step has made, within `replaced`. With its update, the weights and moments are changed in place."""
         results: dict[str, Any] = {"sums": {name: dict(sums) for name, sums in self._sums.items()}}
         leaves = dict(self._model.named_parameters())
+        if self._closing:
+            used = [leaf for leaf in leaves.values() if leaf.grad is not None]
+            for leaf, mean in zip(used, self._trainer.backend.ranks.mean([leaf.grad for leaf in used]), strict=True):
+                leaf.grad = mean
         if not self._updates:
             results["gradients"] = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
             return results

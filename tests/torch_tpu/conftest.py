@@ -70,6 +70,11 @@ def runs(tpu, shared, tiny_model, tmp_path, monkeypatch):
     return shared.Runs(tiny_model, tmp_path / "run")
 
 
+@pytest.fixture(scope="session")
+def as_trainer(shared):
+    return shared.trainer_with
+
+
 @pytest.fixture
 def same_logs(shared):
     return shared.assert_same_logs

@@ -5,6 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.step.program_adamw import ProgramAdamW
 
 
 WHOLE = dict(config_cls=TPUSFTConfig, compile_step="step", gradient_checkpointing=False)
@@ -143,3 +144,21 @@ def test_checkpoints_move_between_backends(runs, same_logs, tmp_path):
     first.state.log_history = first.state.log_history[:-1]
     same_logs(second, first)
     same_logs(third, first)
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_the_state_of_another_adamw_is_taken_to_the_device(tpu, fused):
+    """Of one that counts its steps on the host, as torch_xla's, and is run in another way."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    other = torch.optim.AdamW([parameter], lr=0.5, foreach=True)
+    parameter.grad = torch.ones(2)
+    other.step()
+    optimizer = ProgramAdamW([torch.nn.Parameter(torch.ones(2, device="tpu:0"))], fused=fused)
+    optimizer.load_state_dict(other.state_dict())
+    optimizer.create_state()
+    (group,), (state,) = optimizer.param_groups, optimizer.state.values()
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.5, fused, None)
+    assert {name: value.device.type for name, value in state.items()} == dict.fromkeys(state, "tpu")
+    assert state["step"].item() == 1.0
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        ProgramAdamW([{"params": [parameter]}, {"params": []}]).load_state_dict(other.state_dict())

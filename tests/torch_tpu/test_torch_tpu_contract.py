@@ -1,9 +1,15 @@
 """Names of torch_tpu that this package uses and that are private or experimental, at the version that the extra asks for."""
 
 import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hf_tpu_ext.backends.process_ranks import cut_at_collectives
 
 
 def test_version():
@@ -55,3 +61,69 @@ def test_moving_a_model_unties_its_weights(tpu):
     assert tpu.place(model)["a"].weight is model["b"].weight
     fetched = tpu.fetch(dict(model.state_dict(keep_vars=True)))
     assert fetched["a.weight"] is fetched["b.weight"]
+
+
+def test_what_a_launcher_sets_up_has_a_name(tpu):
+    from torch_tpu._internal.distributed import distributed
+
+    assert callable(torch.tpu.distributed.set_tpu_launch_env)
+    # Where it is not set, processes cannot connect their chips.
+    assert b"TORCH_TPU_SLICEBUILDER_ADDRESSES" in Path(distributed.__file__).read_bytes()
+
+
+def test_collectives_of_the_device_have_a_name(tpu):
+    assert "tpu" in torch.distributed.Backend.backend_capability["tpu_dist"]
+
+
+def test_asking_whether_there_is_a_device_does_not_take_it(tpu):
+    """So a process that starts one for each chip may ask."""
+    script = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import cpu_plugin
+cpu_plugin.start()
+import torch
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
+assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "tpu"
+assert threads() == before
+torch.zeros((), device="tpu:0")
+assert threads() > before
+"""
+    subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent)], check=True, timeout=60)
+
+
+def test_exchanges_are_cut_out_of_a_graph(tpu):
+    """What was written to a view is before them, as it was, and state that is changed in place is after them."""
+
+    def step(data, state):
+        rows = data.new_zeros(4, 2)
+        rows[:2].copy_(data)
+        state.mul_(0.5)
+        total = torch.ops.hf_tpu_ext.sum_over_ranks(rows.sum().reshape(1), True)
+        state.add_(total)
+        return state * 2, rows
+
+    given = [torch.arange(4.0, device="tpu:0").reshape(2, 2), torch.ones(1, device="tpu:0")]
+    graphs = []
+
+    def keep(graph, arguments):
+        graphs.append(graph)
+        return lambda *given: graph(*given)
+
+    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    cut = cut_at_collectives(graph, given, keep)
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        doubled, rows = cut(*given)
+        # Parts of one result each.
+        small = make_fx(lambda data: (torch.ops.hf_tpu_ext.sum_over_ranks(data * 3, True) * 2,), tracing_mode="fake")
+        (six,) = cut_at_collectives(small(given[1]), given[1:], tpu._compile_graph)(torch.ones(1, device="tpu:0"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert six.item() == 6.0
+    assert (doubled.item(), given[1].item(), rows.sum().item()) == (13.0, 6.5, 6.0)
+    before, after = ([node.target for node in graph.graph.nodes] for graph in graphs)
+    assert torch.ops.aten.mul.Tensor not in before and torch.ops.aten.mul.Tensor in after

@@ -1,6 +1,7 @@
 """Which accelerator is chosen where torch_tpu is installed."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from hf_tpu_ext.backends import select_backend, selection
+from hf_tpu_ext.backends.selection import prepare_processes
+from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
+from hf_tpu_ext.trainers.eager_steps import check_loader
 
 
 @pytest.fixture
@@ -31,12 +35,37 @@ def test_an_explicit_choice(fresh):
 
 
 def test_several_chips_are_several_processes(fresh):
-    with pytest.raises(ValueError, match=r"num_chips=4, .* drives one chip.* pip install 'hf_tpu_ext\[tpu\]'"):
+    with pytest.raises(
+        ValueError, match=r"num_chips=4, .* each process drives one chip, and here is 1. Start .* by hf-tpu"
+    ):
         select_backend("tpu", 4)
+    fresh.setenv("WORLD_SIZE", "4")
+    assert select_backend("tpu", 4).name == "tpu"
+
+
+def test_how_many_processes_a_run_has(fresh):
+    assert prepare_processes(None, None) == 1
+    fresh.setattr(TorchTPUBackend, "chips_of_host", 4)
+    assert (prepare_processes("tpu", None), prepare_processes("auto", 2), prepare_processes("auto", 1)) == (4, 2, 1)
+    assert prepare_processes("cpu", None) == 1
+    fresh.setenv("TPU_NUM_DEVICES", "8")
+    with pytest.raises(ValueError, match="TPU_NUM_DEVICES=8, but this machine has 4 chips"):
+        prepare_processes("tpu", None)
+
+
+def test_processes_without_what_connects_their_chips_are_told_what_to_type(fresh):
+    """By a launcher that knows nothing of torch_tpu, on chips."""
+    fresh.setenv("WORLD_SIZE", "2")
+    fresh.delenv("TORCH_TPU_SLICEBUILDER_ADDRESSES", raising=False)
+    backend = TorchTPUBackend("")
+    backend._on_chip = True
+    with pytest.raises(ValueError, match="A launcher has started 2 processes without .* by hf-tpu"):
+        assert backend.ranks
 
 
 def run(script, **env):
-    names = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH", "HF_TPU_EXT_BACKEND")
+    caches = ("HF_TPU_EXT_COMPILE_CACHE", "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT")
+    names = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH", "HF_TPU_EXT_BACKEND", *caches)
     return subprocess.run(
         [sys.executable, "-c", script],
         env={name: value for name, value in os.environ.items() if name not in names} | env,
@@ -62,28 +91,31 @@ def test_the_first_backward_pass_on_the_cpu_does_not_ask_google_cloud():
 
 
 @pytest.mark.parametrize(
-    ("config", "env", "words"),
+    ("config", "words"),
     [
-        (dict(mesh="fsdp"), {}, "mesh='fsdp' is not there yet with torch_tpu"),
-        (dict(fsdp="full_shard"), {}, "fsdp=.* is not there yet with torch_tpu"),
-        (dict(), {"WORLD_SIZE": "2"}, r"several processes \(WORLD_SIZE=2\) is not there yet"),
-        (dict(rematerialization="dots"), {}, "rematerialization='dots' is not there yet"),
-        (dict(attention="splash"), {}, "attention='splash' is not there yet"),
-        (dict(fp16=True), {}, "fp16=True does not work"),
-        (dict(max_length=None), {}, "max_length=None does not work"),
-        (dict(optim="adamw_8bit"), {}, "optim=adamw_8bit does not run"),
+        (dict(mesh="fsdp"), "mesh='fsdp', of which chips hold parts of the weights, is not there yet with torch_tpu"),
+        (dict(mesh="data=1,fsdp=2"), "mesh='data=1,fsdp=2', of which .* is not there yet with torch_tpu"),
+        (dict(mesh="data=2"), "mesh='data=2' is for 2 chips, not 1"),
+        (dict(fsdp="full_shard"), "fsdp=.* is not there yet with torch_tpu"),
+        (dict(rematerialization="dots"), "rematerialization='dots' is not there yet"),
+        (dict(attention="splash"), "attention='splash' is not there yet"),
+        (dict(fp16=True), "fp16=True does not work"),
+        (dict(max_length=None), "max_length=None does not work"),
+        (dict(optim="adamw_8bit"), "optim=adamw_8bit does not run"),
     ],
 )
-def test_what_is_not_there_yet_is_refused_by_name(runs, monkeypatch, config, env, words):
-    from hf_tpu_ext import TPUSFTConfig
-
-    made = runs.config(TPUSFTConfig, **config)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    from hf_tpu_ext import TPUSFTTrainer
+def test_what_is_not_there_yet_is_refused_by_name(runs, config, words):
+    from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 
     with pytest.raises(ValueError, match=words):
-        runs.trainer(TPUSFTTrainer, made)
+        runs.trainer(TPUSFTTrainer, runs.config(TPUSFTConfig, **config))
+
+
+@pytest.mark.parametrize("setting", [{"even_batches": False}, {"dispatch_batches": True}, {"split_batches": True}])
+def test_processes_that_would_not_take_as_many_batches_are_refused(runs, setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"accelerator_config has {name}="):
+        check_loader(runs.config(accelerator_config=setting))
 
 
 def test_programs_on_disk_are_loaded_by_the_next_process(runs, tmp_path):
@@ -106,7 +138,13 @@ trainer.train()
 counted = trainer.backend.counters()
 print(counted.compiles - counted.loads, counted.loads)
 """
-    flags = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
-    (first, _), (nothing, loaded) = (run(script, **flags).stdout.split()[-2:] for _ in range(2))
+    # torch_tpu keeps programs in memory as well, for all processes of the machine, by the name of this variable.
+    name = tmp_path.parent.name
+    env = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "TORCH_TPU_TIER2_COMPILATION_CACHE": name}
+    try:
+        (first, _), (nothing, loaded) = (run(script, **env).stdout.split()[-2:] for _ in range(2))
+    finally:
+        shutil.rmtree(f"/dev/shm/torch_tpu_cache/{name}", ignore_errors=True)
     assert int(first) > 0
     assert nothing == "0" and int(loaded) > 0
+    assert list((tmp_path / "cache").rglob("*.bin"))

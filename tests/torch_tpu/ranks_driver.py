@@ -1,0 +1,102 @@
+"""Trains tiny models in one of several processes, each with a device, and notes what all of them have seen."""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import cpu_plugin
+
+
+cpu_plugin.start()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
+
+
+TRAINERS = Path(__file__).parents[1] / "trainers"
+sys.path.insert(0, str(TRAINERS))
+
+import preference  # noqa: E402
+from ranks_data import evaluated_rows, logits_in_mean  # noqa: E402
+
+from hf_tpu_ext import TPUSFTConfig, TrainingPreempted  # noqa: E402
+
+
+_spec = importlib.util.spec_from_file_location("trainers_conftest", TRAINERS / "conftest.py")
+shared = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(shared)
+
+
+class Watcher(TrainerCallback):
+    """Notes the compiles and the shape of each step. Process 1 is told to stop within the step `stop_at`."""
+
+    # No code of the user's, with which a step is not compiled whole.
+    __module__ = "hf_tpu_ext.tests"
+
+    def __init__(self, trainer, stop_at):
+        self._trainer, self._stop_at = trainer, stop_at
+        self.compiles, self.shapes, self.longest, self._before = [], [], [], 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._before = self._trainer.backend.compiles()
+        if state.global_step + 1 == self._stop_at and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.compiles.append(self._trainer.backend.compiles() - self._before)
+        self.shapes.append(list(self._trainer.watching.batch_shape))
+        self.longest.append(self._trainer.watching.batch["attention_mask"].sum(1).max().item())
+
+
+def sft(model_dir, output_dir, lora=None, metrics=False, **config):
+    runs = shared.Runs(model_dir, output_dir)
+    runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
+    kwargs = {"compute_metrics": logits_in_mean} if metrics else {}
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    if dist.get_rank():
+        # What is not read from a file may be other weights in each process.
+        with torch.no_grad():
+            model.lm_head.weight += 1.0
+    return runs.ours(model=model, lora=lora, train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)
+
+
+def run(model_dir, output_dir, case=None, resume=None, stop_at=None, **config):
+    torch.compiler.reset()
+    if case is None:
+        trainer = sft(model_dir, output_dir, **config)
+    else:
+        # Made by the first process alone, while others would read it.
+        preference._model_dir = lambda *_, **__: model_dir
+        trainer = preference.trainer_for(preference.Case(**case, settings=config), Path(output_dir), ours=True)
+    watcher = Watcher(trainer, stop_at)
+    trainer.add_callback(watcher)
+    with suppress(TrainingPreempted):
+        trainer.train(resume_from_checkpoint=resume)
+    weights = trainer.backend.fetch(trainer.model.state_dict())
+    return {
+        "log": shared.logged(trainer),
+        "step": trainer.state.global_step,
+        "compiles": watcher.compiles,
+        "shapes": watcher.shapes,
+        "longest": watcher.longest,
+        "recompiles": trainer.watch.recompiles,
+        "weights": {name: value.double().sum().item() for name, value in weights.items()},
+    }
+
+
+def main(model_dir, directory, spec_file, output_file):
+    spec = json.loads(Path(spec_file).read_text())
+    results = {name: run(model_dir, f"{directory}/{name}", **config) for name, config in spec.items()}
+    noted = [None] * dist.get_world_size()
+    dist.all_gather_object(noted, results)
+    if dist.get_rank() == 0:
+        Path(output_file).write_text(json.dumps(noted))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

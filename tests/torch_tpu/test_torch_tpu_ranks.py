@@ -1,0 +1,186 @@
+"""Two processes with a device each, which speak by gloo on the host: what one process trains with the rows of both."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "trainers")]
+
+import preference  # noqa: E402
+from preference import Case  # noqa: E402
+from ranks_data import evaluated_rows, logits_in_mean  # noqa: E402
+
+
+CONFIG = dict(max_steps=6, length_buckets=[16, 24, 32, 48], per_device_eval_batch_size=4)
+EVALUATED = dict(eval_strategy="steps", eval_steps=3)
+FULL = dict(CONFIG, **EVALUATED, gradient_checkpointing=False, include_num_input_tokens_seen="non_padding")
+STARTS = {
+    "full": dict(FULL, mesh="data=2"),
+    "lora": dict(
+        CONFIG, lora={}, gradient_checkpointing=False, gradient_accumulation_steps=2, per_device_train_batch_size=2
+    ),
+    "layers": dict(CONFIG, **EVALUATED, metrics=True, max_steps=3, gradient_checkpointing=True),
+    "dpo": dict(case={"kind": "dpo", "steps": 3}, per_device_train_batch_size=2),
+    # A run that is resumed saves as often as its checkpoint says.
+    "stopped": dict(FULL, stop_at=2, save_strategy="steps", save_steps=4),
+}
+SECONDS = 300
+
+
+def on_two(spec, model_dir, directory):
+    """Run `ranks_driver.py` in two processes: what each noted of each training, and what they printed."""
+    spec_file, output_file = directory / "spec.json", directory / "noted.json"
+    spec_file.write_text(json.dumps(spec))
+    driver = [str(HERE / "ranks_driver.py"), str(model_dir), str(directory), str(spec_file), str(output_file)]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *driver],
+        env={**os.environ, "TPU_SKIP_MDS_QUERY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=HERE.parents[1],
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    return json.loads(output_file.read_text()), result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def noted(tpu, tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    ranks, printed = on_two(STARTS, tiny_model, directory)
+    for name in STARTS:
+        first, second = (rank[name] for rank in ranks)
+        assert first["weights"] == second["weights"] and first["shapes"] == second["shapes"], name
+    return directory, ranks, printed
+
+
+@pytest.fixture
+def ours(noted, as_trainer):
+    """What two processes noted of a training, as a trainer has it."""
+    return lambda name: as_trainer(noted[1][0][name]["log"])
+
+
+@pytest.fixture
+def stock(runs, shared):
+    """Upstream's trainer on eager CPU, with the rows of both processes."""
+    runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
+
+    def train(metrics=False, stop_at=None, **config):
+        for name in ("length_buckets", "mesh"):
+            config.pop(name, None)
+        for name, rows in {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}.items():
+            config[name] = 2 * config.get(name, rows)
+        return runs.stock(**config)
+
+    return train
+
+
+def test_two_processes_train_as_one_with_the_rows_of_both(noted, ours, stock, same_logs):
+    _, found, printed = noted
+    same_logs(ours("full"), stock(**STARTS["full"]))
+    assert "2 chips in 2 processes" in printed
+    assert "global batch size 8 (4 per chip x 1 gradient accumulation step x 2 chips)" in printed
+    assert printed.count("The step is compiled whole, with its update, in two programs") == 3
+    assert found[0]["full"]["compiles"][2:] == [0] * 4 and found[0]["full"]["recompiles"] == 0
+
+
+def test_batches_have_the_declared_shape_of_the_longest_row_of_both(noted):
+    _, ranks, _ = noted
+    lengths = [
+        [min(size for size in [16, 24, 32, 48] if size >= own) for own in rank["full"]["longest"]] for rank in ranks
+    ]
+    # By themselves they would have taken batches of other lengths for the same step.
+    assert lengths[0] != lengths[1]
+    assert ranks[0]["full"]["shapes"] == [[4, max(both)] for both in zip(*lengths, strict=True)]
+
+
+def test_adapters_and_accumulation(ours, stock, same_logs):
+    """With the weights of the first process in both."""
+    one = stock(**STARTS["lora"])
+    same_logs(ours("lora"), one)
+
+
+def test_layers_compiled_one_by_one_and_predictions_of_all(ours, stock, same_logs):
+
+    one = stock(**STARTS["layers"], kwargs={"compute_metrics": logits_in_mean})
+    same_logs(ours("layers"), one)
+
+
+def test_preferences(ours, tpu, tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setattr(preference, "_model_dir", lambda *_, **__: tiny_model)
+    case = Case(**STARTS["dpo"]["case"], settings={"per_device_train_batch_size": 4})
+    trainer = preference.trainer_for(case, tmp_path, ours=False)
+    trainer.train()
+    preference.assert_same_numbers(case, ours("dpo").state.log_history, trainer.state.log_history)
+
+
+def test_all_stop_after_the_same_step_and_go_on_in_one_process_and_in_two(
+    noted, runs, shared, tiny_model, as_trainer, same_logs, ours, tmp_path
+):
+    """Process 1 alone was told. The run goes on in one process with as many rows, and again in two."""
+    from hf_tpu_ext import TPUSFTConfig
+
+    directory, found, printed = noted
+    assert [rank["stopped"]["step"] for rank in found] == [
+        2,
+        2,
+    ] and "Stopped by SIGTERM after step 2, saved in" in printed
+    shutil.copytree(directory / "stopped", tmp_path / "one")
+    runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
+    config = {**FULL, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    one = runs.ours(
+        train=False,
+        config_cls=TPUSFTConfig,
+        output_dir=str(tmp_path / "one"),
+        save_strategy="steps",
+        save_steps=4,
+        **config,
+    )
+    one.train(resume_from_checkpoint=True)
+    # The last entry is of the run that ends: the mean loss of its own steps.
+    until_the_end = as_trainer(ours("full").state.log_history[:-1])
+    same_logs(as_trainer(one.state.log_history[:-1]), until_the_end)
+    again, _ = on_two({"again": dict(FULL, resume=str(tmp_path / "one" / "checkpoint-4"))}, tiny_model, tmp_path)
+    same_logs(as_trainer(again[0]["again"]["log"][:-1]), until_the_end)
+
+
+def test_hf_tpu_starts_a_process_for_each_chip(tpu, tmp_path):
+    """Two chips, which the machine is said to have. Their exit status is that of the command."""
+    from hf_tpu_ext.cli.main import main
+
+    assert main(["prepare", "tiny", "--output_dir", str(tmp_path / "tiny")]) == 0
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import cpu_plugin
+cpu_plugin.start()
+from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
+TorchTPUBackend.chips_of_host = 2
+""")
+
+    def train(*more):
+        command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "sft", "--smoke", str(tmp_path / "tiny"), *more]
+        return subprocess.run(
+            [*command, "--output_dir", str(tmp_path / "out"), "--compile_step", "off", "--run_report", "false"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            cwd=tmp_path,
+        )
+
+    trained = train("--max_steps", "2", "--mesh", "data=2")
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert "2 chips in 2 processes" in trained.stdout and trained.stdout.count("Training on") == 1
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    refused = train("--num_chips", "3")
+    assert refused.returncode == 2 and "num_chips=3, but this machine has 2 chips" in refused.stderr
+    mistaken = train("--mesh", "fsdp")
+    assert mistaken.returncode == 2 and "mesh='fsdp', of which chips hold parts" in mistaken.stderr
