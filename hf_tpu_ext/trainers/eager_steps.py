@@ -28,6 +28,8 @@ def check_there(args: TrainingArguments, generates: bool) -> None:
         raise ValueError(not_there(f"fsdp={args.fsdp!r}"))
     if isinstance(args, ExtensionArguments) and args.mesh is not None and parse_mesh(args.mesh).get("fsdp", 1) != 1:
         raise ValueError(not_there(f"mesh={args.mesh!r}, of which chips hold parts of the weights,"))
+    if vars(args).get("predict_with_generate"):
+        raise ValueError(not_there("predict_with_generate=True"))
     for name in ("weight_dtype", "qat_weight_dtype"):
         if vars(args).get(name) is not None:
             raise ValueError(not_there(f"{name}={vars(args)[name]!r} (quantization-aware training)"))
