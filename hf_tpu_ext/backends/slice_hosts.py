@@ -112,30 +112,38 @@ class SliceHosts(Hosts):
 
     # ---- Values ----
 
-    def exchange(self, what: str, value: Any = None) -> list[Any]:
+    def exchange(self, what: str, value: Any = None, error: Exception | None = None) -> list[Any]:
+        if error is not None:
+            self._raised = error
         number = self._exchanges
         self._exchanges += 1
         keys = [f"value/{number}/{host}" for host in range(self.count)]
         self._waiting = number
         try:
-            self._store.set(keys[self.index], json.dumps([what, value]))
+            said = None if error is None else f"{type(error).__name__}: {error}"
+            self._store.set(keys[self.index], json.dumps([what, value, said]))
             self._wait_for(keys, what)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
-        except DistError as error:
-            self._lose(0, f"cannot be reached any more ({str(error).splitlines()[0]})")
+        except DistError as lost:
+            self._lose(0, f"cannot be reached any more ({str(lost).splitlines()[0]})")
         finally:
             self._waiting = None
         if number:
             # All are here, so none needs the one before.
             self._store.delete_key(f"value/{number - 1}/{self.index}")
-        places = [place for place, _ in found]
+        if error is not None:
+            raise error
+        failed = [f"host {host}: {message}" for host, (_, _, message) in enumerate(found) if message is not None]
+        if failed:
+            raise HostsDisagree("\n".join(failed))
+        places = [place for place, *_ in found]
         if len(set(places)) > 1:
             said = "; ".join(f"host {host}: {place}" for host, place in enumerate(places))
             raise HostsDisagree(
                 f"Hosts are at different places of the run ({said}). All have to run the same code: what uses the model "
                 "must not stand behind a question which host this is."
             )
-        return [value for _, value in found]
+        return [value for _, value, _ in found]
 
     def _wait_for(self, keys: list[str], what: str) -> None:
         began = time.monotonic()
@@ -149,10 +157,6 @@ class SliceHosts(Hosts):
                     "waits. All hosts have to run the same code."
                 )
             time.sleep(min(0.05, waited / 4))
-
-    def raise_together(self, what: str, error: Exception | None) -> None:
-        self._raised = error
-        super().raise_together(what, error)
 
     def note_sent(self, data: Any) -> None:
         for tensor in tree_leaves(data):
