@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
@@ -78,9 +79,10 @@ class _ReadWhenWritten(UntypedStorage):
         return super().__new__(cls, tensor.shape.numel() * tensor._tensor.dtype.itemsize, device="meta")
 
     def __init__(self, tensor: StreamedTensor):
-        self._streamed = tensor
+        # Which is there as long as what is saved. PyTorch leaves storages to the garbage collector.
+        self._streamed = ref(tensor)
 
     def cpu(self) -> UntypedStorage:
-        storage = self._streamed.read().untyped_storage()
+        storage = self._streamed().read().untyped_storage()
         assert storage.nbytes() == self.nbytes()
         return storage
