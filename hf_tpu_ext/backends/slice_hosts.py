@@ -90,6 +90,8 @@ class SliceHosts(Hosts):
         # What others know of.
         self._raised: Exception | None = None
         self._closing = threading.Event()
+        # Turns of watching the others.
+        self._turns = 0
         try:
             self._store = self._connect(address, port, is_server=index == 0)
             # A client of its own: one that waits keeps others of its process out.
@@ -104,6 +106,8 @@ class SliceHosts(Hosts):
         self.exchange("the start")
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        if index > 0:
+            threading.Thread(target=self._watch_first, daemon=True).start()
         atexit.register(self.close)
 
     def _connect(self, address: str, port: int, is_server: bool) -> TCPStore:
@@ -232,11 +236,10 @@ class SliceHosts(Hosts):
         beats = [f"beat/{host}" for host in range(self.count)]
         heard = [("", time.monotonic())] * self.count
         needed = [0] * self.count
-        number = 0
         while not self._closing.wait(_INTERVAL):
             try:
-                number += 1
-                self._watched.set(beats[self.index], str(number))
+                self._turns += 1
+                self._watched.set(beats[self.index], str(self._turns))
                 self._agree_on_stop()
                 found, said = ([text.decode() for text in self._watched.multi_get(keys)] for keys in (states, beats))
             except DistError:
@@ -255,6 +258,16 @@ class SliceHosts(Hosts):
                     self._lose(host, "has ended")
                 if state == _ALIVE and now - heard[host][1] > self._silence:
                     self._lose(host, f"has said nothing for {self._silence:g} seconds")
+
+    def _watch_first(self) -> None:
+        """The first hangs where a turn of watching, which asks it, does not end. Those are waited for without an end."""
+        last, intervals = 0, 0
+        while not self._closing.wait(_INTERVAL):
+            # Counted, for a host that itself stood still.
+            intervals = intervals + 1 if self._turns == last else 0
+            last = self._turns
+            if intervals * _INTERVAL > self._silence:
+                self._lose(0, f"has said nothing for {self._silence:g} seconds")
 
     def _needs(self, host: int) -> bool:
         """Whether this host cannot go on without another."""
