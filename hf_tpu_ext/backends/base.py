@@ -173,6 +173,10 @@ class Backend(ABC):
         of them, or `None`. All `None` puts the whole tensor on every chip.
         """
 
+    def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Move a CPU tensor to the device, in the dtype of another one that is there, and split as that is."""
+        return tensor.to(like.device, like.dtype)
+
     def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """
         Keep an activation, and its gradient, split by its first dimension, the rows of the batch, over all chips. It
@@ -216,6 +220,13 @@ class Backend(ABC):
         these are two things. Tensors that are split over hosts are gathered one by one, by all hosts at once.
         """
         return map_tensors(lambda tensor: tensor.detach().cpu(), data)
+
+    def stream(self, data: Any) -> Any:
+        """
+        As [`~Backend.fetch`], for what is given to `torch.save`: a tensor of the device may be a [`StreamedTensor`], which is
+        read when it is written. Nothing may change the tensors until then.
+        """
+        return self.fetch(data)
 
     @contextmanager
     def fetching_for_first(self) -> Iterator[None]:

@@ -24,11 +24,16 @@ class Hosts:
     #: Checksum of all that this process has sent to its chips, where there are others to compare it with.
     sent = 0
 
-    def exchange(self, what: str, value: Any = None) -> list[Any]:
+    def exchange(self, what: str, value: Any = None, error: Exception | None = None) -> list[Any]:
         """
         Give every host the value of each, in the order of their indices. All have to be there; `what` says where that is,
         for messages. Raises [`HostsDisagree`] where another host is elsewhere, or does not come.
+
+        A host that cannot come there gives its `error`, wherever the others wait. It is raised, and what the others raise
+        names it.
         """
+        if error is not None:
+            raise error
         return [value]
 
     def of_first(self, what: str, value: Any = None) -> Any:
@@ -37,12 +42,7 @@ class Hosts:
 
     def raise_together(self, what: str, error: Exception | None) -> None:
         """Raise the error of this host, or one that names what happened on another. Without any, nothing happens."""
-        messages = self.exchange(what, None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        failed = [f"host {host}: {message}" for host, message in enumerate(messages) if message is not None]
-        if failed:
-            raise HostsDisagree("\n".join(failed))
+        self.exchange(what, error=error)
 
     def note_sent(self, data: Any) -> None:
         """Add what is sent to the chips of this host to the checksum."""

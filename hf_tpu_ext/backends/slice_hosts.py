@@ -90,6 +90,8 @@ class SliceHosts(Hosts):
         # What others know of.
         self._raised: Exception | None = None
         self._closing = threading.Event()
+        # Turns of watching the others.
+        self._turns = 0
         try:
             self._store = self._connect(address, port, is_server=index == 0)
             # A client of its own: one that waits keeps others of its process out.
@@ -104,6 +106,8 @@ class SliceHosts(Hosts):
         self.exchange("the start")
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        if index > 0:
+            threading.Thread(target=self._watch_first, daemon=True).start()
         atexit.register(self.close)
 
     def _connect(self, address: str, port: int, is_server: bool) -> TCPStore:
@@ -112,30 +116,38 @@ class SliceHosts(Hosts):
 
     # ---- Values ----
 
-    def exchange(self, what: str, value: Any = None) -> list[Any]:
+    def exchange(self, what: str, value: Any = None, error: Exception | None = None) -> list[Any]:
+        if error is not None:
+            self._raised = error
         number = self._exchanges
         self._exchanges += 1
         keys = [f"value/{number}/{host}" for host in range(self.count)]
         self._waiting = number
         try:
-            self._store.set(keys[self.index], json.dumps([what, value]))
+            said = None if error is None else f"{type(error).__name__}: {error}"
+            self._store.set(keys[self.index], json.dumps([what, value, said]))
             self._wait_for(keys, what)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
-        except DistError as error:
-            self._lose(0, f"cannot be reached any more ({str(error).splitlines()[0]})")
+        except DistError as lost:
+            self._lose(0, f"cannot be reached any more ({str(lost).splitlines()[0]})")
         finally:
             self._waiting = None
         if number:
             # All are here, so none needs the one before.
             self._store.delete_key(f"value/{number - 1}/{self.index}")
-        places = [place for place, _ in found]
+        if error is not None:
+            raise error
+        failed = [f"host {host}: {message}" for host, (_, _, message) in enumerate(found) if message is not None]
+        if failed:
+            raise HostsDisagree("\n".join(failed))
+        places = [place for place, *_ in found]
         if len(set(places)) > 1:
             said = "; ".join(f"host {host}: {place}" for host, place in enumerate(places))
             raise HostsDisagree(
                 f"Hosts are at different places of the run ({said}). All have to run the same code: what uses the model "
                 "must not stand behind a question which host this is."
             )
-        return [value for _, value in found]
+        return [value for _, value, _ in found]
 
     def _wait_for(self, keys: list[str], what: str) -> None:
         began = time.monotonic()
@@ -149,10 +161,6 @@ class SliceHosts(Hosts):
                     "waits. All hosts have to run the same code."
                 )
             time.sleep(min(0.05, waited / 4))
-
-    def raise_together(self, what: str, error: Exception | None) -> None:
-        self._raised = error
-        super().raise_together(what, error)
 
     def note_sent(self, data: Any) -> None:
         for tensor in tree_leaves(data):
@@ -228,11 +236,10 @@ class SliceHosts(Hosts):
         beats = [f"beat/{host}" for host in range(self.count)]
         heard = [("", time.monotonic())] * self.count
         needed = [0] * self.count
-        number = 0
         while not self._closing.wait(_INTERVAL):
             try:
-                number += 1
-                self._watched.set(beats[self.index], str(number))
+                self._turns += 1
+                self._watched.set(beats[self.index], str(self._turns))
                 self._agree_on_stop()
                 found, said = ([text.decode() for text in self._watched.multi_get(keys)] for keys in (states, beats))
             except DistError:
@@ -251,6 +258,16 @@ class SliceHosts(Hosts):
                     self._lose(host, "has ended")
                 if state == _ALIVE and now - heard[host][1] > self._silence:
                     self._lose(host, f"has said nothing for {self._silence:g} seconds")
+
+    def _watch_first(self) -> None:
+        """The first hangs where a turn of watching, which asks it, does not end. Those are waited for without an end."""
+        last, intervals = 0, 0
+        while not self._closing.wait(_INTERVAL):
+            # Counted, for a host that itself stood still.
+            intervals = intervals + 1 if self._turns == last else 0
+            last = self._turns
+            if intervals * _INTERVAL > self._silence:
+                self._lose(0, f"has said nothing for {self._silence:g} seconds")
 
     def _needs(self, host: int) -> bool:
         """Whether this host cannot go on without another."""

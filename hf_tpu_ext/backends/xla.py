@@ -21,6 +21,7 @@ from .counters import Counters
 from .detect import local_chips, show_chips, tpu_kind
 from .host import enable_hugepages, peak_of_process
 from .hosts import Hosts
+from .streamed import StreamedTensor, streamed
 from .xla_compile_cache import XLACompileCache, metric
 from .xla_hosts import hosts_of_slice, join_hosts, order_by_host, read_split
 from .xla_insight import XLAInsight
@@ -170,6 +171,14 @@ class XLABackend(XLACompileCache):
             torch_xla._XLAC._xla_clear_sharding(tensor)
             torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
 
+    def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None:
+            return self.send(tensor.to(like.dtype))
+        # The copy is on the host until it is said how to split it.
+        placed = tensor.to(like.device, like.dtype)
+        torch_xla._XLAC._xla_mark_sharding(placed, torch_xla._XLAC._get_xla_op_sharding(like))
+        return placed
+
     def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._mesh is None or tensor.shape[0] % self.num_chips:
             return tensor
@@ -246,6 +255,28 @@ class XLABackend(XLACompileCache):
         with self.insight.own_reads():
             fetched = dict(zip(unique, self._to_host(tensors), strict=True))
         return map_tensors(lambda tensor: fetched.get(id(tensor), tensor), data)
+
+    def stream(self, data: Any) -> Any:
+        self.wait()
+        # One that stands in it twice is written once.
+        made: dict[int, torch.Tensor | StreamedTensor] = {}
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor | StreamedTensor:
+            if tensor.device.type != "xla":
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = streamed(tensor.detach(), self._read)
+            return made[id(tensor)]
+
+        return map_tensors(stand_in, data)
+
+    def _read(self, tensor: torch.Tensor, row: int | None) -> torch.Tensor:
+        if row is not None:
+            # One program for all rows: which one is data.
+            tensor = tensor.index_select(0, self.send(torch.tensor([row]))).squeeze(0)
+            self.wait()
+        with self.insight.own_reads():
+            return self._to_host([tensor])[0]
 
     @contextmanager
     def fetching_for_first(self) -> Iterator[None]:

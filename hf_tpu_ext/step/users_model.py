@@ -55,7 +55,12 @@ def save_from_host(backend: Backend) -> None:
         given = signature(save_pretrained).bind(self, *args, **kwargs)
         if given.arguments.get("state_dict") is None and _is_on(backend, self.parameters()):
             given.arguments["state_dict"] = backend.fetch(dict(self.state_dict(keep_vars=True)))
-        return save_pretrained(*given.args, **given.kwargs)
+        # transformers notes there what it saves, the dtype in other words. To what replays steps, that is another config.
+        kept = dict(vars(self.config))
+        try:
+            return save_pretrained(*given.args, **given.kwargs)
+        finally:
+            vars(self.config).update(kept)
 
     @wraps(adapter_weights)
     def fetch_adapter_weights(*args, **kwargs) -> dict[str, torch.Tensor]:

@@ -278,7 +278,7 @@ class _StackedGroups:
             first += len(trained)
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._split),
-            optimizer.register_load_state_dict_pre_hook(self._stack),
+            optimizer.register_load_state_dict_pre_hook(self._stack, prepend=True),
         ]
 
     def split(self) -> None:
@@ -309,14 +309,17 @@ class _StackedGroups:
             if number in state_dict["state"]:
                 parts.setdefault(position, []).append(state_dict["state"][number])
         single = {position for position, index in self._parts if index is None}
-        state = {
-            position: {
-                name: value if position in single or not value.ndim else torch.stack([part[name] for part in found])
-                for name, value in found[0].items()
-            }
-            for position, found in parts.items()
-        }
         stacked = [group["params"] for group in self.optimizer.param_groups]
+        trained = list(chain.from_iterable(stacked))
+
+        def stack(position: int, name: str) -> torch.Tensor:
+            found = [part[name] for part in parts[position]]
+            if position in single or not found[0].ndim:
+                return found[0]
+            # The host holds one at a time.
+            return self.optimizer.place(torch.stack(found), trained[position])
+
+        state = {position: {name: stack(position, name) for name in found[0]} for position, found in parts.items()}
         return {"state": state, "param_groups": _numbered(state_dict["param_groups"], stacked)}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
@@ -17,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, 
 
 from ..backends.detect import TPU_BACKENDS, tpu_chips
 from ..backends.hosts import HostsDisagree
+from ..backends.streamed import read_all
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
 from ..quantization.bitsandbytes import find_config
@@ -55,6 +57,8 @@ class SavingMixin:
     evaluation_metrics: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     # Weights of the base under an adapter, as they are named where layers do not run as one loop.
     _names_of_base: list[str] | None = None
+    # Whether the state dict of the optimizer is for a file.
+    _writes_optimizer = False
     #: Whether `train` saves and stops when it is told to by a signal.
     stops_when_told = True
 
@@ -104,6 +108,11 @@ class SavingMixin:
             self.chips.keep_rows_per_step(state)
             self.metrics.load_state(state)
         return checkpoint
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Where its tensors go to a device one by one, the file need not be in memory.
+        with serialization_config.patch("load.mmap", self.backend.unknown_upstream):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         with self._same_dtypes():
@@ -264,10 +273,14 @@ class SavingMixin:
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._is_for_first_host:
-            self.optimizer.state_dict()
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+        self._writes_optimizer = True
+        try:
+            if self._is_for_first_host:
+                read_all(self.optimizer.state_dict())
+            else:
+                super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            self._writes_optimizer = False
 
     def _get_output_dir(self, trial) -> str:
         # Where upstream writes a checkpoint to.

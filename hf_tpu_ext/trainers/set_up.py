@@ -234,5 +234,12 @@ class SetUpMixin:
         return optimizer
 
     def _save_from_host(self, optimizer: torch.optim.Optimizer) -> None:
-        # Checkpoints hold CPU tensors, fetched in one transfer.
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: self.backend.fetch(state_dict))
+        # Checkpoints hold CPU tensors. A state dict of somebody's own may do anything with them.
+        streams = is_known(type(optimizer).__module__)
+        optimizer.register_state_dict_post_hook(
+            lambda _, state_dict: (
+                self.backend.stream(state_dict)
+                if streams and self._writes_optimizer
+                else self.backend.fetch(state_dict)
+            )
+        )

@@ -95,6 +95,7 @@ HOOKS = {
     "_push_from_checkpoint": ["checkpoint_folder"],
     "_save": ["output_dir", "state_dict"],
     "save_model": ["output_dir", "_internal_call"],
+    "_load_optimizer_and_scheduler": ["checkpoint"],
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_save_rng_state": ["output_dir"],
     "_load_rng_state": ["checkpoint"],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch  # noqa: E402
 from conftest import LORA, Runs, logged, make_rows  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback  # noqa: E402
 
 from hf_tpu_ext import (  # noqa: E402
@@ -142,7 +144,7 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def pretend(version=None, disk_full=False):
+def pretend(version=None, disk_full=False, largest_file=None):
     """Make this host another machine than the others: with another version of a package, or a full disk."""
     if version is not None:
         from hf_tpu_ext.trainers import run_facts
@@ -151,6 +153,9 @@ def pretend(version=None, disk_full=False):
         run_facts.version = lambda name: "0.0.0" if name == version else find(name)
     if disk_full:
         saving.seal = fail_for_space
+    if largest_file is not None:
+        # A write fails in the middle of a file.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
 
 def fail_for_space(directory):
@@ -166,9 +171,10 @@ def run(
     counts=False,
     version=None,
     disk_full=False,
+    largest_file=None,
     **settings,
 ):
-    pretend(version, disk_full)
+    pretend(version, disk_full, largest_file)
     held = count_gathered() if counts else {}
     trainer = make(model_dir, output_dir, **settings)
     if stop_after is not None:
@@ -189,8 +195,9 @@ def run(
 
 
 def count_gathered():
-    """Bytes of what is made whole for a read, each by itself, and how many are kept."""
-    held = {"largest": 0, "read": 0, "dropped": 0}
+    """Bytes of what is made whole for a read, each by itself, how many are kept, and how many of these at once."""
+    held = {"largest": 0, "read": 0, "dropped": 0, "at_once": 0}
+    kept = []
     gathered, read_split = xla_hosts.gathered, xla_hosts.read_split
 
     def count(tensor, mesh):
@@ -200,6 +207,10 @@ def count_gathered():
     def read(*args, **kwargs):
         for tensor in read_split(*args, **kwargs):
             held["dropped" if tensor.device.type == "meta" else "read"] += tensor.nbytes
+            if tensor.device.type != "meta":
+                kept[:] = [(storage, size) for storage, size in kept if not storage.expired()]
+                kept.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+                held["at_once"] = max(held["at_once"], sum(size for _, size in kept))
             yield tensor
 
     if read_split.__name__ == "read_split":

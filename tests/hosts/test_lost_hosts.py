@@ -194,6 +194,17 @@ def test_a_full_disk_is_an_error_on_all_hosts(start_slice):
         assert "checkpoint-2 could not be saved" in slice_.output(host)
 
 
+def test_a_disk_that_is_full_amid_the_optimizer_is_an_error_on_all_hosts(start_slice, tiny_model):
+    """Where others wait to give the first the next piece."""
+    room = int(1.2 * (tiny_model / "model.safetensors").stat().st_size)
+    run = {**RUN, "save_strategy": "steps", "save_steps": 2, "host_0": {"largest_file": room}}
+    slice_ = start_slice(TWO, {"run": run}, "amid")
+    assert slice_.wait(120) == [1, 1]
+    for host in range(2):
+        assert "checkpoint-2 could not be saved" in slice_.output(host)
+        assert "different places" not in slice_.output(host)
+
+
 # ---- Clocks ----
 
 

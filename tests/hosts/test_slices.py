@@ -1,6 +1,9 @@
 """Slices of two and of four hosts train what one process with as many devices does, and runs move between them."""
 
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +109,37 @@ def test_the_command_is_the_same_on_every_host(start_slice, tiny_model, tmp_path
     refused = start_slice(TWO, {}, "command", driver, [*words.split(), "--num_chips", "2"])
     assert refused.wait() == [2, 2]
     assert "hf-tpu: error: num_chips=2, but this machine is one of 2 hosts" in refused.output(1)
+
+
+def test_the_stock_command_is_the_same_on_every_host(start_slice, tiny_model, tmp_path):
+    """`trl sft`, from the first step to the end, as on one process of as many devices."""
+    data = make_arithmetic(tmp_path / "data", num_rows=64)
+    trl = Path(sys.executable).with_name("trl")
+    module_path = os.pathsep.join(filter(None, [str(HERE / "joined"), os.environ.get("PYTHONPATH")]))
+
+    def command(output_dir):
+        words = (
+            f"sft --model_name_or_path {tiny_model} --dataset_name {data} --output_dir {output_dir} --max_length 64"
+        )
+        words += " --max_steps 4 --save_steps 2 --logging_steps 1 --per_device_train_batch_size 1 --report_to none --bf16 false"
+        return words.split()
+
+    environment = {"HF_TPU_EXT": "1", "PYTHONPATH": module_path}
+    hosts = start_slice(TWO, {}, "trl", trl, command(tmp_path / "run"), **environment)
+    assert hosts.wait() == [0, 0], hosts.output(0)[-2000:] + hosts.output(1)[-2000:]
+    for host in range(2):
+        assert "`trl sft` is run by hf_tpu_ext, because HF_TPU_EXT=1 is set" in hosts.output(host)
+    assert "4 chips on 2 hosts" in hosts.output(0) and "4 chips on 2 hosts" not in hosts.output(1)
+    alone = start_slice("0,0,0,0", {}, "alone", trl, command(tmp_path / "alone"), HF_TPU_EXT="1")
+    assert alone.wait() == [0], alone.output(0)[-2000:]
+    assert [*checkpoints_by_step(tmp_path / "run")] == [2, 4]
+    same_checkpoints(tmp_path / "run/checkpoint-4", tmp_path / "alone/checkpoint-4")
+    mine, other = (
+        json.loads((tmp_path / run / "checkpoint-4/trainer_state.json").read_text())["log_history"]
+        for run in ("run", "alone")
+    )
+    assert [entry["loss"] for entry in mine] == pytest.approx([entry["loss"] for entry in other], rel=1e-5)
+    assert (tmp_path / "run/model.safetensors").is_file()
 
 
 def test_completions_and_their_rewards_are_those_of_the_first_host(start_slice, tmp_path):

@@ -74,10 +74,13 @@ def test_a_checkpoint_is_that_of_one_process(two, one):
     assert arguments == [4, 4]
 
 
-def test_no_chip_holds_more_than_one_tensor_to_save(two):
+def test_no_chip_nor_host_holds_more_than_one_tensor_to_save(two):
     of_first, of_second = (of_host["saved"]["gathered"] for of_host in two[0])
     whole = (two[1].directory / "out/checkpoint-6/optimizer.pt").stat().st_size
     assert 0 < of_first["largest"] == of_second["largest"] < whole / 4
     # The first reads what it writes, and no other keeps any of it.
     assert of_first["read"] > whole and of_first["dropped"] == of_second["read"] == 0
     assert of_second["dropped"] == of_first["read"]
+    # Which is the weights, and then one moment after the other.
+    weights = (two[1].directory / "out/checkpoint-6/model.safetensors").stat().st_size
+    assert of_first["at_once"] <= weights + 2 * of_first["largest"]

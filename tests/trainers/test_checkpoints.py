@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.utils.serialization import config
 from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
@@ -213,14 +214,21 @@ def test_an_optimizer_of_ones_own_is_saved_from_the_host(runs, xla):
 
 @pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_checkpoint_of_stock_on_cpu_resumes_on_xla(runs, same_logs, tmp_path, optim, lora):
+def test_checkpoint_of_stock_on_cpu_resumes_on_xla(runs, same_logs, tmp_path, monkeypatch, optim, lora):
     """With one read per log and one at the end: nothing of the loaded optimizer state is read in a step."""
+    mapped = []
+    load = torch.load
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **kwargs: mapped.append(config.load.mmap) or load(*args, **kwargs)
+    )
     whole = drop(runs.stock(lora=lora, optim=optim, **EVERY_STEP), "num_tokens")
     resumed = runs.ours(lora=lora, optim=optim, train=False, output_dir=str(tmp_path / "resumed"))
     before = resumed.backend.counters()
     resume(resumed, runs.output_dir / "checkpoint-4")
     assert (resumed.backend.counters() - before).reads == 4 + 1
     assert resumed.watch.recompiles == 0
+    # The file of the optimizer, whose tensors go to the device one by one; of what is loaded else, none.
+    assert mapped.count(True) == 2 and not mapped[-1]
     # Upstream's trainer keeps no token count; it begins anew in its own resumed runs, too.
     same_logs(drop(resumed, "num_tokens"), whole)
 

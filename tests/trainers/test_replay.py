@@ -1,5 +1,6 @@
 """A run whose steps are replayed is, bit for bit, the run whose steps are traced."""
 
+import json
 import random
 
 import pytest
@@ -145,6 +146,17 @@ def test_resuming_replays_too(runs, same_logs):
     resumed.train(resume_from_checkpoint=str(runs.output_dir / "checkpoint-6"))
     assert (resumed.backend.counters() - before).replays == 2
     same_bits(weights_of(resumed), weights_of(straight))
+
+
+def test_a_save_leaves_steps_replayed(runs):
+    """Upstream writes its dtype into the config of the model, as a string."""
+    trainer = runs.ours(config_cls=TPUSFTConfig, max_steps=8, save_strategy="steps", save_steps=3, train=False)
+    trainer.model.config.architectures = None
+    before = trainer.backend.counters()
+    trainer.train()
+    assert (trainer.backend.counters() - before).replays == 8 - 2
+    saved = json.loads((runs.output_dir / "checkpoint-6/config.json").read_text())
+    assert saved["dtype"] == "float32" and len(saved["architectures"]) == 1
 
 
 # ---- What changes a program ----
