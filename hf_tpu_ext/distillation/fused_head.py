@@ -13,6 +13,9 @@ from .losses import TopK, full_divergence, top_k_divergence
 # Elements of a chunk's logits. A chunk of fewer tokens for a larger vocabulary keeps the memory the same.
 _CHUNK_ELEMENTS = 2**23
 _MOST_TOKENS = 1024
+# Each chunk reads the weights of the heads. With fewer tokens, a TPU would wait for them: it multiplies about 240 times in the time
+# that a weight takes.
+_LEAST_TOKENS = 256
 
 
 class Head(NamedTuple):
@@ -220,7 +223,7 @@ class _Chunks:
 
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Head | TopK, *more: Tensor):
         self._tokens = hidden.shape[0]
-        most = max(8, min(_MOST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0]) // 8 * 8)
+        most = min(_MOST_TOKENS, max(_LEAST_TOKENS, _CHUNK_ELEMENTS // weight.shape[0] // 8 * 8))
         self._teacher = teacher
         by_token = (teacher.hidden,) if isinstance(teacher, Head) else tuple(teacher)
         self.tensors = tuple(split_tokens(tensor, most) for tensor in (hidden, targets, *by_token, *more))
