@@ -341,6 +341,34 @@ def test_several_processes_are_saved_by_upstreams_handler(tiny_model, tmp_path):
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= {path.name for path in checkpoint.iterdir()}
 
 
+@pytest.mark.slow
+def test_torchrun_that_is_told_to_stop_leaves_what_it_leaves_with_upstreams_trainer(tiny_model, tmp_path):
+    left = {}
+    for stock in "10":
+        run = tmp_path / f"run-{stock}"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        launcher = subprocess.Popen(
+            [*launch, two_processes.__file__, str(tiny_model), str(run)],
+            # Else upstream takes the machine for one with a TPU.
+            env={**os.environ, "STOCK": stock, "USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            for _ in range(2):
+                assert any(line == "training\n" for line in launcher.stdout)
+            # Which it passes on to both.
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait(100)
+        finally:
+            launcher.kill()
+            launcher.communicate()
+        (checkpoint,) = checkpoints_by_step(run).values()
+        assert find_damage(checkpoint) is None
+        left[stock] = {path.name for path in checkpoint.iterdir()}
+    assert left["0"] - left["1"] == {"manifest.json", "run_state.json"} and left["1"] <= left["0"]
+
+
 def test_upstreams_own_handler_is_replaced(make, capfd):
     before = signal.getsignal(signal.SIGTERM)
     trainer = make("jit", enable_jit_checkpoint=True, max_steps=1, eval_strategy="no", save_strategy="no")
