@@ -62,6 +62,7 @@ HOOKS = {
         "learning_rate",
     ],
     "_finalize_training": ["trial", "num_train_samples", "start_time"],
+    "store_flos": [],
     "log": ["logs", "start_time"],
     "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
     "predict": ["test_dataset", "ignore_keys", "metric_key_prefix"],
@@ -103,7 +104,6 @@ HOOKS = {
 }
 # What is called besides.
 CALLED = {
-    "store_flos": [],
     "_get_learning_rate": [],
     "_evaluate": ["trial", "ignore_keys_for_eval", "skip_scheduler"],
     "is_world_process_zero": [],
@@ -140,6 +140,7 @@ def test_every_override_is_a_hook_and_every_other_name_is_free():
 SET = {
     "_metrics",
     "_total_train_tokens",
+    "current_flos",
     "current_gradient_accumulation_steps",
     "_globalstep_last_logged",
     "_total_loss_scalar",
@@ -157,6 +158,7 @@ READ = {
     "args",
     "callback_handler",
     "compute_loss_func",
+    "current_flos",
     "current_gradient_accumulation_steps",
     "eval_dataset",
     "label_smoother",
