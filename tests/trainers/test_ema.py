@@ -330,8 +330,9 @@ def test_eight_chips(runs, rows, on_devices, as_trainer, same_logs, tmp_path, na
     results, _ = on_devices(8, runs.model_dir, spec, tmp_path)
     for result in results.values():
         executions, _, compiles, fallbacks = zip(*result["steps"], strict=True)
-        assert set(executions[:-1]) == {config.get("gradient_accumulation_steps", 1)}
-        assert result["recompiles"] == sum(compiles[1:-1]) == sum(fallbacks) == 0
+        # The others save, and read the optimizer's state a tensor at a time.
+        assert set(executions[::2]) == {config.get("gradient_accumulation_steps", 1)}
+        assert result["recompiles"] == sum(compiles[2::2]) == sum(fallbacks) == 0
         # Split as the weights are.
         for parameter, shape in result["average_shards"].items():
             assert shape == result["weight_shards"][parameter]
