@@ -45,6 +45,7 @@ def check_table(runs, programs, data_parallel):
     assert cells[6] == cells[7]  # all-reduces of gradients: measured, needed
 
 
+@pytest.mark.slow
 def test_one_scheme_and_its_row(tmp_path):
     run = train(["data"], tmp_path)
     check_data_parallel(run["data"])

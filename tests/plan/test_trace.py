@@ -44,7 +44,14 @@ LORA = {"r": 4, "lora_dropout": 0.1}
     "settings",
     [
         {"gradient_accumulation_steps": 2, "lora": LORA, "bf16": True, "ema_decay": 0.9},
-        {"quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "lora": LORA, "scan_layers": "on"},
+        pytest.param(
+            {
+                "quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+                "lora": LORA,
+                "scan_layers": "on",
+            },
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"quantized": {"load_in_8bit": True}, "lora": LORA}, marks=pytest.mark.slow),
         pytest.param({"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA}, marks=pytest.mark.slow),
         pytest.param({"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5}, marks=pytest.mark.slow),

@@ -45,7 +45,6 @@ def times(kind, name, steps, saves, marks=()):
     ("kind", "steps", "saves"),
     [
         times("sft", "twice", 1, 1),
-        times("dpo", "twice", 1, 1),
         *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in ("sft", "grpo", *kill_driver.PREFERENCES)),
     ],
 )
