@@ -90,14 +90,12 @@ class Distillation:
         beta (`float`): Weight of the teacher in the mixture of `"jsd"`.
         top_k (`int`, *optional*):
             Tokens of a teacher's logits to learn from, with one bucket for the others; all by default.
-        metrics (`bool`): Whether the other terms are wanted, too, and not `kd` and `entropy` alone. Those are zeros then.
     """
 
     temperature: float = 1.0
     kd_loss: str = "forward_kl"
     beta: float = 0.5
     top_k: int | None = None
-    metrics: bool = True
 
     def terms(self, student: Head, targets: Tensor, teacher: Head | TopK, dtype: torch.dtype) -> TokenTerms:
         """Compare a student with its teacher on a few next tokens `targets`, with all of their logits in `dtype`."""
@@ -118,15 +116,11 @@ class Distillation:
         else:
             kd = top_k_divergence(teacher, logits, self.temperature, self.kd_loss, self.beta)
             coverage = teacher.log_probs.to(kd.dtype).exp().sum(-1).clamp(max=1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        if not self.metrics:
-            nothing = torch.zeros_like(kd)
-            return TokenTerms(nothing, kd, entropy, nothing, nothing, nothing)
         chosen = logits.argmax(-1)
         return TokenTerms(
             log_probs.gather(-1, targets[..., None])[..., 0],
             kd,
-            entropy,
+            -(log_probs.exp() * log_probs).sum(-1),
             (chosen == targets).to(kd.dtype),
             coverage,
             (chosen == best).to(kd.dtype),

@@ -66,8 +66,8 @@ class CompiledEvaluation:
 
     def _trace_prediction(self, model, inputs, ignore_keys) -> tuple[Any, Any, Any]:
         with self.copies.not_made():
-            writes = self.predicted_text is not None
-            loss, logits, labels = super().prediction_step(model, inputs, writes, ignore_keys)
+            loss_only = self.predicted_text is not None
+            loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys)
         if self._preprocess_on_device is not None:
             logits = self._preprocess_on_device(logits, labels)
         return loss, logits, labels

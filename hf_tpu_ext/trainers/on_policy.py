@@ -73,11 +73,6 @@ class TPUDistillationTrainer(RolloutMixin, TPUTrainerMixin, DistillationTrainer)
         with self.chips.rows_of_process():
             return super().get_train_dataloader()
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if not self.backend.static_shapes:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return self.generate_completions(prompt_ids)
-
     # ---- The loss ----
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -103,7 +98,7 @@ class TPUDistillationTrainer(RolloutMixin, TPUTrainerMixin, DistillationTrainer)
     ) -> tuple[Tensor, Tensor]:
         """As `trl.kernels.ChunkedDivergenceFunction.apply`, which XLA would see every chunk of. Here they are a loop."""
         kd_loss = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-        settings = Distillation(kd_loss=kd_loss, beta=beta, metrics=False)
+        settings = Distillation(kd_loss=kd_loss, beta=beta)
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_scale, temperature)
 
         def compare(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:

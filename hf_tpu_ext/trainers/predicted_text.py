@@ -32,7 +32,7 @@ class PredictedTextArguments:
     )
     generation_max_new_tokens: int = field(
         default=128,
-        metadata={"help": "How many tokens predict_with_generate writes at most."},
+        metadata={"help": "How many tokens predict_with_generate generates at most."},
     )
 
     def __post_init__(self):
@@ -41,7 +41,7 @@ class PredictedTextArguments:
                 f"generation_max_new_tokens={self.generation_max_new_tokens} is not positive. Give the number of tokens to write at "
                 "most, for example generation_max_new_tokens=128."
             )
-        if not self.predict_with_generate and self.generation_max_new_tokens != 128:
+        if not self.predict_with_generate and self.generation_max_new_tokens != type(self).generation_max_new_tokens:
             raise ValueError(
                 f"generation_max_new_tokens={self.generation_max_new_tokens} has no effect without text to predict. Set "
                 "predict_with_generate=True, or leave it out."
@@ -91,8 +91,7 @@ class PredictedText:
         """
         prompts = [_prompt_of(row, inputs) for row in range(len(inputs["input_ids"]))]
         # The last batch of an evaluation is the same program.
-        missing = max(0, self._trainer.args.eval_batch_size - len(prompts))
-        written = self._text.generate([*prompts, *prompts[-1:] * missing]).token_ids[: len(prompts)]
+        written = self._text.generate(prompts, rows=self._trainer.args.eval_batch_size).token_ids
         longest = torch.zeros(self._trainer.args.generation_max_new_tokens, dtype=torch.int64)
         rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in written]
         return pad_sequence([*rows, longest], batch_first=True, padding_value=_NOTHING)[:-1]

@@ -41,8 +41,3 @@ class TPURLOOTrainer(RewardedMixin, SyncedReferenceMixin, TPUTrainerMixin, RLOOT
     """
 
     _config_name = TPURLOOConfig.__name__
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if not self.backend.static_shapes:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return self.generate_completions(prompt_ids)

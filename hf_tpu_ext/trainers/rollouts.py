@@ -256,6 +256,11 @@ class RolloutMixin(RolloutCheckpoints):
 
     # ---- On the device, beside the step ----
 
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if not self.backend.static_shapes:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return self.generate_completions(prompt_ids)
+
     def generate_completions(self, prompts: list[list[int]]) -> list[list[int]]:
         """
         Write a completion of each prompt, with the weights as they are.
@@ -271,8 +276,7 @@ class RolloutMixin(RolloutCheckpoints):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
         wanted = self.generation_rows if self.model.training else self.args.eval_batch_size
         # The last batch of an evaluation is the same program.
-        made = self._text.generate([*prompts, *prompts[-1:] * (wanted - len(prompts))])
-        return made.token_ids[: len(prompts)]
+        return self._text.generate(prompts, rows=wanted).token_ids
 
     def _declared_for(self, tokens: int, what: str) -> int:
         """The length that prompts of so many tokens are padded to."""

@@ -43,14 +43,18 @@ class TextGeneration:
         self._known: list[int] = []
         self._said: str | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
-        """As [`Generator.generate`]."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seed: int | None = None, rows: int | None = None
+    ) -> Generated:
+        """As [`Generator.generate`]. By programs of `rows` rows, where fewer prompts than that are to be one of them."""
         model = self._trainer.model
         was_training = model.training
         try:
             if not self._trainer.backend.traces_steps:
                 return self._generate_eagerly(prompts)
-            return self._generate_by_programs(prompts, seed)
+            missing = 0 if rows is None else max(0, rows - len(prompts))
+            made = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed)
+            return Generated(made.token_ids[: len(prompts)], made.log_probs[: len(prompts)])
         finally:
             # What replays programs has it in evaluation mode from the start.
             model.train(was_training)

@@ -56,8 +56,8 @@ def test_the_ratio_is_one_at_first(models):
     written, scored = [], []
     generate, run_passes = trainer._text.generate, trainer.run_passes
 
-    def keep_written(prompts):
-        written.append(generate(prompts))
+    def keep_written(prompts, **given):
+        written.append(generate(prompts, **given))
         return written[-1]
 
     def keep_scored(kind, model, batch, *args):
