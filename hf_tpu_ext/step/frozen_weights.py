@@ -46,7 +46,7 @@ VERIFIED = (
 )
 
 
-class _ShortLinear(nn.Linear):
+class ShortLinear(nn.Linear):
     """A linear layer whose weight is bfloat16, and that computes as if it were float32."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class _ShortEmbedding(nn.Embedding):
 
 
 # By exact type: a subclass may compute otherwise.
-_SHORT = {nn.Linear: _ShortLinear, nn.Embedding: _ShortEmbedding}
+_SHORT = {nn.Linear: ShortLinear, nn.Embedding: _ShortEmbedding}
 
 
 def bfloat16_holds(weights: Sequence[Tensor], backend: Backend) -> list[bool]:

@@ -1,4 +1,4 @@
-"""LoRA that scales between its factors computes what PEFT's does."""
+"""LoRA that scales between its factors, and is part of the layer's product, computes what PEFT's does."""
 
 import copy
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_tpu_ext.step.activation_checkpointing import Dots
 from hf_tpu_ext.step.adapters import adapters_scaled_inside
 
 
@@ -72,3 +74,83 @@ def test_other_adapters_stay(settings):
     with adapters_scaled_inside([model]):
         assert [dict(layer.lora_variant) for layer in model.base_model.model] == before
     assert [dict(layer.lora_variant) for layer in model.base_model.model] == before
+
+
+class Products(TorchDispatchMode):
+    """Records of how many products the sums of matrix products are."""
+
+    def __init__(self):
+        super().__init__()
+        self.summed = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.summed.append(len(args[-1]))
+        return function(*args, **(kwargs or {}))
+
+
+def make_wide(unfrozen=False, bias=True, in_features=128):
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(in_features, 192, bias=bias))
+    config = LoraConfig(r=4, lora_alpha=7, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(base, config).double()
+    if unfrozen:
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+    inputs = torch.randn(3, 64, in_features, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return model, inputs.requires_grad_()
+
+
+def run(model, inputs, *contexts):
+    """Output and gradients, and of how many products the sums of the forward pass are."""
+    with Products() as products:
+        for context in contexts:
+            context.__enter__()
+        output = model(inputs)
+        for context in reversed(contexts):
+            context.__exit__(None, None, None)
+    output.sin().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"output": output.detach(), "inputs": inputs.grad, **gradients}, products.summed
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": False}, {"unfrozen": True}, {"unfrozen": True, "bias": False}])
+def test_one_product_of_a_wide_layer(settings):
+    expected, _ = run(*make_wide(**settings))
+    model, inputs = make_wide(**settings)
+    with adapters_scaled_inside([model]):
+        found, summed = run(model, inputs)
+    # The layer's own, whose result a compiled program drops, that of the first factor, and both together.
+    assert summed == [128, 128, 256]
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "in_features", [120, 384], ids=["columns that do not fill a group", "narrower than the input"]
+)
+def test_other_layers_add_up(in_features):
+    expected, _ = run(*make_wide(in_features=in_features))
+    model, inputs = make_wide(in_features=in_features)
+    with adapters_scaled_inside([model]):
+        found, summed = run(model, inputs)
+    assert summed == [in_features, in_features, 4]
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("least", [8, 130, 500])
+def test_the_sum_is_what_is_kept_for_the_backward_pass(least, monkeypatch):
+    """Whether the layer's product is kept, it and the one with the adapter's columns, or neither of them."""
+    monkeypatch.setattr("hf_tpu_ext.step.activation_checkpointing._LEAST_SUMMED", least)
+    expected, _ = run(*make_wide())
+    model, inputs = make_wide()
+    with adapters_scaled_inside([model]):
+        with torch.no_grad(), Dots() as dots:
+            output = model(inputs)
+        torch.testing.assert_close(output, expected["output"], rtol=1e-11, atol=1e-11)
+        kept = list(dots.results)
+        if least == 8:
+            torch.testing.assert_close(kept[0], output.flatten(0, -2))
+        assert [tuple(tensor.shape) for tensor in kept] == ([(192, 192), (192, 4)] if least == 8 else [])
+        found, summed = run(model, inputs, Dots(kept))
+    assert summed == ([] if least == 8 else [128, 128, 256])
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

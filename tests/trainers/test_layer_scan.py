@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.step import activation_checkpointing, adapters
 from hf_tpu_ext.step.optimizer import LazyAdamW
 from hf_tpu_ext.step.row_blocks import RowBlocks
 from hf_tpu_ext.trainers.layers import VERIFIED
@@ -78,6 +79,23 @@ def test_setting_is_upstreams(runs, scanned, same_logs, make, config):
     ours = scanned(make(), **config)
     stock = {key: value for key, value in config.items() if key not in ("rematerialization", "step_replay")}
     same_logs(ours, runs.stock(model=make(), **stock))
+
+
+@pytest.mark.parametrize("scan_layers", ["on", "off"])
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_adapters_in_the_layers_own_products_are_upstreams(runs, make, same_logs, monkeypatch, policy, scan_layers):
+    traced = []
+    upstream = adapters.instead_of_product
+    monkeypatch.setattr(adapters, "instead_of_product", lambda *args: traced.append(args[2]) or upstream(*args))
+    monkeypatch.setattr(activation_checkpointing, "_LEAST_SUMMED", 100)
+    wide, config = (
+        dict(hidden_size=128, intermediate_size=160, num_hidden_layers=2),
+        dict(lora={"target_modules": "all-linear"}, max_steps=3),
+    )
+    settings = dict(config_cls=TPUSFTConfig, scan_layers=scan_layers, rematerialization=policy)
+    ours = runs.ours(model=make(**wide), **settings, **config)
+    assert set(traced) == {128}
+    same_logs(ours, runs.stock(model=make(**wide), **config))
 
 
 @pytest.fixture
