@@ -81,7 +81,7 @@ def test_setting_is_upstreams(runs, scanned, same_logs, make, config):
     same_logs(ours, runs.stock(model=make(), **stock))
 
 
-@pytest.mark.parametrize("scan_layers", ["on", "off"])
+@pytest.mark.parametrize("scan_layers", ["on", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["full", "dots"])
 def test_adapters_in_the_layers_own_products_are_upstreams(runs, make, same_logs, monkeypatch, policy, scan_layers):
     traced = []
