@@ -172,9 +172,9 @@ class XLABackend(XLACompileCache):
 
     def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
-            return self.send(tensor.to(like.dtype))
+            return self.send(tensor)
         # The copy is on the host until it is said how to split it.
-        placed = tensor.to(like.device, like.dtype)
+        placed = tensor.to(like.device)
         torch_xla._XLAC._xla_mark_sharding(placed, torch_xla._XLAC._get_xla_op_sharding(like))
         return placed
 

@@ -269,7 +269,7 @@ class SavingMixin:
             if self.backend.hosts.index > 0:
                 # What the first fetches when it saves, in the same order.
                 self._fetch_weights()
-                self.averaging.fetch()
+                self.averaging.read()
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -112,7 +112,14 @@ def run(
         trainer.head_tokens.add(hidden.shape[0])
         return score(hidden, *rest)
 
-    trainer.backend.send_rows = watch_rows
+    place_as, placed = trainer.backend.place_as, []
+
+    def watch_places(tensor, like):
+        made = place_as(tensor, like)
+        placed.append([id(like), shards_of(like)[0], shards_of(made)[0]])
+        return made
+
+    trainer.backend.send_rows, trainer.backend.place_as = watch_rows, watch_places
     looped_head.LoopedLogProbs.apply = watch_tokens
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
@@ -122,10 +129,15 @@ def run(
         # Layers that run as a loop would be handed out to it at every log.
         trainer.add_callback(shown)
     trainer.train(resume_from_checkpoint=resume)
-    trainer.backend.send_rows = send_rows
+    trainer.backend.send_rows, trainer.backend.place_as = send_rows, place_as
     looped_head.LoopedLogProbs.apply = score
     shown.on_train_begin(trainer.args, trainer.state, trainer.control)
-    return {**describe(trainer, counter.steps), "sizes": sorted(shown.sizes), "reported": shown.reported}
+    return {
+        **describe(trainer, counter.steps),
+        "sizes": sorted(shown.sizes),
+        "reported": shown.reported,
+        "placed": placed,
+    }
 
 
 if __name__ == "__main__":
