@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 
@@ -38,6 +36,7 @@ from .checkpoints import (
     write_run_state,
 )
 from .own_code import is_known
+from .resumption import Resumption
 
 
 #: What an evaluation of upstream's trainer gives.
@@ -72,7 +71,7 @@ class SavingMixin:
         ranks = self.backend.ranks
         asked = ranks.stops if ranks.count > 1 else self.backend.hosts
         self.preemption = Preemption(METADATA_URL if on_tpu else None, asked)
-        self._resumption = _Resumption(self)
+        self._resumption = Resumption(self)
         # Where a checkpoint is written before it has its place.
         self._unfinished: Path | None = None
         self._evaluation_due = False
@@ -385,37 +384,3 @@ class SavingMixin:
         if self._evaluation_due:
             state["evaluation_due"] = True
         write_run_state(output_dir, state)
-
-
-class _Resumption(TrainerCallback):
-    """
-    Begins a run where the one that it resumes was left, and its first epoch with the host's random state of then.
-
-    A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of an epoch from it.
-    A run that is resumed inside the epoch draws the same order.
-    """
-
-    def __init__(self, trainer: SavingMixin):
-        self._trainer = trainer
-        #: The host's random state that the epoch began with.
-        self.epoch_rng_state: str | None = None
-        #: What the next epoch begins with.
-        self.resumed: str | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        trainer = self._trainer
-        if trainer._resumed_from is None:
-            return
-        control.should_training_stop = state.global_step >= state.max_steps
-        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
-        trainer._load_rng_state(trainer._resumed_from)
-        if state.epoch % 1:
-            self.resumed = read_run_state(trainer._resumed_from).get("epoch_rng_state")
-        if trainer._evaluation_due:
-            trainer._make_up_for_evaluation()
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if self.resumed is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self.resumed), dtype=torch.uint8))
-            self.resumed = None
-        self.epoch_rng_state = torch.get_rng_state().numpy().tobytes().hex()

@@ -78,6 +78,7 @@ def describe(trainer, steps):
 def run(
     model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, shows=False, quantized=None, **config
 ):
+    mesh = config.get("mesh")
     from hf_tpu_ext import TPUSFTTrainer
 
     runs = Runs(model_dir, output_dir)
@@ -119,7 +120,10 @@ def run(
         placed.append([id(like), shards_of(like)[0], shards_of(made)[0]])
         return made
 
-    trainer.backend.send_rows, trainer.backend.place_as = watch_rows, watch_places
+    trainer.backend.send_rows = watch_rows
+    if mesh == "fsdp":
+        # A look at what is whole compiles a graph, at a line that is taken for one of the user's.
+        trainer.backend.place_as = watch_places
     looped_head.LoopedLogProbs.apply = watch_tokens
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
