@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.serialization import config as serialization_config
@@ -114,21 +115,36 @@ class SavingMixin:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        with self._same_dtypes():
+        with self._loading_weights():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
-        with self._same_dtypes():
+        with self._loading_weights():
             super()._load_best_model()
 
     @contextmanager
-    def _same_dtypes(self) -> Iterator[None]:
-        """Within this context, weights are loaded. PEFT turns adapters that TRL has made bfloat16 into float32."""
+    def _loading_weights(self) -> Iterator[None]:
+        """Within this context, weights are loaded: each chip gets its part alone, and dtypes stay as they are."""
+        if not self.backend.unknown_upstream:
+            yield
+            return
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        yield
-        for name, parameter in self.model.named_parameters() if self.backend.unknown_upstream else ():
+        hook = self.model.register_load_state_dict_pre_hook(self._place_loaded)
+        try:
+            yield
+        finally:
+            hook.remove()
+        # PEFT turns adapters that TRL has made bfloat16 into float32.
+        for name, parameter in self.model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
+
+    def _place_loaded(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
+        # Copied from the host, a weight would be whole on every chip first.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and loaded.device.type == "cpu" and loaded.shape == parameter.shape:
+                state_dict[prefix + name] = self.backend.place_as(loaded.to(parameter.dtype), parameter)
 
     def _check_best_metric(self) -> None:
         """Refuse a `metric_for_best_model` that no evaluation will have, where that is known."""
