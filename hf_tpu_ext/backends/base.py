@@ -174,8 +174,8 @@ class Backend(ABC):
         """
 
     def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Move a CPU tensor to the device, in the dtype of another one that is there, and split as that is."""
-        return tensor.to(like.device, like.dtype)
+        """Move a CPU tensor to the device, split as another one is that is there."""
+        return tensor.to(like.device)
 
     def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """
@@ -223,8 +223,8 @@ class Backend(ABC):
 
     def stream(self, data: Any) -> Any:
         """
-        As [`~Backend.fetch`], for what is given to `torch.save`: a tensor of the device may be a [`StreamedTensor`], which is
-        read when it is written. Nothing may change the tensors until then.
+        As [`~Backend.fetch`], for what is given to `torch.save` or [`save_safetensors`]: a tensor of the device may be a
+        [`StreamedTensor`], which is read when it is written. Nothing may change the tensors until then.
         """
         return self.fetch(data)
 

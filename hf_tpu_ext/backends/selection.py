@@ -21,9 +21,6 @@ from .detect import (
 
 _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
 
-# Of more devices of one process, a backward pass fails.
-_MOST_TRACED = 127
-
 _chosen: dict[str, Backend] = {}
 
 
@@ -116,12 +113,6 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = ()) -> Backe
     if not has_torch_xla():
         raise ValueError(
             "Ahead-of-time tracing needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'"
-        )
-    if num_chips > _MOST_TRACED:
-        raise ValueError(
-            f"Programs are traced on one machine for at most {_MOST_TRACED} chips, not {num_chips}: PyTorch's autograd numbers "
-            "devices with 8 bits. Take a smaller topology of the same chips, as v5e-64, with the same fsdp in mesh: what a chip "
-            "holds is the same, and larger is data alone."
         )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla_tracing import TracingBackend

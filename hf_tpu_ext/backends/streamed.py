@@ -1,7 +1,9 @@
-"""Tensors of a device that `torch.save` reads one at a time, when it writes their bytes."""
+"""Tensors of a device that are read one at a time, when their bytes are written to a file."""
 
+import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -25,10 +27,53 @@ def read_all(data: Any) -> None:
         tensor.read()
 
 
+_IN_SAFETENSORS = {torch.float32: "F32", torch.float64: "F64"}
+
+
+def in_file_order(named: Mapping[str, "torch.Tensor | StreamedTensor"]) -> "dict[str, torch.Tensor | StreamedTensor]":
+    """Tensors in the order that safetensors writes them in, which is that of [`save_safetensors`]."""
+    return dict(sorted(named.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def save_safetensors(
+    named: Mapping[str, "torch.Tensor | StreamedTensor"], path: Path, metadata: dict[str, str]
+) -> None:
+    """
+    Write the file that safetensors' `save_file` does, whose own function takes the bytes of all tensors at once. Streamed tensors
+    are read one at a time, in the order of [`in_file_order`].
+
+    Args:
+        named (`Mapping`):
+            Tensors in float32 or float64, by name.
+        path (`Path`):
+            The file.
+        metadata (`dict[str, str]`):
+            What to write down beside them.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in in_file_order(named).items():
+        begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": _IN_SAFETENSORS[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    # What follows is aligned to 8 bytes.
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in in_file_order(named).values():
+            whole = tensor.read() if isinstance(tensor, StreamedTensor) else tensor
+            file.write(whole.contiguous().reshape(-1).numpy())
+
+
 class StreamedTensor:
     """
-    Stands for a device tensor in what is given to [`torch.save`], which writes it as the CPU tensor that it reads, and drops
-    that before it reads the next one: the host never holds more than one of them. The file is that of CPU tensors.
+    Stands for a device tensor in what is given to [`torch.save`] or [`save_safetensors`], which write it as the CPU tensor that
+    it reads, and drop that before they read the next one: the host never holds more than one of them. The file is that of CPU
+    tensors.
 
     Args:
         tensor (`torch.Tensor`):
@@ -51,6 +96,10 @@ class StreamedTensor:
     def clone(self) -> "StreamedTensor":
         """As of a tensor. What is read has memory of its own."""
         return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
 
     @property
     def shape(self) -> torch.Size:

@@ -39,18 +39,6 @@ def runtime_started() -> bool:
     return torch_xla._XLAC._xla_runtime_is_initialized()
 
 
-def _check_autograd(device: torch.device) -> None:
-    try:
-        with torch.inference_mode(False):
-            torch.ones((), device=device, requires_grad=True).backward()
-    except RuntimeError as error:
-        raise ValueError(
-            "A backward pass ran in this process before the XLA runtime started, and PyTorch's autograd knows only the devices "
-            "that were there then. Make the trainer that uses XLA before anything is trained on the CPU or a GPU; in a "
-            "notebook, restart the kernel first."
-        ) from error
-
-
 class XLABackend(XLACompileCache):
     """Lazy tensors compiled by XLA. A runtime started for another `pjrt_device` is a `ValueError`."""
 
@@ -95,8 +83,19 @@ class XLABackend(XLACompileCache):
         # device that appears later has no queue to run on.
         xr.global_runtime_device_count()
         self._hosts = join_hosts()
-        _check_autograd(torch_xla.device())
+        self._check_autograd(torch_xla.device())
         return torch_xla.device()
+
+    def _check_autograd(self, device: torch.device) -> None:
+        try:
+            with torch.inference_mode(False):
+                torch.ones((), device=device, requires_grad=True).backward()
+        except RuntimeError as error:
+            raise ValueError(
+                "A backward pass ran in this process before the XLA runtime started, and PyTorch's autograd knows only the "
+                "devices that were there then. Make the trainer that uses XLA before anything is trained on the CPU or a GPU; "
+                "in a notebook, restart the kernel first."
+            ) from error
 
     @property
     def hosts(self) -> Hosts:
@@ -173,9 +172,9 @@ class XLABackend(XLACompileCache):
 
     def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
-            return self.send(tensor.to(like.dtype))
+            return self.send(tensor)
         # The copy is on the host until it is said how to split it.
-        placed = tensor.to(like.device, like.dtype)
+        placed = tensor.to(like.device)
         torch_xla._XLAC._xla_mark_sharding(placed, torch_xla._XLAC._get_xla_op_sharding(like))
         return placed
 

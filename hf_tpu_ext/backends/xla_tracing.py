@@ -98,6 +98,9 @@ class TracingBackend(XLABackend):
     def __init__(self, num_chips: int, hosts: Sequence[Sequence[int]] = ()):
         super().__init__(f"programs are traced for {num_chips} TPU chips", "CPU")
         super().use_chips(num_chips, "num_chips")
+        # Autograd starts a thread for each device, and counts them with 8 bits: of 128 to 256 it finds none. A backward pass
+        # that is only traced may as well run in the thread that asks for it.
+        torch.autograd.set_multithreading_enabled(False)
         self.programs = _Programs(self)
         self.kernels = XLAKernels("tpu")
         self.insight = _Insight()
@@ -121,6 +124,10 @@ class TracingBackend(XLABackend):
     @property
     def hosts(self) -> Hosts:
         return self._slice
+
+    def _check_autograd(self, device: torch.device) -> None:
+        # It has no need of the device's thread.
+        pass
 
     # ---- Tensors ----
 

@@ -27,7 +27,7 @@ The exit status is 0 if it fits, 1 if it does not, and 2 if that is unknown. For
   hf-tpu plan pretrain --config recipes/pretrain_tinystories.yaml
 
 options of its own:
-  --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...; of several hosts: v5e-16, v5e-32, v5e-64, v6e-16, ...
+  --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...; of several hosts: v5e-16 to v5e-256, v6e-16, ...
   --seq-lengths N ...  sequence lengths, instead of reading the dataset
   --search [NAME ...]  search rematerialization, mesh and batch size, and print the Pareto front; or only the named ones
                        of these: rematerialization, mesh, attention, per_device_train_batch_size

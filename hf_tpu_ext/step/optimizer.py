@@ -99,7 +99,7 @@ class LazyAdamW(torch.optim.AdamW):
         is_moment = isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape
         if not is_moment or value.device == parameter.device:
             return value
-        return self._backend.place_as(value, parameter)
+        return self._backend.place_as(value.to(parameter.dtype), parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..backends.streamed import StreamedTensor, in_file_order, read_all, save_safetensors
 from ..step.ema import WeightAverage, at_least_float32, in_place_of_weights
 from ..step.layer_scan import LayerStack
 from ..step.optimizer import LazyAdamW
@@ -182,9 +183,21 @@ class Averaging(TrainerCallback):
 
     # ---- Files ----
 
-    def fetch(self) -> list[Tensor]:
-        """The averages on the host, in the order of their parameters."""
-        return self._trainer.backend.fetch(list(self.tensors.values())) if self.tensors else []
+    def _in_file(self) -> dict[str, Tensor | StreamedTensor]:
+        """What is to be saved, by name and in the order in which it is read."""
+        named = {}
+        for parameter, value in zip(self.tensors, self._trainer.backend.stream([*self.tensors.values()]), strict=True):
+            parts = self._trainer.layers.parts_of(parameter)
+            if parts is None:
+                named[self._names[parameter]] = value
+            else:
+                named |= {self._names[part]: value[index] for index, part in enumerate(parts)}
+        return in_file_order(named)
+
+    def read(self) -> None:
+        """Take part in the reads of another host, which saves the average."""
+        if self.tensors:
+            read_all(self._in_file())
 
     def save(self, directory: str) -> None:
         """Write the average beside a model that is saved. One that is there of an earlier model is removed."""
@@ -192,16 +205,8 @@ class Averaging(TrainerCallback):
         if not self.tensors:
             path.unlink(missing_ok=True)
             return
-        named = {}
-        for parameter, value in zip(self.tensors, self.fetch(), strict=True):
-            parts = self._trainer.layers.parts_of(parameter)
-            if parts is None:
-                named[self._names[parameter]] = value.contiguous()
-            else:
-                named |= {self._names[part]: value[index].clone() for index, part in enumerate(parts)}
         partial = path.with_name(f".{EMA_FILE}.tmp")
-        # One entry: of several, safetensors writes them in any order, and equal runs would leave unequal files.
-        save_file(named, partial, {_UPDATES: str(self.average.updates)})
+        save_safetensors(self._in_file(), partial, {_UPDATES: str(self.average.updates)})
         os.replace(partial, path)
 
     def load_best(self, checkpoint: str) -> None:
@@ -225,8 +230,9 @@ class Averaging(TrainerCallback):
                         f"{path} has no average of {absent[0]}, which this run trains. Train the same parameters as before, or "
                         "leave ema_decay out."
                     )
+                # In the memory of the file.
                 loaded = [file.get_tensor(name) for name in wanted]
-                whole = loaded[0] if parts is None else torch.stack(loaded)
-                average.values[parameter] = self._trainer.backend.send(whole.to(at_least_float32(parameter.dtype)))
+                whole = (loaded[0] if parts is None else torch.stack(loaded)).to(at_least_float32(parameter.dtype))
+                average.values[parameter] = self._trainer.backend.place_as(whole, parameter)
             average.updates = int(file.metadata()[_UPDATES])
         return True

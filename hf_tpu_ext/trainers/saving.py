@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 
@@ -38,6 +37,7 @@ from .checkpoints import (
     write_run_state,
 )
 from .own_code import is_known
+from .resumption import Resumption
 
 
 #: What an evaluation of upstream's trainer gives.
@@ -72,7 +72,7 @@ class SavingMixin:
         ranks = self.backend.ranks
         asked = ranks.stops if ranks.count > 1 else self.backend.hosts
         self.preemption = Preemption(METADATA_URL if on_tpu else None, asked)
-        self._resumption = _Resumption(self)
+        self._resumption = Resumption(self)
         # Where a checkpoint is written before it has its place.
         self._unfinished: Path | None = None
         self._evaluation_due = False
@@ -115,21 +115,36 @@ class SavingMixin:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        with self._same_dtypes():
+        with self._loading_weights():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
-        with self._same_dtypes():
+        with self._loading_weights():
             super()._load_best_model()
 
     @contextmanager
-    def _same_dtypes(self) -> Iterator[None]:
-        """Within this context, weights are loaded. PEFT turns adapters that TRL has made bfloat16 into float32."""
+    def _loading_weights(self) -> Iterator[None]:
+        """Within this context, weights are loaded: each chip gets its part alone, and dtypes stay as they are."""
+        if not self.backend.unknown_upstream:
+            yield
+            return
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        yield
-        for name, parameter in self.model.named_parameters() if self.backend.unknown_upstream else ():
+        hook = self.model.register_load_state_dict_pre_hook(self._place_loaded)
+        try:
+            yield
+        finally:
+            hook.remove()
+        # PEFT turns adapters that TRL has made bfloat16 into float32.
+        for name, parameter in self.model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
+
+    def _place_loaded(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
+        # Copied from the host, a weight would be whole on every chip first.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and loaded.device.type == "cpu" and loaded.shape == parameter.shape:
+                state_dict[prefix + name] = self.backend.place_as(loaded.to(parameter.dtype), parameter)
 
     def _check_best_metric(self) -> None:
         """Refuse a `metric_for_best_model` that no evaluation will have, where that is known."""
@@ -269,7 +284,7 @@ class SavingMixin:
             if self.backend.hosts.index > 0:
                 # What the first fetches when it saves, in the same order.
                 self._fetch_weights()
-                self.averaging.fetch()
+                self.averaging.read()
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -385,37 +400,3 @@ class SavingMixin:
         if self._evaluation_due:
             state["evaluation_due"] = True
         write_run_state(output_dir, state)
-
-
-class _Resumption(TrainerCallback):
-    """
-    Begins a run where the one that it resumes was left, and its first epoch with the host's random state of then.
-
-    A sampler without a seed of its own (`train_sampling_strategy="group_by_length"`) draws the order of an epoch from it.
-    A run that is resumed inside the epoch draws the same order.
-    """
-
-    def __init__(self, trainer: SavingMixin):
-        self._trainer = trainer
-        #: The host's random state that the epoch began with.
-        self.epoch_rng_state: str | None = None
-        #: What the next epoch begins with.
-        self.resumed: str | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        trainer = self._trainer
-        if trainer._resumed_from is None:
-            return
-        control.should_training_stop = state.global_step >= state.max_steps
-        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
-        trainer._load_rng_state(trainer._resumed_from)
-        if state.epoch % 1:
-            self.resumed = read_run_state(trainer._resumed_from).get("epoch_rng_state")
-        if trainer._evaluation_due:
-            trainer._make_up_for_evaluation()
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if self.resumed is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(self.resumed), dtype=torch.uint8))
-            self.resumed = None
-        self.epoch_rng_state = torch.get_rng_state().numpy().tobytes().hex()

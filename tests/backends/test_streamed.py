@@ -1,4 +1,4 @@
-"""The state of an optimizer goes to a file and comes from one by one tensor at a time, as if it had been on the host."""
+"""The state of an optimizer, and averages of weights, go to a file and come from one by one tensor at a time, as if they had been on the host."""
 
 import os
 import subprocess
@@ -15,7 +15,11 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+
 from hf_tpu_ext.backends import select_backend
+from hf_tpu_ext.backends.streamed import save_safetensors
 from hf_tpu_ext.step.optimizer import LazyAdamW
 
 directory = pathlib.Path(sys.argv[1])
@@ -63,6 +67,22 @@ for name in ("fetched", "streamed"):
         files = {info.filename.partition("/")[2]: (info.file_size, info.CRC) for info in file.infolist()}
         print({name: of for name, of in files.items() if name.startswith("data/")})
 
+# The same as a file of safetensors.
+averages = {f"weight.{index}": state["exp_avg"] for index, state in enumerate(optimizer.state.values())}
+number, metadata = torch.tensor(2.0, dtype=torch.float64), {"updates": "3"}
+save_file({**backend.fetch(averages), "ä": number}, directory / "fetched.safetensors", metadata)
+gc.collect()
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+gc.disable()
+before = memory("VmRSS")
+save_safetensors({**backend.stream(averages), "ä": number}, directory / "streamed.safetensors", metadata)
+risen = memory("VmHWM") - before
+files = [directory / f"{name}.safetensors" for name in ("fetched", "streamed")]
+assert risen < files[0].stat().st_size / 4, risen
+assert files[0].read_bytes() == files[1].read_bytes()
+with safe_open(files[1], "pt") as file:
+    assert file.metadata() == metadata and file.get_tensor("ä") == 2
+
 # And back: each chip gets its part at once.
 resumed = make()
 sent = met.metric_data("OutboundData")[1]
@@ -78,6 +98,9 @@ torch.testing.assert_close(backend.fetch(resumed.state_dict()), torch.load(direc
 moment = next(iter(optimizer.state.values()))["exp_avg"]
 short = moment.to(torch.float8_e5m2)
 saved = backend.stream({"whole": moment, "again": moment, "short": short})
+save_safetensors({"row": saved["whole"][3], "again": saved["again"]}, directory / "parts.safetensors", {})
+with safe_open(directory / "parts.safetensors", "pt") as file:
+    assert torch.equal(file.get_tensor("row"), file.get_tensor("again")[3])
 saved["row"] = saved["whole"][3].clone()
 assert (saved["whole"].ndim, saved["row"].shape) == (2, (512,))
 torch.save(saved, directory / "parts.pt")

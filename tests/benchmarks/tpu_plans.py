@@ -208,6 +208,9 @@ SLICES = [
     _slice("full", "v6e-16", 4, "fsdp"),
     _slice("full", "v5e-64", 4, "fsdp"),
     _slice("full", "v5e-64", 4, "data=4,fsdp=16"),
+    _slice("full", "v5e-256", 4, "fsdp"),
+    _slice("full", "v5e-256", 4, "data=16,fsdp=16"),
+    _slice("full", "v6e-256", 4, "data=16,fsdp=16"),
     _slice("LoRA", "v5e-16", 4, "data=4,fsdp=4", **LORA),
 ]
 #: What may be made, and in which document a table is.

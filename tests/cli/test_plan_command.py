@@ -74,6 +74,24 @@ def test_fits(plan, prepared):
     assert planned["derived"]["run_dollars"][0] > 0
 
 
+# PyTorch's autograd counts the devices of a process with 8 bits.
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp", "data=64,fsdp=4"])
+def test_a_slice_of_more_chips_than_autograd_counts(plan, mesh):
+    status, page, planned = plan("--seq-lengths", "64", "--topology", "v5e-256", "--mesh", mesh)
+    assert status == 0, page
+    assert "64 hosts of 4 chips" in page
+    (program,) = planned["programs"]
+    assert program["batch_shape"] == [8 * 256, 64]
+    # Every dimension of the matrices divides by 4, and none by 256: those stay whole.
+    parameters, split = 107264, 4 if mesh != "fsdp" else 1
+    assert abs(program["arguments"]["weights"] - 4 * parameters / split) < 4096
+    assert abs(program["arguments"]["optimizer state"] - 8 * parameters / split) < 8192
+    exchanged = {item["kind"] for item in program["cost"]["exchanges"]}
+    assert ("all-gather" in exchanged) == (split > 1) and "all-reduce" in exchanged
+    assert planned["derived"]["roofline"]["hosts"] > 0
+
+
 @pytest.mark.slow
 def test_programs_that_generate(prepared, tmp_path):
     output = tmp_path / "plan.json"
@@ -144,7 +162,6 @@ def test_without_the_compiler(plan, tmp_path):
 
 
 BAD_INPUT = {
-    "chips of autograd": (["--topology", "v5e-256", "--seq-lengths", "64"], ["127 chips, not 256", "v5e-64", "fsdp"]),
     "topology": (["--topology", "v5e-17", "--seq-lengths", "64"], ["v5e-16", "v5e-8", "v5e-1"]),
     "no_tokens": (["--seq-lengths", "0"], ["--seq-lengths 0", "at least one token"]),
     "no_shapes": ([], ["names no data", "--seq-lengths"]),

@@ -18,6 +18,7 @@ SAVED = dict(
     eval_steps=3,
     save_only_model=False,
     gradient_accumulation_steps=2,
+    ema_decay=0.9,
     run_report=True,
     # What is made whole for a read is counted by lines of the driver, which are taken for ones of the user's.
     counts=True,
@@ -68,6 +69,9 @@ def test_a_checkpoint_is_that_of_one_process(two, one):
     assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in theirs.iterdir())
     weights, others = (load_file(path / "model.safetensors") for path in (mine, theirs))
     torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-5)
+    averages = [load_file(path / "ema.safetensors") for path in (mine, theirs)]
+    torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-5)
+    assert averages[0].keys() == weights.keys()
     states = [torch.load(path / "optimizer.pt") for path in (mine, theirs)]
     torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=1e-4, atol=1e-5)
     arguments = [json.loads((path / "trainer_state.json").read_text())["train_batch_size"] for path in (mine, theirs)]
@@ -81,6 +85,6 @@ def test_no_chip_nor_host_holds_more_than_one_tensor_to_save(two):
     # The first reads what it writes, and no other keeps any of it.
     assert of_first["read"] > whole and of_first["dropped"] == of_second["read"] == 0
     assert of_second["dropped"] == of_first["read"]
-    # Which is the weights, and then one moment after the other.
+    # Which is the weights, and then one average or moment after the other.
     weights = (two[1].directory / "out/checkpoint-6/model.safetensors").stat().st_size
     assert of_first["at_once"] <= weights + 2 * of_first["largest"]

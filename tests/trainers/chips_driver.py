@@ -78,6 +78,7 @@ def describe(trainer, steps):
 def run(
     model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, shows=False, quantized=None, **config
 ):
+    mesh = config.get("mesh")
     from hf_tpu_ext import TPUSFTTrainer
 
     runs = Runs(model_dir, output_dir)
@@ -112,7 +113,17 @@ def run(
         trainer.head_tokens.add(hidden.shape[0])
         return score(hidden, *rest)
 
+    place_as, placed = trainer.backend.place_as, []
+
+    def watch_places(tensor, like):
+        made = place_as(tensor, like)
+        placed.append([id(like), shards_of(like)[0], shards_of(made)[0]])
+        return made
+
     trainer.backend.send_rows = watch_rows
+    if mesh == "fsdp":
+        # A look at what is whole compiles a graph, at a line that is taken for one of the user's.
+        trainer.backend.place_as = watch_places
     looped_head.LoopedLogProbs.apply = watch_tokens
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
@@ -122,10 +133,15 @@ def run(
         # Layers that run as a loop would be handed out to it at every log.
         trainer.add_callback(shown)
     trainer.train(resume_from_checkpoint=resume)
-    trainer.backend.send_rows = send_rows
+    trainer.backend.send_rows, trainer.backend.place_as = send_rows, place_as
     looped_head.LoopedLogProbs.apply = score
     shown.on_train_begin(trainer.args, trainer.state, trainer.control)
-    return {**describe(trainer, counter.steps), "sizes": sorted(shown.sizes), "reported": shown.reported}
+    return {
+        **describe(trainer, counter.steps),
+        "sizes": sorted(shown.sizes),
+        "reported": shown.reported,
+        "placed": placed,
+    }
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -340,6 +341,11 @@ def test_eight_chips(runs, rows, on_devices, as_trainer, same_logs, tmp_path, na
             parameter for parameter, shape in result["average_shards"].items() if shape != result["shapes"][parameter]
         }
         assert bool(split) == ("mesh" in config)
+    # Each weight, two moments and its average come from files, each chip's part of them at once. Weights come before layers are
+    # stacked to run as a loop.
+    if name == "fsdp":
+        assert set(Counter(weight for weight, *_ in results["again"]["placed"]).values()) == {1, 3, 4}
+    assert all(of_weight == shape for _, of_weight, shape in results["again"]["placed"])
     first, again = (averages_in(tmp_path / which / "checkpoint-4") for which in ("first", "again"))
     assert_equal(again, first)
 
