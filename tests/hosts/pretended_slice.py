@@ -112,5 +112,5 @@ def assert_same_log(log, other, rel=1e-5):
             # Rewards are differences of sums over tokens.
             least = 1e-5 if "rewards" in key else 1e-7
             assert mine[key] == pytest.approx(value, rel=rel, abs=least if rel else 0), (
-                f"{key} at step {theirs['step']}"
+                f"{key} at step {theirs['step']}: {mine[key]!r} and {value!r}"
             )

@@ -23,7 +23,7 @@ WAYS = {
     "lora": LORA,
     "distilled": {"kd_teacher": "TEACHER"},
     # Far enough from its base for the difference not to be rounding.
-    "distilled-lora": {"kd_teacher": "base", "kd_top_k": 8, "learning_rate": 3e-2, **LORA},
+    "distilled-lora": {"kd_teacher": "base", "kd_top_k": 8, "learning_rate": 0.1, **LORA},
     "dpo": {"kind": "dpo"},
     "dpo-lora": {"kind": "dpo", **LORA},
     "ema": {"ema_decay": 0.9},
