@@ -10,19 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..backends.base import Backend
 from .activation_checkpointing import Dots
 from .autocast import current_autocast, matmul_dtype
-from .module_settings import settings_of
 from .row_blocks import RowBlocks
 from .seeded_dropout import draw_seeds, dropouts_seeded
 from .static_cache import StaticKeyValueCache
 
 
-# transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
-_CAPTURES = "transformers.utils.output_capturing"
 # Elements of the smallest weight whose gradient goes to the chips part by part.
 _LEAST_SCATTERED = 2**18
 
@@ -149,18 +145,20 @@ def _restore(ctx, shared: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
 
 class LayerStack(nn.ModuleList):
     """
-    Stands in for the layers of a model, with one parameter for each name, of all layers: `(layers, ...)`.
+    Stands in for the layers of a model, with one parameter for each name, of all layers: `(layers, ...)`. A host has as few
+    tensors to handle as for one layer.
 
     Its state dict has the names and the tensors of the layers, and so can be saved and loaded. To the model it is a list of one
     layer, which runs them all.
 
     Args:
         layers ([`~torch.nn.ModuleList`]):
-            Layers that are alike, see [`why_not_alike`]. They have no parameters while the stack is in use.
+            Layers that are alike, see [`~hf_tpu_ext.step.alike_layers.why_not_alike`]. They have no parameters while the stack is in use.
         backend ([`Backend`]):
             The backend in use.
-        keeps_dots (`bool`):
-            Whether matrix products with weights are kept for the backward pass, rather than computed again.
+        rematerialization (`str`):
+            What the backward pass computes again: `"full"`, layers as turns of a loop; `"dots"`, the same but for matrix products
+            with weights; `"none"`, nothing, and no loop either: the layers are unrolled.
         by_rows (`bool`, *optional*, defaults to `False`):
             Whether layers compute each row by itself, so that they can go through [`RowBlocks`].
         made_in_turn (`dict[str, tuple[Callable, Sequence[str]]]`, *optional*):
@@ -172,13 +170,13 @@ class LayerStack(nn.ModuleList):
         self,
         layers: nn.ModuleList,
         backend: Backend,
-        keeps_dots: bool,
+        rematerialization: str,
         by_rows: bool = False,
         made_in_turn: Mapping[str, tuple[Callable, Sequence[str]]] | None = None,
     ):
         super().__init__()
         self.add_module("0", layers[0])
-        self._backend, self._keeps_dots, self._by_rows = backend, keeps_dots, by_rows
+        self._backend, self._rematerialization, self._by_rows = backend, rematerialization, by_rows
         self.layers = list(layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
         self._made = made_in_turn or {}
@@ -254,21 +252,23 @@ class LayerStack(nn.ModuleList):
     def _run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         # For a step, others may stand in their place.
         weights = [_get(self._template, name) for name in self._names]
-        if self._template.training and self._dropouts:
-            weights.append(draw_seeds(self._backend, len(self.layers)))
         cache = kwargs.get("past_key_values")
         if isinstance(cache, StaticKeyValueCache) and cache.index is None:
             return self._run_prompt(hidden, weights, cache, kwargs)
-        if cache is not None:
+        if cache is not None or self._rematerialization == "none":
             # Tokens after a prompt: each layer has its own place in the cache, which a loop would copy at every turn.
-            for index, layer in enumerate(self.layers):
-                parts = {name: weight[index] for name, weight in zip(self._names, weights, strict=True)}
-                hidden = functional_call(layer.train(self._template.training), parts, (hidden,), kwargs)
+            for layer, *parts in zip(self.layers, *(weight.unbind() for weight in weights), strict=True):
+                layer.train(self._template.training)
+                hidden = functional_call(layer, dict(zip(self._names, parts, strict=True)), (hidden,), kwargs)
             return hidden
-        blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
-        return _LayerLoop.apply(
-            partial(self._call, blocks), self._in_turn, self._keeps_dots, blocks, kwargs, hidden, *weights
+        if self._template.training and self._dropouts:
+            weights.append(draw_seeds(self._backend, len(self.layers)))
+        blocks, keeps_dots = (
+            RowBlocks(self._backend, *hidden.shape[:2], self._by_rows),
+            self._rematerialization == "dots",
         )
+        call = partial(self._call, blocks)
+        return _LayerLoop.apply(call, self._in_turn, keeps_dots, blocks, kwargs, hidden, *weights)
 
     def _run_prompt(
         self, hidden: Tensor, weights: Sequence[Tensor], cache: StaticKeyValueCache, kwargs: dict[str, Any]
@@ -352,52 +352,3 @@ def _stack_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, 
         if keys[-1] in state_dict:
             parts = [state_dict.pop(key) for key in keys]
             state_dict[keys[0]] = torch.stack(parts)
-
-
-def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """Find the module that has the layers of a model, and under which name, if there is one list of layers."""
-    found = [
-        (module, name)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and isinstance(child[0], GradientCheckpointingLayer)
-    ]
-    return found[0] if len(found) == 1 else None
-
-
-def why_not_alike(layers: nn.ModuleList, hook: Callable | None = None) -> str | None:
-    """Why layers cannot be the turns of one loop: what differs. The forward `hook` may be on all of them."""
-    first = _traits(layers[0])
-    for index, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            hooks = [
-                *module._forward_hooks.values(),
-                *module._forward_pre_hooks.values(),
-                *module._backward_hooks.values(),
-            ]
-            if any(registered != hook and registered.__module__ != _CAPTURES for registered in hooks):
-                return f"a hook is registered on {name or 'the whole'} of layer {index}"
-            if any(True for _ in module.buffers(recurse=False)):
-                return f"{name or 'the whole'} of layer {index} has buffers"
-        traits = _traits(layer)
-        if traits.keys() != first.keys():
-            return f"layer {index} has other modules than layer 0"
-        for name, trait in traits.items():
-            if trait != first[name]:
-                return f"{name or 'the whole'} of layer {index} differs from that of layer 0"
-    return None
-
-
-def _traits(layer: nn.Module) -> dict[str, tuple]:
-    """What has to be the same of each module."""
-    return {
-        name: (
-            type(module),
-            {key: value for key, value in settings_of(module).items() if key != "layer_idx"},
-            [
-                (key, weight.shape, weight.dtype, weight.requires_grad)
-                for key, weight in module.named_parameters(recurse=False)
-            ],
-        )
-        for name, module in layer.named_modules()
-    }

@@ -16,7 +16,8 @@ from transformers.utils import logging
 from ..quantization.packed_linear import unpacked_once
 from ..sharding import ShardingPlan
 from ..sharding.local_gradients import draws_random_numbers
-from ..step.layer_scan import LayerStack, find_layers, why_not_alike
+from ..step.alike_layers import find_layers, why_not_alike
+from ..step.layer_scan import LayerStack
 from ..step.optimizer import LazyAdamW
 from .own_code import (
     EVENTS_AT_EVERY_STEP,
@@ -34,6 +35,9 @@ logger = logging.get_logger(__name__)
 VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 # With fewer layers there is little to gain.
 _LEAST_LAYERS = 8
+# Weights of a layer. With more, a chip takes longer than the host, and by the compiler's estimate some percent longer if layers
+# that are unrolled have stacked parameters.
+_MOST_UNROLLED = 2**22
 
 
 class LayerScan:
@@ -68,10 +72,9 @@ class LayerScan:
             if not self._own_code_allows_scan():
                 return
             parent, name = find_layers(self._trainer.model)
-            keeps_dots = self._trainer.compiled.rematerialization == "dots"
-            layers = getattr(parent, name)
+            layers, policy = getattr(parent, name), self._trainer.compiled.rematerialization
             by_rows, made_in_turn = self._are_by_rows(layers), unpacked_once(layers[0])
-            self.stack = LayerStack(layers, self._trainer.backend, keeps_dots, by_rows, made_in_turn)
+            self.stack = LayerStack(layers, self._trainer.backend, policy, by_rows, made_in_turn)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             if "call_event" not in vars(self._trainer.callback_handler):
                 self._trainer.callback_handler.call_event = partial(
@@ -221,8 +224,8 @@ class LayerScan:
             modules[name] = before
 
     def _why_not_scan(self, optimizer: torch.optim.Optimizer) -> str | None:
-        if self._trainer.compiled.rematerialization not in ("full", "dots"):
-            return "the scan rematerializes layers, which needs gradient_checkpointing=True"
+        if self._trainer.compiled.rematerialization not in ("none", "full", "dots"):
+            return "the scan rematerializes layers as a whole, and rematerialization names modules of them"
         if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
             return "the scan rematerializes every layer, and every_n_layers asks for some"
         if self._trainer.backend.num_chips > 1 and (random := draws_random_numbers(self._trainer.model)) is not None:
@@ -244,6 +247,9 @@ class LayerScan:
             config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS
         ):
             return f"scan_layers='auto' does not scan {config.model_type} with {len(layers)} layers"
+        if self._trainer.compiled.scan_layers == "auto" and self._trainer.compiled.rematerialization == "none":
+            if sum(parameter.numel() for parameter in layers[0].parameters()) > _MOST_UNROLLED:
+                return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
         return None
 
 

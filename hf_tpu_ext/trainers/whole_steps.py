@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..sharding.local_gradients import draws_random_numbers
-from ..step.layer_scan import find_layers
+from ..step.alike_layers import find_layers
 from ..step.optimizer import clip_gradients
 from ..step.program_adamw import ProgramAdamW
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP

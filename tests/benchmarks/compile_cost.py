@@ -118,9 +118,10 @@ def trace_step(backend, case: Case) -> list:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from hf_tpu_ext.step.activation_checkpointing import rematerialize
+    from hf_tpu_ext.step.alike_layers import find_layers
     from hf_tpu_ext.step.attention import static_masks
     from hf_tpu_ext.step.kernels import use_static_kernels
-    from hf_tpu_ext.step.layer_scan import LayerStack, find_layers
+    from hf_tpu_ext.step.layer_scan import LayerStack
     from hf_tpu_ext.step.looped_head import score_tokens
     from hf_tpu_ext.step.optimizer import LazyAdamW
 
@@ -144,7 +145,7 @@ def trace_step(backend, case: Case) -> list:
     backend.place(model).train()
     if case.how.startswith("scan"):
         parent, name = find_layers(base)
-        stack = LayerStack(parent.layers, backend, keeps_dots=case.how.endswith("dots"))
+        stack = LayerStack(parent.layers, backend, "dots" if case.how.endswith("dots") else "full")
         stack.stack()
         parent.layers = stack
     else:

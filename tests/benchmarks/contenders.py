@@ -92,6 +92,13 @@ def _ours(plan: Plan, meter: Meter) -> dict[int, float]:
     return train_with(TPUSFTTrainer, plan, meter)
 
 
+def _stacked(plan: Plan, meter: Meter) -> dict[int, float]:
+    from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+
+    # By default they are, without a callback that runs at every step: it may look at layers.
+    return train_with(TPUSFTTrainer, plan, meter, TPUSFTConfig, scan_layers="on")
+
+
 def _traced(plan: Plan, meter: Meter) -> dict[int, float]:
     from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 
@@ -165,8 +172,9 @@ class Contender:
 CONTENDERS = {
     "bare": Contender("bare torch_xla loop", _bare),
     "jax": Contender("bare JAX loop, Optax", script=Path(__file__).with_name("jax_loop.py")),
-    "ours": Contender("`TPUSFTTrainer`", _ours),
-    "traced": Contender("`TPUSFTTrainer`, `step_replay=False`", _traced),
+    "stacked": Contender("`TPUSFTTrainer`, stacked layers", _stacked),
+    "ours": Contender("`TPUSFTTrainer`, separate layers", _ours),
+    "traced": Contender("`TPUSFTTrainer`, separate layers, `step_replay=False`", _traced),
     "unwatched": Contender("`TPUSFTTrainer`, nothing watched", _unwatched),
     "stock_padded": Contender("`trl.SFTTrainer`, padded to a fixed length", _stock_padded),
     # It compiles at nearly every step, for minutes in all.

@@ -39,6 +39,7 @@ QWEN3 = {
 # The sizes that these models were published with (their `config.json`).
 MODELS = {
     "Qwen3-0.6B": ("qwen3", QWEN3),
+    "Qwen3-0.6B of 8 layers": ("qwen3", {**QWEN3, "num_hidden_layers": 8}),
     "Qwen3-0.6B of 2 layers, vocabulary 32k": ("qwen3", {**QWEN3, "num_hidden_layers": 2, "vocab_size": 32768}),
     "Qwen3-0.6B of 2 layers, vocabulary 152k": ("qwen3", {**QWEN3, "num_hidden_layers": 2}),
     "Qwen2.5-0.5B": (
@@ -136,6 +137,19 @@ CASES = [
     _qwen3("LoRA, 32 rows", **LORA | {"per_device_train_batch_size": "32"}),
     _qwen3("full, 4 rows"),
     _qwen3("full, 4 rows, scan_layers: off, attention: slices", scan_layers="off", attention="slices"),
+    *(
+        Case(
+            f"full, 4 rows, rematerialization: none, scan_layers: {scan_layers}, attention: slices",
+            "Qwen3-0.6B of 8 layers",
+            settings={
+                "per_device_train_batch_size": "4",
+                "rematerialization": "none",
+                "scan_layers": scan_layers,
+                "attention": "slices",
+            },
+        )
+        for scan_layers in ("off", "on")
+    ),
     *(
         Case(
             f"LoRA, 4 rows, {size}",

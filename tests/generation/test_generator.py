@@ -134,7 +134,7 @@ def test_prompts_of_one_token(xla):
 def test_layers_as_a_loop(xla):
     expected = generate_eagerly(make(), PROMPTS, **GREEDY)
     model = place(make(), xla)
-    stack = LayerStack(model.model.layers, xla, keeps_dots=False)
+    stack = LayerStack(model.model.layers, xla, "full")
     stack.stack()
     model.model.layers = stack
     assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected

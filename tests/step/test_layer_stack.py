@@ -9,9 +9,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.step.alike_layers import find_layers, why_not_alike
 from hf_tpu_ext.step.attention import static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
-from hf_tpu_ext.step.layer_scan import LayerStack, find_layers, why_not_alike
+from hf_tpu_ext.step.layer_scan import LayerStack
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +25,14 @@ def load(tmp_path_factory):
     return load
 
 
-def forward_and_backward(xla, model, keeps_dots=None, dtype=None):
-    """Loss, gradients by their names in the model, and the program. Stacked unless `keeps_dots` is `None`."""
+def forward_and_backward(xla, model, policy=None, dtype=None):
+    """Loss, gradients by their names in the model, and the program. Stacked unless `policy` is `None`."""
     use_static_kernels(model)
     xla.place(model).train()
     stack = None
-    if keeps_dots is not None:
+    if policy is not None:
         parent, name = find_layers(model)
-        stack = LayerStack(parent.layers, xla, keeps_dots, by_rows=True)
+        stack = LayerStack(parent.layers, xla, policy, by_rows=True)
         stack.stack()
         parent.layers = stack
     ids = xla.send(torch.arange(48).reshape(4, 12) + 7)
@@ -54,10 +55,10 @@ def forward_and_backward(xla, model, keeps_dots=None, dtype=None):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
-def test_loss_and_gradients_are_those_of_the_layers(xla, load, keeps_dots, dtype):
+@pytest.mark.parametrize("policy", ["none", "full", "dots"])
+def test_loss_and_gradients_are_those_of_the_layers(xla, load, policy, dtype):
     loss, gradients, _ = forward_and_backward(xla, load(), dtype=dtype)
-    again_loss, again_gradients, _ = forward_and_backward(xla, load(), keeps_dots, dtype)
+    again_loss, again_gradients, _ = forward_and_backward(xla, load(), policy, dtype)
     tolerance = 1e-6 if dtype is None else 2**-7
     torch.testing.assert_close(again_loss, loss, rtol=tolerance, atol=0)
     assert gradients.keys() == again_gradients.keys()
@@ -65,11 +66,11 @@ def test_loss_and_gradients_are_those_of_the_layers(xla, load, keeps_dots, dtype
         assert (gradient - again_gradients[name]).norm() < tolerance * gradient.norm(), name
 
 
-@pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
-def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, keeps_dots):
-    expected = forward_and_backward(xla, load(), keeps_dots, torch.bfloat16)
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, policy):
+    expected = forward_and_backward(xla, load(), policy, torch.bfloat16)
     monkeypatch.setattr("hf_tpu_ext.backends.xla_loops._LEAST_KEPT", 1)
-    loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, torch.bfloat16)
+    loss, gradients, program = forward_and_backward(xla, load(), policy, torch.bfloat16)
     assert torch.equal(loss, expected[0])
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[1][name]), name
@@ -77,23 +78,23 @@ def test_weights_are_converted_in_their_turn(xla, load, monkeypatch, keeps_dots)
     kept = program.count(" opt-barrier(") - expected[2].count(" opt-barrier(")
     assert kept == 2 * len(dict(load().model.layers[0].named_parameters()))
     # Nothing is converted where autocast is off.
-    assert " opt-barrier(" not in forward_and_backward(xla, load(), keeps_dots)[2]
+    assert " opt-barrier(" not in forward_and_backward(xla, load(), policy)[2]
 
 
-@pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
-def test_the_program_does_not_grow_with_depth(xla, load, keeps_dots):
-    programs = [forward_and_backward(xla, load(layers), keeps_dots)[2] for layers in (3, 6)]
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_the_program_does_not_grow_with_depth(xla, load, policy):
+    programs = [forward_and_backward(xla, load(layers), policy)[2] for layers in (3, 6)]
     assert programs[0].count(" = ") == programs[1].count(" = ")
     assert programs[0].count(" while(") == 2
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("keeps_dots", [False, True], ids=["full", "dots"])
-def test_blocks_of_rows_give_the_same(xla, load, monkeypatch, keeps_dots, dtype):
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_blocks_of_rows_give_the_same(xla, load, monkeypatch, policy, dtype):
     monkeypatch.setattr("hf_tpu_ext.step.activation_checkpointing._LEAST_SUMMED", 8)
-    loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, dtype)
+    loss, gradients, program = forward_and_backward(xla, load(), policy, dtype)
     monkeypatch.setattr("hf_tpu_ext.step.row_blocks._BLOCK_TOKENS", 2 * 12)
-    again_loss, again_gradients, in_blocks = forward_and_backward(xla, load(), keeps_dots, dtype)
+    again_loss, again_gradients, in_blocks = forward_and_backward(xla, load(), policy, dtype)
     # One in each of the loops over layers, and no more of anything that is large.
     assert (program.count(" while("), in_blocks.count(" while(")) == (2, 4)
     assert in_blocks.count(" dot(") == program.count(" dot(")
@@ -106,7 +107,7 @@ def test_blocks_of_rows_give_the_same(xla, load, monkeypatch, keeps_dots, dtype)
 
 def test_kept_products_are_not_computed_again(xla, load, monkeypatch):
     monkeypatch.setattr("hf_tpu_ext.step.activation_checkpointing._LEAST_SUMMED", 8)
-    full, dots = (forward_and_backward(xla, load(), keeps_dots)[2].count(" dot(") for keeps_dots in (False, True))
+    full, dots = (forward_and_backward(xla, load(), policy)[2].count(" dot(") for policy in ("full", "dots"))
     # q, k, v, o, gate and up.
     assert full - dots == 6
 
@@ -116,7 +117,7 @@ def test_state_dict_is_that_of_the_layers(xla, load):
     xla.place(model)
     parent, _ = find_layers(model)
     layers = parent.layers
-    parent.layers = stack = LayerStack(layers, xla, False)
+    parent.layers = stack = LayerStack(layers, xla, "full")
     stack.stack()
     assert all(len(parameter) == 3 for parameter in stack.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == load().num_parameters()
@@ -139,7 +140,7 @@ def test_answers_in_the_middle_of_training(xla, load):
     ids = torch.arange(6)[None] + 9
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     parent, _ = find_layers(model)
-    parent.layers = stack = LayerStack(parent.layers, CPUBackend("for the test"), False)
+    parent.layers = stack = LayerStack(parent.layers, CPUBackend("for the test"), "full")
     stack.stack()
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
 
@@ -156,7 +157,7 @@ class Dropping(GradientCheckpointingLayer):
 
 def test_dropout_is_drawn_the_same_way_twice_and_anew_for_each_layer(xla):
     layers = nn.ModuleList([Dropping() for _ in range(3)]).to(xla.device).train()
-    stack = LayerStack(layers, xla, False)
+    stack = LayerStack(layers, xla, "full")
     stack.stack()
     hidden = xla.send(torch.ones(64, 64)).requires_grad_()
     xla.wait()

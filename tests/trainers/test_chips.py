@@ -28,6 +28,8 @@ RUNS = {
     "both-lora-accumulated": dict(EVALUATED, lora={}, mesh="data=2,fsdp", gradient_accumulation_steps=2),
     "data-scanned-accumulated": dict(TWENTY, scan_layers="on", gradient_accumulation_steps=2),
     "fsdp-lora-scanned": dict(EVALUATED, lora={}, mesh="fsdp", scan_layers="on"),
+    "data-stacked": dict(TWENTY, scan_layers="on", rematerialization="none"),
+    "fsdp-stacked": dict(EVALUATED, scan_layers="on", rematerialization="none", mesh="fsdp"),
 }
 DROPPING = {
     "dropping-data": dict(TWENTY, scan_layers="on", lora={"lora_dropout": 0.1}),
@@ -89,7 +91,11 @@ def result(request, name):
 
 def of_one_device(config):
     """The same run for a device that takes the rows of all."""
-    rest = {key: value for key, value in config.items() if key not in ("mesh", "fsdp", "lora", "scan_layers")}
+    rest = {
+        key: value
+        for key, value in config.items()
+        if key not in ("mesh", "fsdp", "lora", "scan_layers", "rematerialization")
+    }
     return {key: value * 8 if key.startswith("per_device") else value for key, value in rest.items()}
 
 

@@ -68,6 +68,9 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
         dict(lora={}),
         dict(lora={}, rematerialization="dots", learning_rate=1e-2),
         dict(rematerialization="dots", max_grad_norm=0.5),
+        # Not a loop: stacked parameters of unrolled layers.
+        dict(rematerialization="none", gradient_accumulation_steps=2, max_steps=3),
+        dict(rematerialization="none", lora={}, learning_rate=1e-2),
         dict(gradient_accumulation_steps=2, max_steps=3),
         dict(packing=True, packing_strategy="wrapped", max_steps=3),
         dict(step_replay=False, max_steps=3),
@@ -155,9 +158,10 @@ def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_block
     assert set(counts) == {1}
 
 
-def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, make, tmp_path):
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, make, tmp_path, policy):
     """Written by a run of either kind, resumed by a run of either kind."""
-    config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora=None)
+    config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora=None, rematerialization=policy)
     one = scanned(make(), output_dir=str(tmp_path / "on"), **config)
     other = scanned(make(), output_dir=str(tmp_path / "off"), scan_layers="off", **config)
     same_logs(one, other)
@@ -230,7 +234,7 @@ def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, m
     assert trainer.evaluate()["eval_loss"] < before
 
 
-def test_auto_is_on_for_deep_models_that_checkpoint(runs, scanned, make):
+def test_auto_is_on_for_deep_models(runs, scanned, make, monkeypatch):
     deep = dict(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
 
     def is_loop(model, **config):
@@ -242,6 +246,9 @@ def test_auto_is_on_for_deep_models_that_checkpoint(runs, scanned, make):
     assert is_loop(make(**deep), **auto)
     assert not is_loop(make(), **auto)
     # What a plain SFTConfig gets.
+    assert is_loop(make(**deep), gradient_checkpointing=True)
+    assert is_loop(make(**deep), gradient_checkpointing=False)
+    monkeypatch.setattr("hf_tpu_ext.trainers.layers._MOST_UNROLLED", 1000)
     assert is_loop(make(**deep), gradient_checkpointing=True)
     assert not is_loop(make(**deep), gradient_checkpointing=False)
 
@@ -275,8 +282,7 @@ def test_steps_with_dropout_in_the_loop_are_replayed(xla, scanned, make, same_lo
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        ("qwen3", dict(gradient_checkpointing=False), "needs gradient_checkpointing=True"),
-        ("qwen3", dict(rematerialization="mlp"), "needs gradient_checkpointing=True"),
+        ("qwen3", dict(rematerialization="mlp"), "rematerialization names modules of them"),
         ("qwen3", dict(optim="sgd"), "SGD may look at parameters as a whole"),
         ("qwen3", dict(lora={"layers_to_transform": [0]}), "layer 1 has other modules than layer 0"),
         ("gemma2", {}, "the layers are of several types"),
