@@ -34,13 +34,13 @@ STARTS = {
 SECONDS = 300
 
 
-def on_two(spec, model_dir, directory):
-    """Run `ranks_driver.py` in two processes: what each noted of each training, and what they printed."""
+def on_ranks(spec, model_dir, directory, count=2):
+    """Run `ranks_driver.py` in `count` processes: what each noted of each training, and what they printed."""
     spec_file, output_file = directory / "spec.json", directory / "noted.json"
     spec_file.write_text(json.dumps(spec))
     driver = [str(HERE / "ranks_driver.py"), str(model_dir), str(directory), str(spec_file), str(output_file)]
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *driver],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", *driver],
         env={**os.environ, "TPU_SKIP_MDS_QUERY": "1"},
         capture_output=True,
         text=True,
@@ -54,7 +54,7 @@ def on_two(spec, model_dir, directory):
 @pytest.fixture(scope="module")
 def noted(tpu, tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    ranks, printed = on_two(STARTS, tiny_model, directory)
+    ranks, printed = on_ranks(STARTS, tiny_model, directory)
     for name in STARTS:
         first, second = (rank[name] for rank in ranks)
         assert first["weights"] == second["weights"] and first["shapes"] == second["shapes"], name
@@ -147,7 +147,7 @@ def test_all_stop_after_the_same_step_and_go_on_in_one_process_and_in_two(
     # The last entry is of the run that ends: the mean loss of its own steps.
     until_the_end = as_trainer(ours("full").state.log_history[:-1])
     same_logs(as_trainer(one.state.log_history[:-1]), until_the_end)
-    again, _ = on_two({"again": dict(FULL, resume=str(tmp_path / "one" / "checkpoint-4"))}, tiny_model, tmp_path)
+    again, _ = on_ranks({"again": dict(FULL, resume=str(tmp_path / "one" / "checkpoint-4"))}, tiny_model, tmp_path)
     same_logs(as_trainer(again[0]["again"]["log"][:-1]), until_the_end)
 
 
@@ -182,5 +182,5 @@ TorchTPUBackend.chips_of_host = 2
     assert (tmp_path / "out" / "model.safetensors").is_file()
     refused = train("--num_chips", "3")
     assert refused.returncode == 2 and "num_chips=3, but this machine has 2 chips" in refused.stderr
-    mistaken = train("--mesh", "fsdp")
-    assert mistaken.returncode == 2 and "mesh='fsdp', of which chips hold parts" in mistaken.stderr
+    mistaken = train("--mesh", "fsdp", "--ema_decay", "0.9")
+    assert mistaken.returncode == 2 and "ema_decay=0.9 does not work with mesh='fsdp'" in mistaken.stderr
