@@ -359,7 +359,7 @@ class TPUTrainerMixin(
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         reads = self.backend.traces_steps or self.backend.splits_weights
-        if reads and state_dict is None and self.backend.hosts.index == 0:
+        if reads and state_dict is None and not self._gives_parts:
             state_dict = self._fetch_weights()
         with self.layers.in_place():
             super()._save(output_dir, state_dict)

@@ -376,7 +376,7 @@ class SavingMixin:
         )
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        if self.backend.hosts.index > 0:
+        if self._gives_parts:
             return
         super()._save(output_dir, state_dict)
         if self.args.should_save:

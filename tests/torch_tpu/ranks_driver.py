@@ -66,8 +66,13 @@ def sft(model_dir, output_dir, lora=None, metrics=False, **config):
     return runs.ours(model=model, lora=lora, train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)
 
 
-def run(model_dir, output_dir, case=None, resume=None, stop_at=None, **config):
+def run(model_dir, output_dir, case=None, resume=None, stop_at=None, refused=False, **config):
     torch.compiler.reset()
+    if refused:
+        try:
+            return run(model_dir, output_dir, case, **config)
+        except ValueError as error:
+            return {"refused": str(error)}
     if case is None:
         trainer = sft(model_dir, output_dir, **config)
     else:
