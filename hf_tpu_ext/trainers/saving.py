@@ -298,7 +298,7 @@ class SavingMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._writes_optimizer = True
         try:
-            if self._unfinished is not None and self._gives_parts:
+            if self._gives_parts:
                 read_all(self.optimizer.state_dict())
             else:
                 super()._save_optimizer_and_scheduler(output_dir)
