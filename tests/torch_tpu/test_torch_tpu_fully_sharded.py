@@ -31,13 +31,14 @@ STARTS = {
     "lora": dict(LORA, **SPLIT, **SAVED),
     # Evaluated where the mean of the logits is not nearly 0.
     "layers": dict(
-        CONFIG | EVALUATED | {"eval_steps": 3, "max_steps": 3}, mesh="fsdp=2", metrics=True, gradient_checkpointing=True
+        CONFIG | EVALUATED | {"eval_steps": 3, "max_steps": 3},
+        mesh="fsdp=2",
+        metrics=True,
+        gradient_checkpointing=True,
     ),
     "dpo": dict(case={"kind": "dpo", "steps": 3}, per_device_train_batch_size=2, **SPLIT),
     "dpo_lora": dict(case={"kind": "dpo", "steps": 3, "lora": "new"}, per_device_train_batch_size=2, **SPLIT),
 }
-# Left to run ahead, torch_tpu and the plug-in for CPU have waited for each other now and then, when a buffer was freed.
-BLOCKING = dict(TORCH_TPU_LAUNCH_BLOCKING="1")
 REFUSED = {
     "ema": (dict(ema_decay=0.9), "ema_decay=0.9 does not work with mesh='fsdp'"),
     "samples": (dict(show_samples=2), "show_samples=2 does not work with mesh='fsdp'"),
@@ -66,7 +67,7 @@ def noted(tpu, tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("split")
     again = dict(STARTS["lora"], resume=str(directory / "lora" / "checkpoint-2"))
     refused = {name: dict(mesh="fsdp", refused=True) | config for name, (config, _) in REFUSED.items()}
-    ranks, printed = on_ranks({**STARTS, "lora_again": again, **refused}, tiny_model, directory, **BLOCKING)
+    ranks, printed = on_ranks({**STARTS, "lora_again": again, **refused}, tiny_model, directory)
     return directory, ranks, printed
 
 
@@ -166,7 +167,7 @@ def test_a_checkpoint_goes_on_in_any_number_of_processes(
         "data": dict(whole, mesh="data", resume=str(tmp_path / "one" / "checkpoint-4")),
         "fsdp": dict(whole, mesh="fsdp", resume=str(tmp_path / "data" / "checkpoint-6")),
     }
-    ranks, _ = on_ranks(legs, tiny_model, tmp_path, **BLOCKING)
+    ranks, _ = on_ranks(legs, tiny_model, tmp_path)
     for name in legs:
         same_logs(as_trainer(ranks[0][name]["log"][:-1]), until_the_end)
 
@@ -175,7 +176,7 @@ def test_a_checkpoint_goes_on_in_any_number_of_processes(
 def test_groups_of_processes_that_hold_parts(tpu, tiny_model, stock_of_ranks, as_trainer, same_logs, tmp_path):
     config = dict(FULL, mesh="data=2,fsdp=2", compile_step="off", per_device_train_batch_size=2)
     config["per_device_eval_batch_size"] = 2
-    ranks, printed = on_ranks({"groups": config}, tiny_model, tmp_path, count=4, **BLOCKING)
+    ranks, printed = on_ranks({"groups": config}, tiny_model, tmp_path, count=4)
     same_logs(as_trainer(ranks[0]["groups"]["log"]), stock_of_ranks(count=4, **config))
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=2)" in printed
     held = [rank["groups"]["held"] for rank in ranks]
