@@ -66,6 +66,8 @@ class Backend(ABC):
     own_optimizer: bool = False
     #: Whether transformers and accelerate do not know the device: arguments are adapted, and the model placed, for them.
     unknown_upstream: bool = False
+    #: Whether this process holds parts of the weights, which all put together to compute with them and to save them.
+    splits_weights: bool = False
 
     # ---- What is not asked of every accelerator, in protocols of its own ----
 
@@ -273,8 +275,8 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
-    def compile_module(self, module: nn.Module) -> None:
-        """Have calls of a module compiled, in place. Only where `compiles_functions`."""
+    def compile_module(self, module: nn.Module) -> Callable[[], None]:
+        """Have calls of a module compiled, in place. Returns what undoes that. Only where `compiles_functions`."""
         raise NotImplementedError
 
     def compiles(self) -> int:

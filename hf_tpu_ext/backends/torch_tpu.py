@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -19,10 +20,12 @@ from .base import Backend, map_tensors
 from .compile_cache import cache_root
 from .counters import Counters
 from .detect import tpu_chips, tpu_kind
+from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
 from .host import enable_hugepages, peak_of_process
 from .insight import Insight
 from .process_ranks import ProcessRanks, cut_at_collectives
 from .ranks import Ranks
+from .streamed import streamed
 
 
 _CACHE_VARIABLE = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
@@ -64,6 +67,9 @@ class TorchTPUBackend(Backend):
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
         self._ranks: Ranks | None = None
+        self._mesh = {"data": 1, "fsdp": 1}
+        # Whether what is split is fetched for the first process alone.
+        self._for_first = False
 
     @property
     def device(self) -> torch.device:
@@ -156,6 +162,43 @@ class TorchTPUBackend(Backend):
         os.environ[_CACHE_VARIABLE] = directory
         return []
 
+    # ---- Weights that are split over processes ----
+
+    def use_mesh(self, mesh: dict[str, int]) -> None:
+        self._mesh = mesh
+
+    @property
+    def splits_weights(self) -> bool:
+        return self._mesh["fsdp"] > 1
+
+    def place(self, model: nn.Module) -> nn.Module:
+        place = super().place
+        return split_model(model, self._mesh, self.device.type, place) if self.splits_weights else place(model)
+
+    def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return split_as(tensor, like) if is_split(like) else super().place_as(tensor, like)
+
+    @contextmanager
+    def fetching_for_first(self) -> Iterator[None]:
+        before, self._for_first = self._for_first, True
+        try:
+            yield
+        finally:
+            self._for_first = before
+
+    def _to_host(self, tensor: torch.Tensor, row: int | None = None) -> torch.Tensor:
+        gathered = whole(tensor.detach() if row is None else tensor.detach()[row])
+        if self._for_first and self.ranks.index > 0 and is_split(tensor):
+            return torch.empty_like(gathered, device="meta")
+        return gathered.cpu()
+
+    def stream(self, data: Any) -> Any:
+        def read_later(tensor: torch.Tensor) -> Any:
+            return streamed(tensor, self._to_host) if is_split(tensor) else self._to_host(tensor)
+
+        with self.insight.own_reads():
+            return map_tensors(read_later, data)
+
     # ---- Steps ----
 
     def wait(self) -> None:
@@ -170,7 +213,7 @@ class TorchTPUBackend(Backend):
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in fetched:
-                fetched[id(tensor)] = tensor.detach().cpu()
+                fetched[id(tensor)] = self._to_host(tensor)
             return fetched[id(tensor)]
 
         with self.insight.own_reads():
@@ -206,18 +249,23 @@ class TorchTPUBackend(Backend):
 
         return run
 
-    def compile_module(self, module: nn.Module) -> None:
+    def compile_module(self, module: nn.Module) -> Callable[[], None]:
         # One for each declared length, with gradients and without: beyond the limit, operators would be run one by one.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
-        compiled = torch.compile(module._call_impl, backend="tpu", dynamic=False)
+        # What gathers weights and splits them again is around the forward pass.
+        name, function = "_compiled_call_impl", module._call_impl
+        if isinstance(module, FSDPModule):
+            name, function = "forward", module.forward
+        compiled = torch.compile(function, backend="tpu", dynamic=False)
 
         def call(*args, **kwargs):
             # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer.
             with torch._C.DisableTorchFunction():
                 return compiled(*args, **kwargs)
 
-        # As `module.compile` sets it.
-        module._compiled_call_impl = call
+        # The first as `module.compile` sets it, over a class attribute as well.
+        vars(module)[name] = call
+        return partial(vars(module).pop, name)
 
     # ---- Counts ----
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from ..backends.base import Backend
 from ..formatting import format_bytes, format_size, name_of_any_layer
@@ -45,6 +46,15 @@ def partition_spec(shape: tuple[int, ...], mesh: dict[str, int]) -> PartitionSpe
     return tuple(spec)
 
 
+def _spec_of(parameter: DTensor) -> PartitionSpec:
+    """What a parameter is split by that was split by FSDP2."""
+    spec: list[str | None] = [None] * parameter.ndim
+    for axis, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
+        if isinstance(placement, Shard):
+            spec[placement.dim] = axis
+    return tuple(spec)
+
+
 class ShardingPlan:
     """
     Place of every parameter of a model on a mesh. `print(plan)` shows it as a table.
@@ -72,10 +82,13 @@ class ShardingPlan:
         }
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
-            # Each layer as it would be by itself.
-            spec = (
-                (None, *partition_spec(shape[1:], mesh)) if id(parameter) in stacked else partition_spec(shape, mesh)
-            )
+            if isinstance(parameter, DTensor):
+                spec = _spec_of(parameter)
+            elif id(parameter) in stacked:
+                # Each layer as it would be by itself.
+                spec = (None, *partition_spec(shape[1:], mesh))
+            else:
+                spec = partition_spec(shape, mesh)
             shards = math.prod(mesh[axis] for axis in spec if axis is not None)
             num_bytes = parameter.numel() * parameter.element_size()
             self.parameters.append(PlannedParameter(name, shape, num_bytes, parameter.requires_grad, spec, shards))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -52,7 +53,7 @@ class LazyAdamW(torch.optim.AdamW):
         # Their step counters: views of one tensor, so that counting is one operator, and reading them another.
         self._counters: list[torch.Tensor] = []
         self._counts = torch.zeros(0)
-        self.register_load_state_dict_pre_hook(LazyAdamW._place_loaded)
+        self.register_load_state_dict_pre_hook(partial(place_loaded, backend))
 
     @torch.no_grad()
     def create_state(self) -> None:
@@ -78,28 +79,9 @@ class LazyAdamW(torch.optim.AdamW):
         groups = [{**group, "fused": None, "capturable": False} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
-    def _place_loaded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # One by one: a checkpoint may be as large as all chips.
-        groups = zip(state_dict["param_groups"], self.param_groups, strict=False)
-        of_number = {
-            number: parameter
-            for saved, group in groups
-            for number, parameter in zip(saved["params"], group["params"], strict=False)
-        }
-        state = {
-            number: {name: self.place(value, of_number[number]) for name, value in values.items()}
-            if number in of_number
-            else values
-            for number, values in state_dict["state"].items()
-        }
-        return {**state_dict, "state": state}
-
     def place(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """Put a moment of a parameter, which is on the CPU, on its chips. A step counter stays."""
-        is_moment = isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape
-        if not is_moment or value.device == parameter.device:
-            return value
-        return self._backend.place_as(value.to(parameter.dtype), parameter)
+        """As [`place_moment`]."""
+        return place_moment(self._backend, value, parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:
@@ -205,6 +187,31 @@ class LazyAdamW(torch.optim.AdamW):
         if self.average is not None:
             # All weights: those without a gradient stay as they are, and their average comes closer.
             self.average.update(numbers[0][-1])
+
+
+def place_moment(backend: Backend, value: Any, parameter: torch.nn.Parameter) -> Any:
+    """Put a moment of a parameter, which is on the CPU, on its chips. A step counter stays."""
+    is_moment = isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape
+    if not is_moment or value.device == parameter.device:
+        return value
+    return backend.place_as(value.to(parameter.dtype), parameter)
+
+
+def place_loaded(backend: Backend, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Put the moments of a state dict, which an optimizer is to load, on their chips: it may be as large as all of them."""
+    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=False)
+    of_number = {
+        number: parameter
+        for saved, group in groups
+        for number, parameter in zip(saved["params"], group["params"], strict=False)
+    }
+    state = {
+        number: {name: place_moment(backend, value, of_number[number]) for name, value in values.items()}
+        if number in of_number
+        else values
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
 
 class StepGradients:

@@ -293,7 +293,7 @@ class Chips:
     def lines(self) -> list[str]:
         """What a person is told about chips at start."""
         found = []
-        if self._backend.num_chips > 1:
+        if self._backend.num_chips > 1 or self._backend.splits_weights:
             found.append(describe_mesh(self.mesh))
         if self._backend.hosts.count > 1:
             found.append(describe_hosts(self.mesh, self._backend.hosts.count))

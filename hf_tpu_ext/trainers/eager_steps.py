@@ -1,15 +1,19 @@
 """The training steps of a run on a device that runs operators one by one, and compiles each of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
 
-from ..sharding import parse_mesh
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
-from .configs import ExtensionArguments
+from .arguments import ADAMW_NAMES
+
+
+# Settings that take weights in one piece between steps.
+_NOT_SPLIT = ("ema_decay", "show_samples", "sync_ref_model", "kd_teacher", "kd_cache")
 
 
 def not_there(what: str) -> str:
@@ -25,14 +29,34 @@ def check_there(args: TrainingArguments, generates: bool) -> None:
     if generates:
         raise ValueError(not_there("A trainer that generates text within its steps"))
     if args.fsdp:
-        raise ValueError(not_there(f"fsdp={args.fsdp!r}"))
-    if isinstance(args, ExtensionArguments) and args.mesh is not None and parse_mesh(args.mesh).get("fsdp", 1) != 1:
-        raise ValueError(not_there(f"mesh={args.mesh!r}, of which chips hold parts of the weights,"))
+        raise ValueError(
+            f"fsdp={args.fsdp!r} is upstream's. Leave it out, and set mesh='fsdp': chips hold parts of the weights."
+        )
     if vars(args).get("predict_with_generate"):
         raise ValueError(not_there("predict_with_generate=True"))
     for name in ("weight_dtype", "qat_weight_dtype"):
         if vars(args).get(name) is not None:
             raise ValueError(not_there(f"{name}={vars(args)[name]!r} (quantization-aware training)"))
+
+
+def check_split(args: TrainingArguments, given: Mapping[str, Any]) -> None:
+    """
+    Refuse (`ValueError`) what does not train where processes hold parts of the weights. `given` has what the trainer was given,
+    by the names of [`~transformers.Trainer`].
+    """
+    asked = {
+        f"optim={OptimizerNames(args.optim).value}": args.optim not in ADAMW_NAMES,
+        "optimizer_cls_and_kwargs": given.get("optimizer_cls_and_kwargs") is not None,
+        "optimizers=(optimizer, ...)": given.get("optimizers", (None,))[0] is not None,
+    }
+    asked |= {f"{name}={vars(args).get(name)}": bool(vars(args).get(name)) for name in _NOT_SPLIT}
+    for what, is_asked in asked.items():
+        if is_asked:
+            instead = "Set optim='adamw_torch_fused'" if what.startswith("optim") else "Leave it out"
+            raise ValueError(
+                f"{what} does not work with mesh={args.mesh!r}, of which each chip holds parts of the weights. {instead}, or set "
+                "mesh='data'."
+            )
 
 
 def check_loader(args: TrainingArguments) -> None:
@@ -127,7 +151,8 @@ class EagerSteps(TrainerCallback):
     def _average_gradients(self, model: nn.Module) -> None:
         """Give all processes the mean of their gradients, once for an optimizer step."""
         ranks = self._trainer.backend.ranks
-        if ranks.count == 1:
+        # Split ones are exchanged in the backward pass, a layer at a time.
+        if ranks.count == 1 or self._trainer.backend.splits_weights:
             return
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Rows of one process may use an expert that those of another do not.

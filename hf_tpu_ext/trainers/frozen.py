@@ -28,7 +28,9 @@ class ShortFrozenWeights:
     def in_bfloat16(self) -> Iterator[None]:
         """Within this context, frozen weights are bfloat16, where that changes no number."""
         trainer = self._trainer
-        if trainer.compiled.compute_dtype != torch.bfloat16 or self.in_use is not None:
+        # FSDP2 keeps the parts of a weight by their memory.
+        stays = trainer.compiled.compute_dtype != torch.bfloat16 or trainer.backend.splits_weights
+        if stays or self.in_use is not None:
             yield
             return
         # A reference that follows the policy changes, whatever its parameters say.

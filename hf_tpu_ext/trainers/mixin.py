@@ -358,7 +358,8 @@ class TPUTrainerMixin(
             self.metrics.drop("eval")
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        if self.backend.traces_steps and state_dict is None and self.backend.hosts.index == 0:
+        reads = self.backend.traces_steps or self.backend.splits_weights
+        if reads and state_dict is None and not self._gives_parts:
             state_dict = self._fetch_weights()
         with self.layers.in_place():
             super()._save(output_dir, state_dict)

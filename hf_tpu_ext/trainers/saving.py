@@ -111,7 +111,9 @@ class SavingMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Where its tensors go to a device one by one, the file need not be in memory.
-        with serialization_config.patch("load.mmap", self.backend.unknown_upstream):
+        # Upstream has each of several processes load all of it to its device.
+        loads_on = {"_setup_devices": torch.device("cpu")} if self.backend.splits_weights else {}
+        with serialization_config.patch("load.mmap", self.backend.unknown_upstream), self._settings(**loads_on):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
@@ -137,7 +139,8 @@ class SavingMixin:
             hook.remove()
         # PEFT turns adapters that TRL has made bfloat16 into float32.
         for name, parameter in self.model.named_parameters():
-            parameter.data = parameter.data.to(dtypes[name])
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
 
     def _place_loaded(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
         # Copied from the host, a weight would be whole on every chip first.
@@ -275,13 +278,18 @@ class SavingMixin:
     # ---- Saving ----
 
     @property
+    def _gives_parts(self) -> bool:
+        """Whether another host or process writes what is saved, to which this one gives its parts of split tensors."""
+        return self.backend.hosts.index > 0 or (self.backend.splits_weights and self.backend.ranks.index > 0)
+
+    @property
     def _is_for_first_host(self) -> bool:
-        """Whether another host writes the checkpoint under way, to which this one gives its parts of split tensors."""
+        """Whether another host writes the checkpoint under way."""
         return self._unfinished is not None and self.backend.hosts.index > 0
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.backend.fetching_for_first():
-            if self.backend.hosts.index > 0:
+            if self._gives_parts:
                 # What the first fetches when it saves, in the same order.
                 self._fetch_weights()
                 self.averaging.read()
@@ -290,7 +298,7 @@ class SavingMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._writes_optimizer = True
         try:
-            if self._is_for_first_host:
+            if self._gives_parts:
                 read_all(self.optimizer.state_dict())
             else:
                 super()._save_optimizer_and_scheduler(output_dir)
@@ -368,7 +376,7 @@ class SavingMixin:
         )
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        if self.backend.hosts.index > 0:
+        if self._gives_parts:
             return
         super()._save(output_dir, state_dict)
         if self.args.should_save:

@@ -15,7 +15,7 @@ from ..callbacks.run_lines import RunLines
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
 from ..step.metrics import LossLog
-from ..step.optimizer import LazyAdamW, check_optimizer
+from ..step.optimizer import LazyAdamW, check_optimizer, place_loaded
 from ..step.program_adamw import ProgramAdamW
 from ..step.users_model import save_from_host
 from .alike import AlikeHosts, check_settings_alike
@@ -30,7 +30,7 @@ from .arguments import (
 from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import WeightCopies
-from .eager_steps import EagerSteps, check_loader, check_there, not_there
+from .eager_steps import EagerSteps, check_loader, check_split, check_there, not_there
 from .ema import Averaging
 from .evaluation_steps import EvaluationSteps
 from .followed_arguments import FollowedArguments
@@ -92,6 +92,8 @@ class SetUpMixin:
         self.alike = AlikeHosts(self)
         self._arrange_batches()
         self.chips = Chips(self)
+        if self.backend.splits_weights:
+            check_split(args, given.arguments)
         self._arrange_saving()
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self)
@@ -226,8 +228,10 @@ class SetUpMixin:
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         created = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if self.backend.traces_steps and created:
+        if created and (self.backend.traces_steps or self.backend.splits_weights):
             self._save_from_host(optimizer)
+        if created and self.backend.splits_weights:
+            optimizer.register_load_state_dict_pre_hook(partial(place_loaded, self.backend))
         self.averaging.note_names(self.model)
         if self.backend.traces_steps:
             self.layers.begin(optimizer)

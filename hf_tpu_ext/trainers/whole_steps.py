@@ -43,7 +43,8 @@ class CompiledSteps(EagerSteps):
         self.grad_norm: torch.Tensor | None = None
         #: What is compiled: `"step"`, `"layers"` or `"operators"`.
         self.compiles = "operators"
-        self._layers: list[nn.Module] = []
+        # What undoes that layers are compiled.
+        self._layers: list[Callable[[], None]] = []
 
     # ---- A run ----
 
@@ -59,9 +60,7 @@ class CompiledSteps(EagerSteps):
             self.compiles, reason = "operators", f"{reason}, and the model has no list of layers"
         if self.compiles == "layers":
             parent, name = layers
-            self._layers = list(getattr(parent, name))
-            for layer in self._layers:
-                self._trainer.backend.compile_module(layer)
+            self._layers = [self._trainer.backend.compile_module(layer) for layer in getattr(parent, name)]
         if state.is_world_process_zero:
             tqdm.write(self._describe(reason))
         super().on_train_begin(args, state, control, **kwargs)
@@ -89,6 +88,8 @@ class CompiledSteps(EagerSteps):
             return "with gradient_checkpointing, the compiler would find what is computed again to be there already"
         if trainer._other_models():
             return "a step runs another model, too"
+        if trainer.backend.splits_weights:
+            return "weights are split over processes, which gather those of a layer where it runs"
         drops = [module for module in trainer.model.modules() if isinstance(module, nn.Dropout) and module.p]
         setting = "dropout" if drops else draws_random_numbers(unwrap_peft_model(trainer.model))
         if setting is None and trainer.args.neftune_noise_alpha is not None:
@@ -101,8 +102,8 @@ class CompiledSteps(EagerSteps):
 
     def end_run(self) -> None:
         super().end_run()
-        for layer in self._layers:
-            layer._compiled_call_impl = None
+        for undo in self._layers:
+            undo()
         self._layers, self._programs, self.grad_norm = [], {}, None
 
     @property

@@ -78,3 +78,21 @@ def as_trainer(shared):
 @pytest.fixture
 def same_logs(shared):
     return shared.assert_same_logs
+
+
+@pytest.fixture
+def stock_of_ranks(runs, shared):
+    """Upstream's trainer on eager CPU, with the rows of several processes. Nothing is saved."""
+    from ranks_data import evaluated_rows
+
+    runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
+    ours = "length_buckets mesh compile_step stop_at metrics save_strategy save_steps load_best_model_at_end".split()
+
+    def train(count=2, **config):
+        for name in ours:
+            config.pop(name, None)
+        for name, rows in {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}.items():
+            config[name] = count * config.get(name, rows)
+        return runs.stock(**config)
+
+    return train

@@ -70,7 +70,9 @@ def start() -> None:
         hidden = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         torch.zeros((), device="tpu:0")
         os.environ.update(hidden)
-        torch.distributed.init_process_group("gloo")
+        import collectives_by_host
+
+        torch.distributed.init_process_group(collectives_by_host.NAME)
 
 
 def _add_output_kinds(plugin: Path) -> None:

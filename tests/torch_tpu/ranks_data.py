@@ -1,8 +1,36 @@
-"""What runs of several processes, and of one that they are compared with, evaluate."""
+"""Runs of several processes: how they are started, and what they evaluate."""
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 from datasets import Dataset
+
+
+HERE = Path(__file__).parent
+SECONDS = 300
+# Left to run ahead, torch_tpu and the plug-in for CPU have waited for each other now and then, when a buffer was freed.
+BLOCKING = {"TORCH_TPU_LAUNCH_BLOCKING": "1"}
+
+
+def on_ranks(spec, model_dir, directory, count=2):
+    """Run `ranks_driver.py` in `count` processes: what each noted of each training, and what they printed."""
+    spec_file, output_file = directory / "spec.json", directory / "noted.json"
+    spec_file.write_text(json.dumps(spec))
+    driver = [str(HERE / "ranks_driver.py"), str(model_dir), str(directory), str(spec_file), str(output_file)]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", *driver],
+        env={**os.environ, "TPU_SKIP_MDS_QUERY": "1", **BLOCKING},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=HERE.parents[1],
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    return json.loads(output_file.read_text()), result.stdout + result.stderr
 
 
 def evaluated_rows():

@@ -15,6 +15,7 @@ cpu_plugin.start()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 
 
@@ -65,8 +66,13 @@ def sft(model_dir, output_dir, lora=None, metrics=False, **config):
     return runs.ours(model=model, lora=lora, train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)
 
 
-def run(model_dir, output_dir, case=None, resume=None, stop_at=None, **config):
+def run(model_dir, output_dir, case=None, resume=None, stop_at=None, refused=False, **config):
     torch.compiler.reset()
+    if refused:
+        try:
+            return run(model_dir, output_dir, case, **config)
+        except ValueError as error:
+            return {"refused": str(error)}
     if case is None:
         trainer = sft(model_dir, output_dir, **config)
     else:
@@ -77,7 +83,8 @@ def run(model_dir, output_dir, case=None, resume=None, stop_at=None, **config):
     trainer.add_callback(watcher)
     with suppress(TrainingPreempted):
         trainer.train(resume_from_checkpoint=resume)
-    weights = trainer.backend.fetch(trainer.model.state_dict())
+    parts = trainer.model.state_dict(keep_vars=True)
+    weights = trainer.backend.fetch(parts)
     return {
         "log": shared.logged(trainer),
         "step": trainer.state.global_step,
@@ -85,8 +92,15 @@ def run(model_dir, output_dir, case=None, resume=None, stop_at=None, **config):
         "shapes": watcher.shapes,
         "longest": watcher.longest,
         "recompiles": trainer.watch.recompiles,
+        "held": [_bytes(parts), _bytes(weights)],
         "weights": {name: value.double().sum().item() for name, value in weights.items()},
     }
+
+
+def _bytes(weights):
+    """Of what this process holds; tied weights once."""
+    local = {id(weight): weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights.values()}
+    return sum(weight.nbytes for weight in local.values())
 
 
 def main(model_dir, directory, spec_file, output_file):

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hf_tpu_ext.backends.fully_sharded import is_split, whole
 from hf_tpu_ext.backends.process_ranks import cut_at_collectives
 
 
@@ -91,6 +94,25 @@ torch.zeros((), device="tpu:0")
 assert threads() > before
 """
     subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent)], check=True, timeout=60)
+
+
+def test_a_module_whose_weights_are_split_is_of_a_class_of_its_own(tpu):
+    """Which gets the name of the one that it was of."""
+    dist = torch.distributed
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        split = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+        assert type(split).__bases__ == (FSDPModule, torch.nn.Linear)
+        assert all(map(is_split, split.parameters())) and not is_split(whole(split.weight))
+        split(torch.ones(1, 2))
+        # As at the end of a backward pass.
+        assert not any(map(is_split, split.parameters()))
+        split.reshard()
+        assert all(map(is_split, split.parameters()))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_exchanges_are_cut_out_of_a_graph(tpu):

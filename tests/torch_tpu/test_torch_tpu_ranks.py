@@ -1,6 +1,5 @@
 """Two processes with a device each, which speak by gloo on the host: what one process trains with the rows of both."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "trainers")]
 
 import preference  # noqa: E402
 from preference import Case  # noqa: E402
-from ranks_data import evaluated_rows, logits_in_mean  # noqa: E402
+from ranks_data import SECONDS, evaluated_rows, logits_in_mean, on_ranks  # noqa: E402
 
 
 CONFIG = dict(max_steps=6, length_buckets=[16, 24, 32, 48], per_device_eval_batch_size=4)
@@ -31,30 +30,12 @@ STARTS = {
     # A run that is resumed saves as often as its checkpoint says.
     "stopped": dict(FULL, stop_at=2, save_strategy="steps", save_steps=4),
 }
-SECONDS = 300
-
-
-def on_two(spec, model_dir, directory):
-    """Run `ranks_driver.py` in two processes: what each noted of each training, and what they printed."""
-    spec_file, output_file = directory / "spec.json", directory / "noted.json"
-    spec_file.write_text(json.dumps(spec))
-    driver = [str(HERE / "ranks_driver.py"), str(model_dir), str(directory), str(spec_file), str(output_file)]
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *driver],
-        env={**os.environ, "TPU_SKIP_MDS_QUERY": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        cwd=HERE.parents[1],
-    )
-    assert result.returncode == 0, result.stderr[-5000:]
-    return json.loads(output_file.read_text()), result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
 def noted(tpu, tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    ranks, printed = on_two(STARTS, tiny_model, directory)
+    ranks, printed = on_ranks(STARTS, tiny_model, directory)
     for name in STARTS:
         first, second = (rank[name] for rank in ranks)
         assert first["weights"] == second["weights"] and first["shapes"] == second["shapes"], name
@@ -67,24 +48,9 @@ def ours(noted, as_trainer):
     return lambda name: as_trainer(noted[1][0][name]["log"])
 
 
-@pytest.fixture
-def stock(runs, shared):
-    """Upstream's trainer on eager CPU, with the rows of both processes."""
-    runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
-
-    def train(metrics=False, stop_at=None, **config):
-        for name in ("length_buckets", "mesh"):
-            config.pop(name, None)
-        for name, rows in {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}.items():
-            config[name] = 2 * config.get(name, rows)
-        return runs.stock(**config)
-
-    return train
-
-
-def test_two_processes_train_as_one_with_the_rows_of_both(noted, ours, stock, same_logs):
+def test_two_processes_train_as_one_with_the_rows_of_both(noted, ours, stock_of_ranks, same_logs):
     _, found, printed = noted
-    same_logs(ours("full"), stock(**STARTS["full"]))
+    same_logs(ours("full"), stock_of_ranks(**STARTS["full"]))
     assert "2 chips in 2 processes" in printed
     assert "global batch size 8 (4 per chip x 1 gradient accumulation step x 2 chips)" in printed
     assert printed.count("The step is compiled whole, with its update, in two programs") == 3
@@ -101,15 +67,15 @@ def test_batches_have_the_declared_shape_of_the_longest_row_of_both(noted):
     assert ranks[0]["full"]["shapes"] == [[4, max(both)] for both in zip(*lengths, strict=True)]
 
 
-def test_adapters_and_accumulation(ours, stock, same_logs):
+def test_adapters_and_accumulation(ours, stock_of_ranks, same_logs):
     """With the weights of the first process in both."""
-    one = stock(**STARTS["lora"])
+    one = stock_of_ranks(**STARTS["lora"])
     same_logs(ours("lora"), one)
 
 
-def test_layers_compiled_one_by_one_and_predictions_of_all(ours, stock, same_logs):
+def test_layers_compiled_one_by_one_and_predictions_of_all(ours, stock_of_ranks, same_logs):
 
-    one = stock(**STARTS["layers"], kwargs={"compute_metrics": logits_in_mean})
+    one = stock_of_ranks(**STARTS["layers"], kwargs={"compute_metrics": logits_in_mean})
     same_logs(ours("layers"), one)
 
 
@@ -147,7 +113,7 @@ def test_all_stop_after_the_same_step_and_go_on_in_one_process_and_in_two(
     # The last entry is of the run that ends: the mean loss of its own steps.
     until_the_end = as_trainer(ours("full").state.log_history[:-1])
     same_logs(as_trainer(one.state.log_history[:-1]), until_the_end)
-    again, _ = on_two({"again": dict(FULL, resume=str(tmp_path / "one" / "checkpoint-4"))}, tiny_model, tmp_path)
+    again, _ = on_ranks({"again": dict(FULL, resume=str(tmp_path / "one" / "checkpoint-4"))}, tiny_model, tmp_path)
     same_logs(as_trainer(again[0]["again"]["log"][:-1]), until_the_end)
 
 
@@ -182,5 +148,5 @@ TorchTPUBackend.chips_of_host = 2
     assert (tmp_path / "out" / "model.safetensors").is_file()
     refused = train("--num_chips", "3")
     assert refused.returncode == 2 and "num_chips=3, but this machine has 2 chips" in refused.stderr
-    mistaken = train("--mesh", "fsdp")
-    assert mistaken.returncode == 2 and "mesh='fsdp', of which chips hold parts" in mistaken.stderr
+    mistaken = train("--mesh", "fsdp", "--ema_decay", "0.9")
+    assert mistaken.returncode == 2 and "ema_decay=0.9 does not work with mesh='fsdp'" in mistaken.stderr
