@@ -69,9 +69,9 @@ class TPUDistillationTrainer(RolloutMixin, TPUTrainerMixin, DistillationTrainer)
             self._logs = {name: deque(maxlen=self.generation_rows) for name in self._logs}
             self._divergence = SimpleNamespace(apply=self._diverge)
 
-    def get_train_dataloader(self):
+    def _make_train_dataloader(self):
         with self.chips.rows_of_process():
-            return super().get_train_dataloader()
+            return super()._make_train_dataloader()
 
     # ---- The loss ----
 

@@ -142,6 +142,9 @@ class RolloutMixin(RolloutCheckpoints):
                 f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Give "
                 "more rows, or set per_device_train_batch_size or the number of steps that a generation lasts lower."
             )
+        return self._make_train_dataloader()
+
+    def _make_train_dataloader(self):
         return super().get_train_dataloader()
 
     def rows_of_a_step(self) -> tuple[int, int]:
