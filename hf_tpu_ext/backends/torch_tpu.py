@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..hardware.topologies import Chip, find_chip
@@ -29,6 +30,9 @@ from .streamed import streamed
 
 
 _CACHE_VARIABLE = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
+# Not the flash kernel, whose gradients others have found to be NaN in compiled steps. torch_tpu's own compiled steps
+# (`SingleTraceTrainer`) leave it out, too.
+_COMPILED_ATTENTION = [SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
 
 
 class TorchTPUInsight(Insight):
@@ -228,7 +232,8 @@ class TorchTPUBackend(Backend):
             results, structure_of_results = tree_flatten(function(*tree_unflatten(tensors, structure)))
             return tuple(results)
 
-        graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+        with sdpa_kernel(_COMPILED_ATTENTION):
+            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
         compiled = cut_at_collectives(graph, given, self._compile_graph)
 
         def run(*arguments: Any) -> Any:
@@ -260,7 +265,7 @@ class TorchTPUBackend(Backend):
 
         def call(*args, **kwargs):
             # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer.
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), sdpa_kernel(_COMPILED_ATTENTION):
                 return compiled(*args, **kwargs)
 
         # The first as `module.compile` sets it, over a class attribute as well.

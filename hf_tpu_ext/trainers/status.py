@@ -91,23 +91,13 @@ class StatusMixin:
             step = self.state.global_step - window.steps + window.first_nonfinite
             logger.warning(
                 f"The loss was NaN or infinite at step {step} ({window.steps - window.finite_steps} of the "
-                f"{window.steps} steps since the last log); the logged loss is the mean of the others.{self._nan_advice()}"
+                f"{window.steps} steps since the last log); the logged loss is the mean of the others."
             )
         read = {"loss": window.mean}
         if grad_norm is not None:
             value = fetched["grad_norm"]
             read["grad_norm"] = value.item() if isinstance(value, torch.Tensor) else value
         return read
-
-    def _nan_advice(self) -> str:
-        model = unwrap_peft_model(self.model)
-        sdpa = isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa"
-        if not (sdpa and self.backend.compiles_functions):
-            return ""
-        return (
-            " If others are, too, compare with model_init_kwargs={'attn_implementation': 'eager'}: gradients of torch_tpu's flash "
-            "attention were found to be NaN in compiled steps."
-        )
 
     # ---- Upstream's hooks ----
 

@@ -162,3 +162,26 @@ def test_the_state_of_another_adamw_is_taken_to_the_device(tpu, fused):
     assert state["step"].item() == 1.0
     with pytest.raises(ValueError, match="different number of parameter groups"):
         ProgramAdamW([{"params": [parameter]}, {"params": []}]).load_state_dict(other.state_dict())
+
+
+def test_attention_of_what_is_compiled_has_no_flash_kernel(tpu):
+    """The plug-in for CPU cannot run the kernel at all, so it is off in other tests."""
+    found = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden):
+            found.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()))
+            return hidden + 1
+
+    given, layer = tpu.send(torch.zeros(3)), Layer()
+    torch.backends.cuda.enable_flash_sdp(True)
+    try:
+        compiled = tpu.compile_function(layer, [given])
+        undo = tpu.compile_module(layer)
+        results = [compiled(given), layer(given)]
+        undo()
+        results.append(layer(given))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(False)
+    assert [result.tolist() for result in results] == [[1.0, 1.0, 1.0]] * 3
+    assert found == [(False, False), (False, False), (True, False)]
