@@ -47,10 +47,10 @@ class DistillationMixin:
 
     def _prepare_teacher(self) -> None:
         args = self.args
-        if self.args.world_size > 1:
+        if self.args.world_size > 1 and (self.backend.ranks.count == 1 or args.kd_cache is not None):
             raise ValueError(
-                "Distillation runs in one process. Start the script without torchrun or accelerate launch; with torch_tpu, "
-                "set num_chips=1."
+                "Distillation runs in one process here. Start the script without torchrun or accelerate launch; with torch_tpu, a "
+                "cached teacher needs num_chips=1."
             )
         self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
         if args.kd_cache is not None:
@@ -195,11 +195,16 @@ class DistillationMixin:
         num_tokens = scored.sum() if num_items_in_batch is None else num_items_in_batch
         if isinstance(num_tokens, Tensor):
             num_tokens = num_tokens.clamp(min=1)
+        # Of all processes, as upstream counts them, whose gradients are averaged.
+        processes = self.backend.ranks.count
+        shares = processes if num_items_in_batch is not None and self.args.average_tokens_across_devices else 1
         # Upstream's loss holds the cross-entropy in full.
-        mixed = loss + alpha * (temperature**2 * kd - ce) / num_tokens
-        tokens = self.chips.over_chips(scored.sum()).clamp(min=1)
-        sums = (ce, kd, total(terms.coverage), total(terms.agreement))
+        mixed = loss + alpha * shares * (temperature**2 * kd - ce) / num_tokens
+        sums = (ce, kd, total(terms.coverage), total(terms.agreement), scored.sum())
+        *sums, tokens = (self.chips.over_chips(value.detach()) for value in sums)
+        if processes > 1:
+            *sums, tokens = (mean * processes for mean in self.backend.ranks.mean([*sums, tokens]))
         for name, value in zip(KD_METRICS, sums, strict=True):
-            mean = self.chips.over_chips(value.detach()) / tokens
+            mean = value / tokens.clamp(min=1)
             self._metrics[mode][name].append(mean if self.backend.metrics_on_device else mean.item())
         return mixed

@@ -27,6 +27,18 @@ STARTS = {
     ),
     "layers": dict(CONFIG, **EVALUATED, metrics=True, max_steps=3, gradient_checkpointing=True),
     "dpo": dict(case={"kind": "dpo", "steps": 3}, per_device_train_batch_size=2),
+    "taught": dict(CONFIG, **EVALUATED, kd_teacher="TEACHER", kd_top_k=16, max_steps=3, gradient_accumulation_steps=2),
+    # Far enough from its base for the divergence to be more than rounding.
+    "anchored": dict(
+        CONFIG,
+        lora={},
+        kd_teacher="base",
+        learning_rate=0.05,
+        warmup_steps=0,
+        max_steps=3,
+        gradient_checkpointing=False,
+    ),
+    "cached": dict(CONFIG, kd_cache="nowhere", refused=True),
     # A run that is resumed saves as often as its checkpoint says.
     "stopped": dict(FULL, stop_at=2, save_strategy="steps", save_steps=4),
 }
@@ -34,9 +46,17 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def noted(tpu, tiny_model, tmp_path_factory):
+    from hf_tpu_ext.examples.tiny import make_model
+
     directory = tmp_path_factory.mktemp("ranks")
-    ranks, printed = on_ranks(STARTS, tiny_model, directory)
-    for name in STARTS:
+    # The driver's processes are started in the directory of the repository.
+    teacher = make_model(directory / "teacher", hidden_size=48, intermediate_size=64, num_hidden_layers=1, seed=5)
+    starts = {
+        name: {**start, "kd_teacher": str(teacher)} if start.get("kd_teacher") == "TEACHER" else start
+        for name, start in STARTS.items()
+    }
+    ranks, printed = on_ranks(starts, tiny_model, directory)
+    for name in (name for name in STARTS if "refused" not in STARTS[name]):
         first, second = (rank[name] for rank in ranks)
         assert first["weights"] == second["weights"] and first["shapes"] == second["shapes"], name
     return directory, ranks, printed
@@ -53,7 +73,7 @@ def test_two_processes_train_as_one_with_the_rows_of_both(noted, ours, stock_of_
     same_logs(ours("full"), stock_of_ranks(**STARTS["full"]))
     assert "2 chips in 2 processes" in printed
     assert "global batch size 8 (4 per chip x 1 gradient accumulation step x 2 chips)" in printed
-    assert printed.count("The step is compiled whole, with its update, in two programs") == 3
+    assert printed.count("The step is compiled whole, with its update, in two programs") == 4
     assert found[0]["full"]["compiles"][2:] == [0] * 4 and found[0]["full"]["recompiles"] == 0
 
 
@@ -77,6 +97,24 @@ def test_layers_compiled_one_by_one_and_predictions_of_all(ours, stock_of_ranks,
 
     one = stock_of_ranks(**STARTS["layers"], kwargs={"compute_metrics": logits_in_mean})
     same_logs(ours("layers"), one)
+
+
+@pytest.mark.parametrize("name", ["taught", "anchored"])
+def test_distillation(noted, runs, shared, same_logs, ours, name):
+    from hf_tpu_ext import TPUSFTConfig
+
+    runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
+    config = {**STARTS[name], "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    if config["kd_teacher"] == "TEACHER":
+        config["kd_teacher"] = str(noted[0] / "teacher")
+    one = runs.ours(config_cls=TPUSFTConfig, backend="cpu", dataloader_pin_memory=False, **config)
+    same_logs(ours(name), one)
+    assert any("kd_loss" in entry for entry in one.state.log_history)
+
+
+def test_a_cached_teacher_is_refused(noted):
+    for rank in noted[1]:
+        assert "a cached teacher needs num_chips=1" in rank["cached"]["refused"]
 
 
 def test_preferences(ours, tpu, tiny_model, monkeypatch, tmp_path):
