@@ -158,7 +158,7 @@ def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_block
     assert set(counts) == {1}
 
 
-@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_checkpoints_are_those_of_the_layers(scanned, same_logs, same_steps, make, tmp_path, policy):
     """Written by a run of either kind, resumed by a run of either kind."""
     config = dict(max_steps=4, save_strategy="steps", save_steps=2, lora=None, rematerialization=policy)
