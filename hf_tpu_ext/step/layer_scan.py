@@ -19,6 +19,8 @@ from .seeded_dropout import draw_seeds, dropouts_seeded
 from .static_cache import StaticKeyValueCache
 
 
+# Bytes of parameters that are stacked or unstacked in one program. They are in memory twice until it has run.
+_AT_ONCE = 2**28
 # Elements of the smallest weight whose gradient goes to the chips part by part.
 _LEAST_SCATTERED = 2**18
 
@@ -211,7 +213,7 @@ class LayerStack(nn.ModuleList):
     @torch.no_grad()
     def stack(self) -> None:
         """Take the parameters of the layers. A second time, into the same parameters where their dtype is the same."""
-        nothing = self._nothing()
+        nothing, pending = self._nothing(), 0
         for name in self._names:
             self._parts[name] = parts = [layer.get_parameter(name) for layer in self.layers]
             whole, is_trained = torch.stack(parts), parts[0].requires_grad
@@ -224,8 +226,8 @@ class LayerStack(nn.ModuleList):
                 part.data = nothing
                 _put(layer, name, None)
             _put(self._template, name, self.stacked[name])
-            # One at a time: there is never more than one of them twice.
-            self._backend.flush()
+            pending = self._flushed(pending + whole.nbytes)
+        self._backend.flush()
         # The loop computes the layer again by itself.
         self._checkpoints, self._template.gradient_checkpointing = self._template.gradient_checkpointing, False
 
@@ -235,16 +237,24 @@ class LayerStack(nn.ModuleList):
         self._template.gradient_checkpointing = self._checkpoints
         for layer in self.layers:
             layer.train(self._template.training)
-        nothing = self._nothing()
+        nothing, pending = self._nothing(), 0
         for name, parts in self._parts.items():
             stacked = self.stacked[name]
             for layer, part, value in zip(self.layers, parts, stacked.unbind(), strict=True):
                 part.data = value.clone()
                 part.requires_grad_(stacked.requires_grad)
                 _put(layer, name, part)
-            self._backend.flush()
+            pending = self._flushed(pending + stacked.nbytes)
             self._gradients[name], stacked.grad = stacked.grad, None
             stacked.data = nothing.to(stacked.dtype)
+        self._backend.flush()
+
+    def _flushed(self, pending: int) -> int:
+        """Bytes that are still pending."""
+        if pending <= _AT_ONCE:
+            return pending
+        self._backend.flush()
+        return 0
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, device=self._backend.device)
