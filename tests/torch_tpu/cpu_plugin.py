@@ -54,6 +54,9 @@ def start() -> None:
     plugin = Path(directory) / "xla_cpu_pjrt.so"
     os.environ["TPU_LIBRARY_PATH"] = str(plugin)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # Threads of the plug-in, which has as many as there are cores. When each of them frees a buffer that is still to be written, none is
+    # left to write it.
+    os.environ.setdefault("PJRT_NPROC", "64")
     _add_output_kinds(plugin)
     import torch
     from torch_tpu import _loader
