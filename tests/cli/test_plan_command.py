@@ -126,6 +126,7 @@ def test_programs_that_generate(prepared, tmp_path):
     assert "generation" in done.stdout
 
 
+@pytest.mark.slow
 def test_search(plan):
     status, page, planned = plan(
         *("--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization", "--ema_decay", "0.99")

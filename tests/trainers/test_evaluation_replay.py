@@ -31,7 +31,8 @@ def make(runs, rows):
 
 
 def numbers(metrics):
-    return {key: value for key, value in metrics.items() if "runtime" not in key and "per_second" not in key}
+    times = ("runtime", "per_second", "preparation_time")
+    return {key: value for key, value in metrics.items() if not any(word in key for word in times)}
 
 
 def spent(trainer, evaluate):

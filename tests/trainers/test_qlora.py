@@ -121,12 +121,14 @@ def on_chips(wide_model, on_devices, tmp_path_factory):
     return {**runs, **one}
 
 
+@pytest.mark.slow
 def test_eight_chips_train_as_one_does(on_chips):
     ours, one = ([entry["loss"] for entry in on_chips[name]["log"] if "loss" in entry] for name in ("fsdp", "one"))
     assert ours == pytest.approx(one, rel=1e-5)
     assert on_chips["fsdp"]["recompiles"] == 0
 
 
+@pytest.mark.slow
 def test_packed_weights_are_split(on_chips):
     shapes, shards = (on_chips["fsdp"][key] for key in ("shapes", "weight_shards"))
     words = next(name for name in shapes if name.endswith("gate_proj.base_layer.words"))
