@@ -84,6 +84,7 @@ class Backend(ABC):
         self.reason = reason
         #: Regions that each chip runs on its own shard.
         self.manual_sharding = ManualSharding()
+        self._for_first = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backend":
         # There is one in a process. What a run puts on the modules of a model may hold it.
@@ -236,7 +237,11 @@ class Backend(ABC):
         Within this context, the first of several hosts fetches what it is to write. Others take part, and get tensors
         without data (meta), but for single numbers.
         """
-        yield
+        before, self._for_first = self._for_first, True
+        try:
+            yield
+        finally:
+            self._for_first = before
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, in place; tied weights stay tied."""

@@ -51,8 +51,8 @@ def save_safetensors(
             What to write down beside them.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in in_file_order(named).items():
+    ordered, end = in_file_order(named), 0
+    for name, tensor in ordered.items():
         begin, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
         header[name] = {
             "dtype": _IN_SAFETENSORS[tensor.dtype],
@@ -64,7 +64,7 @@ def save_safetensors(
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in in_file_order(named).values():
+        for tensor in ordered.values():
             whole = tensor.read() if isinstance(tensor, StreamedTensor) else tensor
             file.write(whole.contiguous().reshape(-1).numpy())
 

@@ -72,8 +72,6 @@ class TorchTPUBackend(Backend):
         self._functions = self._calls = 0
         self._ranks: Ranks | None = None
         self._mesh = {"data": 1, "fsdp": 1}
-        # Whether what is split is fetched for the first process alone.
-        self._for_first = False
 
     @property
     def device(self) -> torch.device:
@@ -181,14 +179,6 @@ class TorchTPUBackend(Backend):
 
     def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return split_as(tensor, like) if is_split(like) else super().place_as(tensor, like)
-
-    @contextmanager
-    def fetching_for_first(self) -> Iterator[None]:
-        before, self._for_first = self._for_first, True
-        try:
-            yield
-        finally:
-            self._for_first = before
 
     def _to_host(self, tensor: torch.Tensor, row: int | None = None) -> torch.Tensor:
         gathered = whole(tensor.detach() if row is None else tensor.detach()[row])

@@ -1,8 +1,7 @@
 """torch_xla: TPU chips, or XLA compiled for the host. Nothing but `xla*.py` in this folder imports torch_xla."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -65,7 +64,6 @@ class XLABackend(XLACompileCache):
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None
         self._mesh: xs.Mesh | None = None
-        self._for_first = False
         self.loops = XLALoops(self)
         self.programs = XLAPrograms(self)
         self.kernels = XLAKernels(pjrt_device.lower())
@@ -276,14 +274,6 @@ class XLABackend(XLACompileCache):
             self.wait()
         with self.insight.own_reads():
             return self._to_host([tensor])[0]
-
-    @contextmanager
-    def fetching_for_first(self) -> Iterator[None]:
-        before, self._for_first = self._for_first, True
-        try:
-            yield
-        finally:
-            self._for_first = before
 
     def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]

@@ -155,7 +155,8 @@ class LayerStack(nn.ModuleList):
 
     Args:
         layers ([`~torch.nn.ModuleList`]):
-            Layers that are alike, see [`~hf_tpu_ext.step.alike_layers.why_not_alike`]. They have no parameters while the stack is in use.
+            Layers that are alike, see [`~hf_tpu_ext.step.alike_layers.why_not_alike`]. They have no parameters while the stack is
+            in use.
         backend ([`Backend`]):
             The backend in use.
         rematerialization (`str`):
@@ -266,18 +267,15 @@ class LayerStack(nn.ModuleList):
         if isinstance(cache, StaticKeyValueCache) and cache.index is None:
             return self._run_prompt(hidden, weights, cache, kwargs)
         if cache is not None or self._rematerialization == "none":
-            # Tokens after a prompt: each layer has its own place in the cache, which a loop would copy at every turn.
+            # One by one. Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every turn.
             for layer, *parts in zip(self.layers, *(weight.unbind() for weight in weights), strict=True):
                 layer.train(self._template.training)
                 hidden = functional_call(layer, dict(zip(self._names, parts, strict=True)), (hidden,), kwargs)
             return hidden
         if self._template.training and self._dropouts:
             weights.append(draw_seeds(self._backend, len(self.layers)))
-        blocks, keeps_dots = (
-            RowBlocks(self._backend, *hidden.shape[:2], self._by_rows),
-            self._rematerialization == "dots",
-        )
-        call = partial(self._call, blocks)
+        blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
+        call, keeps_dots = partial(self._call, blocks), self._rematerialization == "dots"
         return _LayerLoop.apply(call, self._in_turn, keeps_dots, blocks, kwargs, hidden, *weights)
 
     def _run_prompt(

@@ -243,13 +243,13 @@ class LayerScan:
             return reason
         if (name := _name_in_two_groups(layers, optimizer)) is not None:
             return f"{name} of the layers is in several parameter groups of the optimizer"
-        if self._trainer.compiled.scan_layers == "auto" and (
-            config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS
-        ):
+        if self._trainer.compiled.scan_layers != "auto":
+            return None
+        if config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS:
             return f"scan_layers='auto' does not scan {config.model_type} with {len(layers)} layers"
-        if self._trainer.compiled.scan_layers == "auto" and self._trainer.compiled.rematerialization == "none":
-            if sum(parameter.numel() for parameter in layers[0].parameters()) > _MOST_UNROLLED:
-                return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
+        size = sum(parameter.numel() for parameter in layers[0].parameters())
+        if self._trainer.compiled.rematerialization == "none" and size > _MOST_UNROLLED:
+            return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
         return None
 
 

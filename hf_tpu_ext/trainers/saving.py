@@ -110,9 +110,9 @@ class SavingMixin:
         return checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # Where its tensors go to a device one by one, the file need not be in memory.
         # Upstream has each of several processes load all of it to its device.
         loads_on = {"_setup_devices": torch.device("cpu")} if self.backend.splits_weights else {}
+        # Where its tensors go to a device one by one, the file need not be in memory.
         with serialization_config.patch("load.mmap", self.backend.unknown_upstream), self._settings(**loads_on):
             super()._load_optimizer_and_scheduler(checkpoint)
 

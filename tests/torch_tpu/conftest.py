@@ -96,3 +96,9 @@ def stock_of_ranks(runs, shared):
         return runs.stock(**config)
 
     return train
+
+
+@pytest.fixture
+def ours(noted, as_trainer):
+    """What the processes of the test file's `noted` noted of a training, as a trainer has it."""
+    return lambda name: as_trainer(noted[1][0][name]["log"])

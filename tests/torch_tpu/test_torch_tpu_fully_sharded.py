@@ -71,12 +71,6 @@ def noted(tpu, tiny_model, tmp_path_factory):
     return directory, ranks, printed
 
 
-@pytest.fixture
-def ours(noted, as_trainer):
-    """What the processes noted of a training, as a trainer has it."""
-    return lambda name: as_trainer(noted[1][0][name]["log"])
-
-
 def test_two_processes_train_as_one_with_the_rows_of_both(noted, ours, stock_of_ranks, same_logs):
     _, ranks, printed = noted
     same_logs(ours("full"), stock_of_ranks(**STARTS["full"]))

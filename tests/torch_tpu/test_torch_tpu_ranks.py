@@ -49,7 +49,6 @@ def noted(tpu, tiny_model, tmp_path_factory):
     from hf_tpu_ext.examples.tiny import make_model
 
     directory = tmp_path_factory.mktemp("ranks")
-    # The driver's processes are started in the directory of the repository.
     teacher = make_model(directory / "teacher", hidden_size=48, intermediate_size=64, num_hidden_layers=1, seed=5)
     starts = {
         name: {**start, "kd_teacher": str(teacher)} if start.get("kd_teacher") == "TEACHER" else start
@@ -60,12 +59,6 @@ def noted(tpu, tiny_model, tmp_path_factory):
         first, second = (rank[name] for rank in ranks)
         assert first["weights"] == second["weights"] and first["shapes"] == second["shapes"], name
     return directory, ranks, printed
-
-
-@pytest.fixture
-def ours(noted, as_trainer):
-    """What two processes noted of a training, as a trainer has it."""
-    return lambda name: as_trainer(noted[1][0][name]["log"])
 
 
 def test_two_processes_train_as_one_with_the_rows_of_both(noted, ours, stock_of_ranks, same_logs):
