@@ -1,7 +1,7 @@
 """torch_xla: TPU chips, or XLA compiled for the host. Nothing but `xla*.py` in this folder imports torch_xla."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from torch.utils._pytree import tree_leaves
 from torch_xla.utils.checkpoint import checkpoint
 
 from ..hardware.topologies import Chip, find_chip
@@ -29,7 +28,7 @@ from .xla_loops import XLALoops
 from .xla_pending import pending
 from .xla_programs import XLAPrograms
 from .xla_replay import REPLAYS
-from .xla_sharding import ByRank, ConstrainRows, XLAManualSharding, gathered, is_split
+from .xla_sharding import ConstrainRows, XLAManualSharding, gathered, is_split, sharding_by_rows
 from .xla_tensors import pickle_from_host
 
 
@@ -210,7 +209,7 @@ class XLABackend(XLACompileCache):
     def send(self, data: Any) -> Any:
         # `tensor.to("xla")` folds a 0-dimensional 0, 1 or -1 into the program as a constant, so a learning rate of
         # exactly 0 would be another program. Data sent this way never is, and all tensors go in one transfer.
-        return self._send(data, by_rows=False)
+        return self._send(data)
 
     def send_rows(self, data: Any, num_rows: int) -> Any:
         if self._mesh is None:
@@ -220,19 +219,28 @@ class XLABackend(XLACompileCache):
                 f"A batch of {num_rows} rows does not divide by {self.num_chips} chips. Yield a multiple of "
                 f"{self.num_chips} rows from the data collator, or use fewer chips: num_chips=1."
             )
-        if isinstance(data, Mapping):
-            return {key: self.send_rows(value, num_rows) for key, value in data.items()}
-        by_rows = isinstance(data, torch.Tensor) and data.ndim > 0 and data.shape[0] == num_rows
-        return self._send(data, by_rows)
+        return self._send(data, num_rows)
 
-    def _send(self, data: Any, by_rows: bool) -> Any:
-        sharding = None if self._mesh is None else ByRank(self._mesh, by_rows)
-        is_tensor = isinstance(data, torch.Tensor)
-        self.hosts.note_sent(data)
+    def _send(self, data: Any, num_rows: int | None = None) -> Any:
+        on_host: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "cpu":
+                on_host.append(tensor)
+            return tensor
+
+        map_tensors(collect, data)
+        if not on_host:
+            return data
+        self.hosts.note_sent(on_host)
+        shardings = None
+        if self._mesh is not None:
+            shardings = [sharding_by_rows(self._mesh, tensor, tensor.shape[:1] == (num_rows,)) for tensor in on_host]
         with pending.unchanged():
-            sent = xm.send_cpu_data_to_device([data] if is_tensor else data, self.device, sharding)
-        self.programs.note_sent([value for value in tree_leaves(sent) if isinstance(value, torch.Tensor)])
-        return sent[0] if is_tensor else sent
+            sent = torch_xla._XLAC._xla_tensors_from_aten(on_host, [str(self.device)] * len(on_host), shardings)
+        self.programs.note_sent(sent)
+        on_device = iter(sent)
+        return map_tensors(lambda tensor: next(on_device) if tensor.device.type == "cpu" else tensor, data)
 
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         # One transfer for the whole structure. A tensor that stands in it twice (tied weights) is fetched once and stays

@@ -21,16 +21,9 @@ def rows_spec(mesh: xs.Mesh, ndim: int, by_rows: bool = True) -> tuple:
     return first + (None,) * (ndim - 1)
 
 
-class ByRank(xs.ShardingSpec):
-    """Sharding of host tensors of any rank: rows over all chips, or everything on every chip."""
-
-    def __init__(self, mesh: xs.Mesh, by_rows: bool):
-        self.mesh = mesh
-        self.by_rows = by_rows
-        self.minibatch = False
-
-    def xla_spec(self, t: torch.Tensor):
-        return xs.ShardingSpec(self.mesh, rows_spec(self.mesh, t.ndim, self.by_rows)).xla_spec(t)
+def sharding_by_rows(mesh: xs.Mesh, tensor: torch.Tensor, by_rows: bool):
+    """How torch_xla is to send a tensor of the host: its rows over all chips, or everything to every chip."""
+    return xs.ShardingSpec(mesh, rows_spec(mesh, tensor.ndim, by_rows)).xla_spec(tensor)
 
 
 def _annotated(tensor: torch.Tensor, mesh: xs.Mesh, spec: tuple) -> torch.Tensor:

@@ -1,18 +1,20 @@
 """What Python code could read while a step is traced, besides the tensors that a step is given: noted once, then compared."""
 
+import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
-from itertools import chain, islice
-from operator import attrgetter, eq, is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from itertools import compress
+from operator import attrgetter, eq, ne
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, torch.dtype, torch.device)
@@ -51,7 +53,8 @@ class PythonState:
     """
     Everything that can be reached from some objects through attributes and containers.
 
-    The identity of every value is compared, in loops that run in C. Only where one is another object are values looked at.
+    CPython counts the writes to a dict, and PyTorch's compiler reads the count for guards of its own. Nearly everything is in
+    dicts: only what is in those that were written to is compared, and where a value is another object, whether it is equal.
 
     Args:
         roots (`Mapping[str, Any]`):
@@ -76,8 +79,7 @@ class PythonState:
     ):
         self._roots = dict(roots)
         self._attributes = [(name, vars(value), tuple(names)) for name, (value, names) in attributes.items()]
-        self._namespaces = list(namespaces.values())
-        self._of_namespaces = {id(entries): (name, _ATTRIBUTE) for name, entries in namespaces.items()}
+        self._namespaces = {name: _dict_of(namespace) for name, namespace in namespaces.items()}
         self._given = {id(tensor) for tensor in given}
         self._memory_of = memory_of
         self._note()
@@ -86,15 +88,13 @@ class PythonState:
 
     def _note(self) -> None:
         # By identity: the name that people are shown, and how an entry's is made of it.
-        self._names: dict[int, tuple[str, str]] = dict(self._of_namespaces)
+        self._names: dict[int, tuple[str, str]] = {}
         self._empty: list[dict | list] = []
-        # Attributes of modules, by the names of those that may be replaced.
-        self._attributes_of_modules: dict[tuple[str, ...], list[dict]] = {}
-        self._ours: set[int] = set()
+        # Of the dicts with the attributes of a module, whether it is a module of this package.
+        self._of_modules: dict[int, bool] = {}
         self._dicts: list[dict] = []
-        # Those of the dicts whose keys are not names of attributes: a value may go to another key.
-        self._keyed: list[dict] = []
-        self._lists: list[list] = []
+        # Where writes are not counted: what people are shown, and what reads the entries.
+        self._uncounted: list[tuple[str, str, Callable[[], dict]]] = []
         self._sets: list[tuple[str, set, frozenset]] = []
         self._arrays: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._modules: list[nn.Module] = []
@@ -103,21 +103,23 @@ class PythonState:
         for name, root in self._roots.items():
             self._visit(root, name)
         for owner, entries, names in self._attributes:
+            self._uncounted.append((owner, _ATTRIBUTE, partial(_pick, entries, names)))
             for name in names:
                 self._visit(entries.get(name), f"{owner}.{name}")
+        for name, entries in self._namespaces.items():
+            self._names[id(entries)] = name, _ATTRIBUTE
+            self._dicts.append(entries)
         for parameter in self._parameters.values():
-            _, *hooks = _OF_PARAMETERS(parameter)
-            self._visit(hooks, "the hooks of a parameter")
-        self._note_values()
+            for hooks in _OF_PARAMETERS(parameter)[1:]:
+                self._visit(hooks, "the hooks of a parameter")
+        # Whether a collection was replaced by one that is equal to it, and that is to be watched from now on.
+        self._is_outdated = False
+        self._writes = list(map(dict_version, self._dicts))
+        self._entries = list(map(self._watched, self._dicts))
+        self._uncounted_entries = [read() for _, _, read in self._uncounted]
+        self._classes = list(map(type, self._modules))
         self._of_parameters = list(map(_OF_PARAMETERS, self._parameters.values()))
         self._of_tensors = self._of_tensors_now()
-
-    def _note_values(self) -> None:
-        self._sizes = list(map(len, self._containers()))
-        self._keys = list(self._keys_now())
-        self._keys_of_keyed = list(chain.from_iterable(self._keyed))
-        self._values = list(self._values_now())
-        self._identities = _identities(self._values)
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, _PLAIN) or isinstance(value, _CODE):
@@ -139,7 +141,10 @@ class PythonState:
             self._visit_entries(value, name, _ENTRY)
         elif isinstance(value, list):
             self._names[id(value)] = name, _ENTRY
-            (self._lists if value else self._empty).append(value)
+            if value:
+                self._uncounted.append((name, _ENTRY, partial(_numbered, value)))
+            else:
+                self._empty.append(value)
             for index, item in enumerate(value):
                 self._visit(item, f"{name}[{index}]")
         elif isinstance(value, set):
@@ -156,25 +161,29 @@ class PythonState:
     def _visit_module(self, module: nn.Module, name: str) -> None:
         attributes = vars(module)
         self._modules.append(module)
-        if type(module).__module__.startswith(_OURS):
-            self._ours.add(id(attributes))
-        watched = self._watched(attributes)
-        self._attributes_of_modules.setdefault(tuple(watched), []).append(attributes)
-        self._visit_items(attributes, name, _ATTRIBUTE, [*watched, *_HOOKS])
+        self._of_modules[id(attributes)] = type(module).__module__.startswith(_OURS)
+        self._dicts.append(attributes)
+        self._visit_items(attributes, name, _ATTRIBUTE, [*self._watched(attributes), *_HOOKS])
 
-    def _watched(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        """The attributes of a module that may be replaced. Of this package's modules, those that are their own are left out."""
-        ours = id(attributes) in self._ours
+    def _watched(self, entries: dict[Any, Any]) -> dict[Any, Any]:
+        """The entries of a dict that matter. Of the modules of this package, attributes that are their own do not."""
+        ours = self._of_modules.get(id(entries))
+        if ours is None:
+            return dict(entries)
         return {
             name: value
-            for name, value in attributes.items()
+            for name, value in entries.items()
             if name in _OF_MODULES or not (name in _FIXED or (ours and name.startswith("_")))
         }
 
     def _visit_entries(self, entries: dict, name: str, form: str) -> None:
-        (self._dicts if entries else self._empty).append(entries)
-        if entries and form is _ENTRY:
-            self._keyed.append(entries)
+        if not entries:
+            self._empty.append(entries)
+        elif type(entries) is dict:
+            self._dicts.append(entries)
+        else:
+            # One that keeps an order of its own may be reordered without a write.
+            self._uncounted.append((name, form, partial(dict, entries)))
         self._visit_items(entries, name, form, entries)
 
     def _visit_items(self, entries: dict, name: str, form: str, keys: Iterable[Any]) -> None:
@@ -188,86 +197,46 @@ class PythonState:
 
     # ---- Comparing ----
 
-    def _containers(self) -> Iterator[Any]:
-        return chain(
-            chain.from_iterable(self._attributes_of_modules.values()), self._dicts, self._namespaces, self._lists
-        )
-
-    def _keys_now(self) -> Iterator[Any]:
-        return chain.from_iterable(chain(self._dicts, self._namespaces))
-
-    def _values_now(self) -> Iterator[Any]:
-        # A single chain over all of them: each takes some nanoseconds for every value.
-        return chain.from_iterable(
-            chain(
-                chain.from_iterable(
-                    map(itemgetter(*names), group) for names, group in self._attributes_of_modules.items()
-                ),
-                map(dict.values, self._dicts),
-                # Those of classes are no dicts.
-                (entries.values() for entries in self._namespaces),
-                self._lists,
-                ([entries.get(name, _ABSENT) for name in names] for _, entries, names in self._attributes),
-                (map(type, self._modules),),
-            )
-        )
-
     def _of_tensors_now(self) -> tuple[list[int], Any]:
         tensors = [tensor for _, tensor in self._tensors.values()]
         return [tensor._version for tensor in tensors], self._memory_of(tensors) if tensors else None
 
     def change(self) -> str | None:
         """Compare with what was noted. Returns what has changed, as half a sentence."""
-        if self._is_as_noted():
-            return self._changed_trait()
-        change = self._changed_entry() or self._changed_trait()
-        if change is None:
-            # Something was replaced by what is equal to it.
-            replaced = [now for now, noted in zip(self._values_now(), self._values, strict=True) if now is not noted]
-            if any(isinstance(value, _COLLECTIONS) for value in replaced):
-                self._note()
-            else:
-                self._note_values()
-        return change
-
-    def _is_as_noted(self) -> bool:
-        if any(self._empty) or list(map(len, self._containers())) != self._sizes:
-            return False
-        try:
-            same_values = np.array_equal(_identities(self._values_now(), len(self._values)), self._identities)
-        except KeyError:
-            # An attribute of a module has another name.
-            return False
-        return same_values and all(map(is_, chain.from_iterable(self._keyed), self._keys_of_keyed))
+        return self._changed_entry() or self._changed_trait()
 
     def _changed_entry(self) -> str | None:
         for entries in filter(None, self._empty):
             return _compare(*self._names[id(entries)], entries, {})
-        keys, values, sizes = iter(self._keys), iter(self._values), iter(self._sizes)
-        for names, group in self._attributes_of_modules.items():
-            for entries in group:
-                noted = dict(zip(names, islice(values, len(names)), strict=True))
-                change = _compare(*self._names[id(entries)], self._watched(entries), noted)
-                if change is not None:
-                    return change
-                next(sizes)
-        for entries, size in zip(chain(self._dicts, self._namespaces, self._lists), sizes, strict=True):
-            if isinstance(entries, list):
-                now, noted = dict(enumerate(entries)), dict(enumerate(islice(values, size)))
-            else:
-                now, noted = entries, dict(zip(islice(keys, size), islice(values, size), strict=True))
-            change = _compare(*self._names[id(entries)], now, noted)
-            if change is not None:
+        writes = list(map(dict_version, self._dicts))
+        written = [] if writes == self._writes else compress(range(len(writes)), map(ne, writes, self._writes))
+        for place in written:
+            if (change := self._changed_dict(place)) is not None:
                 return change
-        for owner, entries, names in self._attributes:
-            noted = dict(zip(names, islice(values, len(names)), strict=True))
-            change = _compare(owner, _ATTRIBUTE, {name: entries.get(name, _ABSENT) for name in names}, noted)
-            if change is not None:
+            self._writes[place] = writes[place]
+        for place, (name, form, read) in enumerate(self._uncounted):
+            entries, noted = read(), self._uncounted_entries[place]
+            if (change := _compare(name, form, entries, noted)) is not None:
                 return change
-        for module, cls in zip(self._modules, values, strict=True):
-            if type(module) is not cls:
-                return f"{self._names[id(module)][0]} is a {type(module).__name__}, and was a {cls.__name__}"
+            self._uncounted_entries[place] = entries
+            self._is_outdated |= _has_other_collections(entries, noted)
+        classes = list(map(type, self._modules))
+        if classes != self._classes:
+            changes = zip(self._modules, classes, self._classes, strict=True)
+            module, now, noted = next(change for change in changes if change[1] is not change[2])
+            return f"{self._names[id(module)][0]} is a {now.__name__}, and was a {noted.__name__}"
+        if self._is_outdated:
+            self._note()
         return None
+
+    def _changed_dict(self, place: int) -> str | None:
+        """Compare a dict that was written to."""
+        entries, noted = self._watched(self._dicts[place]), self._entries[place]
+        change = _compare(*self._names[id(self._dicts[place])], entries, noted)
+        if change is None:
+            self._entries[place] = entries
+            self._is_outdated |= _has_other_collections(entries, noted)
+        return change
 
     def _changed_trait(self) -> str | None:
         for name, members, noted in self._sets:
@@ -290,9 +259,21 @@ class PythonState:
         return f"the tensor {changed[0] if changed else ' or '.join(names)} has other numbers"
 
 
-def _identities(values: Iterable[Any], count: int = -1) -> np.ndarray:
-    """The addresses of values, in order: half the time of comparing them one by one."""
-    return np.frombuffer(np.fromiter(values, dtype=object, count=count), dtype=np.intp)
+def _dict_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The dict of a namespace, whose writes are counted: that of a class is shown through a proxy."""
+    return gc.get_referents(namespace)[0] if isinstance(namespace, MappingProxyType) else namespace
+
+
+def _numbered(items: list[Any]) -> dict[int, Any]:
+    return dict(enumerate(items))
+
+
+def _pick(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: entries.get(name, _ABSENT) for name in names}
+
+
+def _has_other_collections(entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> bool:
+    return any(value is not noted[key] and isinstance(value, _COLLECTIONS) for key, value in entries.items())
 
 
 def _compare(owner: str, form: str, entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> str | None:

@@ -148,12 +148,10 @@ class LayerScan:
         return False
 
     def _call_event(self, call_event: Callable, event: str, *args, **kwargs) -> TrainerControl | None:
-        looks = self.is_stacked and any(
-            has_own_code(callback, event) for callback in self._trainer.callback_handler.callbacks
-        )
         # With "on", it was said that what runs at every step looks at no layers.
         stays = EVENTS_AT_EVERY_STEP if self._trainer.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
-        if not looks or event in stays:
+        callbacks = self._trainer.callback_handler.callbacks
+        if not self.is_stacked or event in stays or not any(has_own_code(callback, event) for callback in callbacks):
             return call_event(event, *args, **kwargs)
         with self.one_by_one():
             return call_event(event, *args, **kwargs)

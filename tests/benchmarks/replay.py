@@ -1,5 +1,6 @@
 """
-What replayed steps save: host time and speed of `TPUSFTTrainer` with and without `step_replay`, by depth, full and LoRA.
+What replayed steps save: host time and speed of `TPUSFTTrainer` with and without `step_replay`, by depth, full and LoRA, beside
+the host time of a loop written in JAX.
 
     python tests/benchmarks/replay.py
 
@@ -56,7 +57,7 @@ def make_row(layers: int, plan: Plan, results: dict[str, dict[str, Any]]) -> str
         plan ([`Plan`]):
             What was trained.
         results (`dict[str, dict[str, Any]]`):
-            Measurements of `"traced"`, `"ours"` and `"stacked"`.
+            Measurements of `"traced"`, `"ours"` and `"stacked"`, and of `"jax"` for full training.
 
     Returns:
         `str`: Row of a Markdown table.
@@ -68,7 +69,9 @@ def make_row(layers: int, plan: Plan, results: dict[str, dict[str, Any]]) -> str
     if traced["losses"] != replayed["losses"]:
         raise SystemExit(f"Replayed steps have other losses: {replayed['losses']}, traced {traced['losses']}.")
     host = [1000 * result["host_seconds_per_step"] for result in (traced, replayed, results["stacked"])]
-    cells = [f"{milliseconds:.1f}" for milliseconds in host]
+    # JAX's loop has no LoRA.
+    host.append(1000 * results["jax"]["host_seconds_per_step"] if "jax" in results else None)
+    cells = ["" if milliseconds is None else f"{milliseconds:.1f}" for milliseconds in host]
     for name in ("ours", "stacked"):
         cells.append(f"{ratio(results, name, 'traced'):.2f}")
     return f"| {layers} | {'LoRA' if plan.lora else 'full'} | {' | '.join(cells)} |"
@@ -79,9 +82,9 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ |= {"PJRT_DEVICE": "CPU", "HF_TPU_EXT": "0", "HF_HUB_OFFLINE": "1"}
     table = [
-        "| layers | | host time of a traced step (ms) | of a replayed step (ms) | with stacked layers (ms) | speed, times traced | "
-        "with stacked layers |",
-        "|---:|---|" + "---:|" * 5,
+        "| layers | | host time of a traced step (ms) | of a replayed step (ms) | with stacked layers (ms) | of a bare JAX loop (ms) | "
+        "speed, times traced | with stacked layers |",
+        "|---:|---|" + "---:|" * 6,
     ]
     measured = []
     for layers in arguments.depths:
@@ -89,7 +92,7 @@ def main() -> None:
             arguments.layers = layers
             with tempfile.TemporaryDirectory() as directory:
                 plan = make_plan(arguments, Path(directory), lora)
-                results = measure(plan, ["traced", "ours", "stacked"])
+                results = measure(plan, ["traced", "ours", "stacked", *([] if lora else ["jax"])])
             table.append(make_row(layers, plan, results))
             measured.append({"layers": layers, "lora": lora, "results": results})
     setup = describe_setup(arguments, plan, results)

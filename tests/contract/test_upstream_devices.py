@@ -3,9 +3,12 @@ What the package relies on in accelerate, torch, torch_xla and in the models of 
 activation checkpointing. A release that moves one of them fails here, with its name and the file that has to follow.
 """
 
+import gc
 import importlib
 import inspect
 import re
+import sys
+from collections.abc import Callable
 
 import accelerate.utils.imports as accelerate_imports
 import pytest
@@ -18,6 +21,7 @@ import transformers.utils.import_utils as transformers_imports
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import find_batch_size
+from torch._C._dynamo.guards import dict_version
 from torch_xla._internal import tpu
 from torch_xla.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
@@ -127,7 +131,11 @@ def test_functions_of_torch_xla():
     """backends/xla.py."""
     for name in ("_xla_get_cpu_tensors", "_xla_runtime_is_initialized"):
         assert callable(vars(torch_xla._XLAC)[name])
-    assert list(inspect.signature(xm.send_cpu_data_to_device).parameters)[:2] == ["datas", "device"]
+    # What `xm.send_cpu_data_to_device` calls: tensors, the device of each, and the sharding of each or `None`.
+    sent = torch_xla._XLAC._xla_tensors_from_aten(
+        [torch.ones(2), torch.zeros(())], [str(torch_xla.device())] * 2, None
+    )
+    assert [tensor.device.type for tensor in sent] == ["xla", "xla"]
     assert "use_reentrant" in inspect.signature(checkpoint).parameters
     assert all(callable(function) for function in (torch_xla.sync, torch_xla.device, xm.wait_device_ops))
     assert all(callable(function) for function in (xr.use_spmd, xr.global_runtime_device_count, xr.device_type))
@@ -286,3 +294,32 @@ def test_the_tiles_of_upstreams_head():
     transform = {"logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "BLOCK_SIZE"}
     assert set(forward[12:]) == transform | {f"HAS_{name.upper()}" for name in OPTIONAL_OUTPUTS}
     assert set(backward[9:]) == transform | {"HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD"}
+
+
+# ---- PyTorch's compiler ----
+
+
+class _Watched:
+    number = 1
+
+
+def test_writes_to_dicts_are_counted():
+    """step/python_state.py, with the counter that guards of PyTorch's compiler read."""
+    module = torch.nn.Linear(2, 2)
+    (of_class,) = gc.get_referents(vars(_Watched))
+    namespace = vars(sys.modules[__name__])
+    writes: list[tuple[dict, Callable]] = [
+        (vars(module), lambda: setattr(module, "in_features", 3)),
+        (module._parameters, lambda: setattr(module, "bias", None)),
+        (module._buffers, lambda: module.register_buffer("mask", torch.ones(2))),
+        (of_class, lambda: setattr(_Watched, "number", 2)),
+        (of_class, lambda: setattr(_Watched, "other", 2)),
+        (namespace, lambda: namespace.update(_written=1)),
+        (namespace, lambda: namespace.pop("_written")),
+    ]
+    for entries, write in writes:
+        assert type(entries) is dict
+        before = dict_version(entries)
+        assert dict_version(entries) == before
+        write()
+        assert dict_version(entries) != before

@@ -242,9 +242,15 @@ class AtEveryStep(TrainerCallback):
 
 @pytest.mark.parametrize("config", [{}, {"label_smoothing_factor": 0.1}, {"packing": True}, {"lora": {}}])
 def test_what_is_compared_does_not_change_by_itself(runs, monkeypatch, config):
-    """With logs and evaluations in between: nothing is looked at again after the first step."""
+    """With logs and evaluations in between: what is written to, and looked at again, is whether modules train."""
     looked = []
-    monkeypatch.setattr(PythonState, "_changed_entry", lambda self: looked.append(self))
+    changed_dict = PythonState._changed_dict
+
+    def look(self, place):
+        looked.append(self._names[id(self._dicts[place])][0])
+        return changed_dict(self, place)
+
+    monkeypatch.setattr(PythonState, "_changed_dict", look)
     trainer = runs.ours(
         max_steps=6,
         logging_steps=2,
@@ -254,8 +260,12 @@ def test_what_is_compared_does_not_change_by_itself(runs, monkeypatch, config):
         kwargs={"callbacks": [AtEveryStep()]},
         **config,
     )
-    # The model was in evaluation mode when the run began, twice.
-    assert trainer.steps.replay is None and len(looked) <= 2
+    assert trainer.steps.replay is None
+    # accelerate's state, which each object of its class writes to, at every step.
+    of_modules = [name for name in looked if name != "trainer.args.distributed_state"]
+    assert {name.partition(".")[0] for name in of_modules} == {"model"}
+    # When the run began, and after one evaluation: the other is followed by no step.
+    assert len(of_modules) <= 2 * len([*trainer.model.modules()])
 
 
 def test_what_upstream_reads_within_a_step_is_found_in_its_code():
