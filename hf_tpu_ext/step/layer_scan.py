@@ -180,7 +180,8 @@ class LayerStack(nn.ModuleList):
         super().__init__()
         self.add_module("0", layers[0])
         self._backend, self._rematerialization, self._by_rows = backend, rematerialization, by_rows
-        self.layers = list(layers)
+        # Only the first is part of the model meanwhile, and what its code reads is the same in all of them.
+        self._layers = list(layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
         self._made = made_in_turn or {}
         self._dropouts = [module for module in layers[0].modules() if isinstance(module, nn.Dropout) and module.p]
@@ -195,13 +196,18 @@ class LayerStack(nn.ModuleList):
         self.register_load_state_dict_pre_hook(_stack_state)
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self._layers)
 
     def __getitem__(self, index: slice) -> list[Callable]:
         return [self._run]
 
     def __iter__(self) -> Iterator[Callable]:
         return iter([self._run])
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers, as they were given."""
+        return self._layers
 
     @property
     def _template(self) -> nn.Module:
@@ -216,14 +222,14 @@ class LayerStack(nn.ModuleList):
         """Take the parameters of the layers. A second time, into the same parameters where their dtype is the same."""
         nothing, pending = self._nothing(), 0
         for name in self._names:
-            self._parts[name] = parts = [layer.get_parameter(name) for layer in self.layers]
+            self._parts[name] = parts = [layer.get_parameter(name) for layer in self._layers]
             whole, is_trained = torch.stack(parts), parts[0].requires_grad
             if name in self.stacked and self.stacked[name].dtype == whole.dtype:
                 self.stacked[name].data = whole
                 self.stacked[name].requires_grad_(is_trained).grad = self._gradients.get(name)
             else:
                 self.stacked[name] = nn.Parameter(whole, is_trained)
-            for layer, part in zip(self.layers, parts, strict=True):
+            for layer, part in zip(self._layers, parts, strict=True):
                 part.data = nothing
                 _put(layer, name, None)
             _put(self._template, name, self.stacked[name])
@@ -236,12 +242,12 @@ class LayerStack(nn.ModuleList):
     def unstack(self) -> None:
         """Give the layers their parameters back: the same ones that they had, with the values of now."""
         self._template.gradient_checkpointing = self._checkpoints
-        for layer in self.layers:
+        for layer in self._layers:
             layer.train(self._template.training)
         nothing, pending = self._nothing(), 0
         for name, parts in self._parts.items():
             stacked = self.stacked[name]
-            for layer, part, value in zip(self.layers, parts, stacked.unbind(), strict=True):
+            for layer, part, value in zip(self._layers, parts, stacked.unbind(), strict=True):
                 part.data = value.clone()
                 part.requires_grad_(stacked.requires_grad)
                 _put(layer, name, part)
@@ -267,13 +273,14 @@ class LayerStack(nn.ModuleList):
         if isinstance(cache, StaticKeyValueCache) and cache.index is None:
             return self._run_prompt(hidden, weights, cache, kwargs)
         if cache is not None or self._rematerialization == "none":
-            # One by one. Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every turn.
-            for layer, *parts in zip(self.layers, *(weight.unbind() for weight in weights), strict=True):
+            # Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every turn.
+            layers = [self._template] * len(self) if cache is None else self._layers
+            for layer, *parts in zip(layers, *(weight.unbind() for weight in weights), strict=True):
                 layer.train(self._template.training)
                 hidden = functional_call(layer, dict(zip(self._names, parts, strict=True)), (hidden,), kwargs)
             return hidden
         if self._template.training and self._dropouts:
-            weights.append(draw_seeds(self._backend, len(self.layers)))
+            weights.append(draw_seeds(self._backend, len(self._layers)))
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
         call, keeps_dots = partial(self._call, blocks), self._rematerialization == "dots"
         return _LayerLoop.apply(call, self._in_turn, keeps_dots, blocks, kwargs, hidden, *weights)
