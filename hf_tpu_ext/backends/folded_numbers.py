@@ -7,7 +7,7 @@ program as constants. So a number that moves to one of them, or away from it, is
 
 _FOLDED = (0, 1, -1)
 #: For messages.
-FOLDED_NUMBERS, ANY_FOLDED_NUMBER = "0, 1 and -1", "0, 1 or -1"
+FOLDED_NUMBERS = "0, 1 and -1"
 
 
 def describe_number(value: float) -> str:
