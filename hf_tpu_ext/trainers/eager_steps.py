@@ -149,7 +149,8 @@ class EagerSteps(TrainerCallback):
         """Run a micro-step by `step`, which is upstream's and is given the other arguments. Returns the loss, on the device."""
         trainer = self._trainer
         if trainer.generates:
-            # What it writes is no part of the step.
+            # What it writes is no part of the step. Upstream's step begins so, too.
+            model.train()
             inputs = SentBatch(trainer._send_batch(inputs))
         self.data = trainer.backend.send(trainer._step_data())
         self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
