@@ -269,8 +269,9 @@ class TorchTPUBackend(Backend):
         compiled = torch.compile(function, backend="tpu", dynamic=False)
 
         def call(*args, **kwargs):
-            # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer.
-            with torch._C.DisableTorchFunction(), sdpa_kernel(_COMPILED_ATTENTION):
+            # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer. What was
+            # compiled draws a seed when it is first run, from the generator that a resumed run is to find as it was.
+            with torch._C.DisableTorchFunction(), sdpa_kernel(_COMPILED_ATTENTION), torch.random.fork_rng(devices=[]):
                 return compiled(*args, **kwargs)
 
         # The first as `module.compile` sets it, over a class attribute as well.
