@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -85,6 +85,7 @@ class TorchTPUBackend(Backend):
         self._on_chip = tpu_chips() > 0
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
+        self._as_written = False
         self._ranks: Ranks | None = None
         self._mesh = {"data": 1, "fsdp": 1}
 
@@ -269,6 +270,8 @@ class TorchTPUBackend(Backend):
         compiled = torch.compile(function, backend="tpu", dynamic=False)
 
         def call(*args, **kwargs):
+            if self._as_written:
+                return function(*args, **kwargs)
             # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer. What was
             # compiled draws a seed when it is first run, from the generator that a resumed run is to find as it was.
             with torch._C.DisableTorchFunction(), sdpa_kernel(_COMPILED_ATTENTION), torch.random.fork_rng(devices=[]):
@@ -278,8 +281,13 @@ class TorchTPUBackend(Backend):
         vars(module)[name] = call
         return partial(vars(module).pop, name)
 
-    def as_written(self) -> AbstractContextManager:
-        return torch.compiler.set_stance("force_eager")
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        before, self._as_written = self._as_written, True
+        try:
+            yield
+        finally:
+            self._as_written = before
 
     # ---- Counts ----
 
