@@ -1,8 +1,7 @@
 """Completions of prompts: a program for each declared length of prompts, and one for all tokens after them."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
