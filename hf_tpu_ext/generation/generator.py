@@ -105,9 +105,10 @@ class Generator:
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
         self._run = run
         self._compiles = compiles and backend.compiles_functions
-        # What was compiled whole, and what Python of the model read then.
+        # What was compiled whole, the weights that it is given, and what the model computed by then.
         self._programs: dict[Hashable, Callable] = {}
-        self._settings: Any = None
+        self._weights: dict[str, Tensor] = {}
+        self._settings: list[Hashable] = []
         #: Replays the programs, if anything does. It has to be given [`~Generator.tensors`].
         self.replay: StepReplay | None = None
         self._state: list[Tensor] = []
@@ -182,7 +183,7 @@ class Generator:
             yield
         finally:
             self._backend.flush()
-            self._state = []
+            self._state, self._weights = [], {}
 
     # ---- The two programs ----
 
@@ -193,7 +194,7 @@ class Generator:
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, rows)
         seed = self._backend.send(seed)
         if self._compiles:
-            self._follow_settings()
+            self._follow_model()
         made = self._call(PREFILL, tuple(ids.shape), self._prefill, {**prompts, "seed": seed})
         if self._new_tokens > 1:
             shape = (rows, self._new_tokens)
@@ -211,9 +212,11 @@ class Generator:
         made = trace(**data) if self.replay.begin(name, data) else None
         return self.replay.end(run, made=made)
 
-    def _follow_settings(self) -> None:
-        """Forget what was compiled where the model computes by other settings now, such as another adapter."""
-        settings = [repr(settings_of(module)) for module in self._model.modules()]
+    def _follow_model(self) -> None:
+        """Take the weights of now. What was compiled is forgotten where the model computes by other settings, or another adapter."""
+        self._weights = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        settings = [(name, tensor.shape, tensor.dtype) for name, tensor in self._weights.items()]
+        settings += [repr(settings_of(module)) for module in self._model.modules()]
         if settings != self._settings:
             self._settings = settings
             self._programs.clear()
@@ -222,16 +225,15 @@ class Generator:
         """Call a function of nested tensors and of the weights, compiled whole where that is possible."""
         if not self._compiles:
             return function(*given)
-        arguments = [dict(self._model.named_parameters()), dict(self._model.named_buffers()), *given]
-        key = function.__name__, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(arguments))
+        key = function.__name__, *(tensor.shape for tensor in tree_leaves(given))
         if key not in self._programs:
 
-            def traced(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *given: Any) -> Any:
-                with _reparametrize_module(self._model, {**parameters, **buffers}, tie_weights=True):
+            def traced(weights: dict[str, Tensor], *given: Any) -> Any:
+                with _reparametrize_module(self._model, weights, tie_weights=True):
                     return function(*given)
 
-            self._programs[key] = self._backend.compile_function(traced, arguments)
-        return self._programs[key](*arguments)
+            self._programs[key] = self._backend.compile_function(traced, [self._weights, *given])
+        return self._programs[key](self._weights, *given)
 
     def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._state, (*rows, *cache), strict=True):
