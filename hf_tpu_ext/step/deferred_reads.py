@@ -98,11 +98,10 @@ class DeferredReads(TorchFunctionMode):
         values = args[0]
         if args[1:] or kwargs:
             return func(*args, **kwargs)
-        if isinstance(values, SelectedRows):
-            return func(values)
-        numbers = ~torch.isnan(values)
-        total = torch.where(numbers, values, 0).sum()
-        return total if func.__name__ == "nansum" else total / numbers.sum()
+        chosen = (
+            values if isinstance(values, SelectedRows) else select(values, torch.ones_like(values, dtype=torch.bool))
+        )
+        return func(chosen)
 
     # ---- Conditions ----
 

@@ -152,7 +152,7 @@ class EagerSteps(TrainerCallback):
             # What it writes is no part of the step. Upstream's step begins so, too.
             model.train()
             inputs = SentBatch(trainer._send_batch(inputs))
-        self.data = trainer.backend.send(trainer._step_data())
+            self.data = trainer.backend.send(trainer._step_data())
         self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
         trainer._log_step_loss(loss)
