@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import DataCollatorForSeq2Seq, GenerationConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, GenerationConfig, MistralConfig, Qwen2Config
 
 
 for name in ("generation", "trainers"):
@@ -14,8 +14,9 @@ for name in ("generation", "trainers"):
 
 from test_generator import GREEDY, PROMPTS, generate_eagerly, make, pad_left, place  # noqa: E402
 from test_predicted_text import LENGTHS, NEW, Metrics, eager, model_of, rows_of  # noqa: E402
+from test_text_in_training import Writes  # noqa: E402
 
-from hf_tpu_ext import TPUTrainer, TPUTrainingArguments, generate  # noqa: E402
+from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments, generate  # noqa: E402
 from hf_tpu_ext.generation import Generator  # noqa: E402
 
 
@@ -144,3 +145,19 @@ def test_predicted_text(tpu, runs, tmp_path, compile_step):
     trainer.predict(rows.select(range(8)))
     tpu.wait()
     assert tpu.compiles() == before
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["layers", "whole"])
+def test_text_in_training_is_that_of_the_weights_of_now(runs, capsys, checkpointing):
+    """Steps are compiled meanwhile."""
+    config = {"compile_step": "auto", "gradient_checkpointing": checkpointing, "show_samples": 1}
+    trainer = runs.ours(train=False, config_cls=TPUSFTConfig, max_steps=4, learning_rate=3e-2, **config)
+    eager_model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32).eval()
+    writes = Writes(trainer, [[5, 9, 7], [11, 6, 8, 12, 15, 9, 7, 20]], eager_model)
+    trainer.add_callback(writes)
+    trainer.train()
+    assert trainer.steps.compiles == ("layers" if checkpointing else "step")
+    assert writes.found == writes.expected and writes.found[0] != writes.found[-1]
+    assert [spent.compiles for spent in writes.spent[1:]] == [0] * 3
+    shown = capsys.readouterr().out
+    assert "before:" in shown and "after:" in shown
