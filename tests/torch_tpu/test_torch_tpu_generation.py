@@ -109,7 +109,7 @@ def test_public_function_has_arguments_of_generate(qwen):
     assert torch.equal(generate(qwen, padded.ids, padded.mask, **GREEDY), expected)
 
 
-@pytest.mark.parametrize("compile_step", ["auto", "off"])
+@pytest.mark.parametrize("compile_step", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_predicted_text(tpu, runs, tmp_path, compile_step):
     """10 rows in batches of 4: tokens are eager's, before training and after it."""
     rows, metrics = rows_of(LENGTHS), Metrics()

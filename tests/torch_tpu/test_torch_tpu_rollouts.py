@@ -56,13 +56,15 @@ CASES = {
     ),
 }
 
+SLOW = {"grpo-adaptive", "rloo-reward-model"}
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     return tmp_path_factory.mktemp("rollouts")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_every_number_is_upstreams(tpu, models, name):
     case = CASES[name]
     reference = rollouts.train(case, models, ours=False)
@@ -118,7 +120,7 @@ def test_compiles_in_the_first_step_only(tpu, models, writes, settings):
         assert [step.reads for step in counted[2::2]] == [1] * 7
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_a_resumed_run_writes_the_same(tpu, models, writes, tmp_path, kind):
     """Also in the middle of what was written, and after what is compiled has been forgotten."""
     case = Case(kind, REUSED, evaluates=True, steps=8, rewards=(early,))
