@@ -284,6 +284,10 @@ class Backend(ABC):
         """Have calls of a module compiled, in place. Returns what undoes that. Only where `compiles_functions`."""
         raise NotImplementedError
 
+    def as_written(self) -> AbstractContextManager:
+        """Context in which modules whose calls are compiled are called as they are written."""
+        return nullcontext()
+
     def compiles(self) -> int:
         """Programs compiled so far. Cheap enough to be asked at every step."""
         return 0

@@ -8,6 +8,9 @@ import torch
 class Loops:
     """Loops in plain PyTorch. Autograd does not follow them; inside a body gradients can be computed."""
 
+    #: Whether a loop is part of a program that is recorded. Elsewhere its turns run one after the other.
+    in_programs = False
+
     def scan(
         self,
         body: Callable,

@@ -24,6 +24,7 @@ from .detect import tpu_chips, tpu_kind
 from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
 from .host import enable_hugepages, peak_of_process
 from .insight import Insight
+from .loops import Loops
 from .process_ranks import ProcessRanks, cut_at_collectives
 from .ranks import Ranks
 from .streamed import streamed
@@ -50,6 +51,19 @@ class TorchTPUInsight(Insight):
         yield
 
 
+class TorchTPULoops(Loops):
+    """What is put at a place that is on the device, is one program for all places."""
+
+    def put_block(
+        self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]
+    ) -> torch.Tensor:
+        # Not in place: of what is changed in place, a compiled function makes another tensor, and copies it. Nobody asks for
+        # more dimensions than one.
+        ((dim, start),) = ((dim, start) for dim, start in enumerate(starts) if start is not None)
+        places = start + torch.arange(block.shape[dim], device=tensor.device)
+        return tensor.detach().index_copy(dim, places, block)
+
+
 class TorchTPUBackend(Backend):
     """
     Eager PyTorch on a TPU chip, where each operator is a program that is compiled once for each shape.
@@ -67,9 +81,11 @@ class TorchTPUBackend(Backend):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.insight = TorchTPUInsight()
+        self.loops = TorchTPULoops()
         self._on_chip = tpu_chips() > 0
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
+        self._as_written = False
         self._ranks: Ranks | None = None
         self._mesh = {"data": 1, "fsdp": 1}
 
@@ -254,13 +270,24 @@ class TorchTPUBackend(Backend):
         compiled = torch.compile(function, backend="tpu", dynamic=False)
 
         def call(*args, **kwargs):
-            # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer.
-            with torch._C.DisableTorchFunction(), sdpa_kernel(_COMPILED_ATTENTION):
+            if self._as_written:
+                return function(*args, **kwargs)
+            # A mode that looks at each operator, as that of deferred reads, would be traced as a part of the layer. What was
+            # compiled draws a seed when it is first run, from the generator that a resumed run is to find as it was.
+            with torch._C.DisableTorchFunction(), sdpa_kernel(_COMPILED_ATTENTION), torch.random.fork_rng(devices=[]):
                 return compiled(*args, **kwargs)
 
         # The first as `module.compile` sets it, over a class attribute as well.
         vars(module)[name] = call
         return partial(vars(module).pop, name)
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        before, self._as_written = self._as_written, True
+        try:
+            yield
+        finally:
+            self._as_written = before
 
     # ---- Counts ----
 

@@ -80,6 +80,8 @@ def _bits_to_float(tensor: xb.Op) -> xb.Op:
 class XLALoops(Loops):
     """Loops of XLA, whose body is recorded once."""
 
+    in_programs = True
+
     def __init__(self, backend: Backend):
         self._backend = backend
         # Loops that are being recorded, one in another's body.

@@ -1,7 +1,7 @@
 """Completions of prompts: a program for each declared length of prompts, and one for all tokens after them."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +11,14 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
 from ..step.attention import static_masks
+from ..step.module_settings import settings_of
 from ..step.replay import StepReplay
 from ..step.static_cache import StaticKeyValueCache
 from .sampling import Sampler, count_until_end
@@ -23,6 +26,8 @@ from .sampling import Sampler, count_until_end
 
 #: What the watch calls the program of the prompts, and that of the tokens after them.
 PREFILL, DECODE = "prefill", "decode"
+# Tokens that are chosen before the host asks whether all rows have ended, where a loop is no part of a program.
+_TOKENS_BETWEEN_READS = 16
 _TYPES_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -48,7 +53,8 @@ class Generator:
 
     Prompts are padded on the left to the shortest declared length that holds them. One program reads them and fills a cache of
     keys and values, and a second has a loop over all further tokens, which ends when all rows have. The host reads the tokens
-    once. Eager devices have [`~transformers.GenerationMixin.generate`].
+    once. Where loops are no part of programs, the second is a token's, and the host asks once in a while whether all rows have
+    ended. Eager devices have [`~transformers.GenerationMixin.generate`].
 
     Args:
         model ([`~torch.nn.Module`]):
@@ -63,6 +69,8 @@ class Generator:
         run (`Callable`, *optional*):
             Runs what was traced, called with the name of the program, the shape of its tokens and `run=`, which does so. By
             default that is called.
+        compiles (`bool`, *optional*, defaults to `True`):
+            Whether programs are compiled whole where a device can run the operators one by one as well.
 
     Raises:
         `ValueError`: A setting cannot work in a program of static shapes; the message names it.
@@ -75,6 +83,7 @@ class Generator:
         config: GenerationConfig,
         prompt_lengths: Sequence[int],
         run: Callable[..., Any] | None = None,
+        compiles: bool = True,
     ):
         self._model, self._backend = model, backend
         plain = unwrap_peft_model(model)
@@ -95,6 +104,11 @@ class Generator:
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
         self._run = run
+        self._compiles = compiles and backend.compiles_functions
+        # What was compiled whole, the weights that it is given, and what the model computed by then.
+        self._programs: dict[Hashable, Callable] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._settings: list[Hashable] = []
         #: Replays the programs, if anything does. It has to be given [`~Generator.tensors`].
         self.replay: StepReplay | None = None
         self._state: list[Tensor] = []
@@ -125,7 +139,8 @@ class Generator:
         was_training = self._model.training
         self._model.eval()
         try:
-            with torch.no_grad(), static_masks(), self._released():
+            masks = static_masks(sdpa=not self._backend.traces_steps)
+            with torch.no_grad(), masks, self._backend.as_written(), self._released():
                 made = self._backend.fetch(self._generate(ids, mask, torch.tensor(seed, dtype=torch.int32)))
         finally:
             self._model.train(was_training)
@@ -168,7 +183,7 @@ class Generator:
             yield
         finally:
             self._backend.flush()
-            self._state = []
+            self._state, self._weights = [], {}
 
     # ---- The two programs ----
 
@@ -178,6 +193,8 @@ class Generator:
         rows = ids.shape[0]
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, rows)
         seed = self._backend.send(seed)
+        if self._compiles:
+            self._follow_model()
         made = self._call(PREFILL, tuple(ids.shape), self._prefill, {**prompts, "seed": seed})
         if self._new_tokens > 1:
             shape = (rows, self._new_tokens)
@@ -195,6 +212,29 @@ class Generator:
         made = trace(**data) if self.replay.begin(name, data) else None
         return self.replay.end(run, made=made)
 
+    def _follow_model(self) -> None:
+        """Take the weights of now. What was compiled is forgotten where the model computes by other settings, or another adapter."""
+        self._weights = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        settings = [(name, tensor.shape, tensor.dtype) for name, tensor in self._weights.items()]
+        settings += [repr(settings_of(module)) for module in self._model.modules()]
+        if settings != self._settings:
+            self._settings = settings
+            self._programs.clear()
+
+    def _call_whole(self, function: Callable, *given: Any) -> Any:
+        """Call a function of nested tensors and of the weights, compiled whole where that is possible."""
+        if not self._compiles:
+            return function(*given)
+        key = function.__name__, *(tensor.shape for tensor in tree_leaves(given))
+        if key not in self._programs:
+
+            def traced(weights: dict[str, Tensor], *given: Any) -> Any:
+                with _reparametrize_module(self._model, weights, tie_weights=True):
+                    return function(*given)
+
+            self._programs[key] = self._backend.compile_function(traced, [self._weights, *given])
+        return self._programs[key](self._weights, *given)
+
     def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._state, (*rows, *cache), strict=True):
             tensor.data = value
@@ -202,10 +242,16 @@ class Generator:
             self._backend.shard(tensor, (("data", "fsdp"), *[None] * (value.ndim - 1)))
 
     def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
+        made, rows, kept = self._call_whole(self._read_prompts, ids, attention, seed)
+        self._put_state(rows, kept)
+        return made
+
+    def _read_prompts(self, ids: Tensor, attention: Tensor, seed: Tensor) -> tuple[list[Tensor], tuple, tuple]:
         end = self.prompt_lengths[-1]
         cache = StaticKeyValueCache(self._backend, self._num_layers, ids.shape[1])
-        # Padding has any position.
-        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        # Padding has any position, and is on the left.
+        places = torch.arange(ids.shape[1], device=ids.device)
+        positions = (places + attention.sum(1, keepdim=True) - ids.shape[1]).clamp(min=0)
         logits = self._logits(ids, attention, positions, cache)
         before = end - ids.shape[1]
         # Tokens of the prompt only; those that stand for others count once.
@@ -218,18 +264,37 @@ class Generator:
             pad(pad(attention, (before, 0)), (0, self._new_tokens), value=1),
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
-        self._put_state(rows, cache.padded(end, end + self._new_tokens))
         # That of the state is for the second program.
-        return [token.clone(), log_prob]
+        return [token.clone(), log_prob], rows, cache.padded(end, end + self._new_tokens)
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         state = _Rows(*self._state[: len(_Rows._fields)])
         carry = (_all(state.finished), state, tuple(self._state[len(_Rows._fields) :]))
+        if not self._backend.loops.in_programs:
+            return self._decode_one_by_one(seed, carry)
         numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
         turn = partial(self._decode_token, seed)
         (_, state, kept), made = self._backend.loops.scan(turn, carry, (numbers,), until=True)
         self._put_state(state, kept)
         return list(made)
+
+    def _decode_one_by_one(self, seed: Tensor, carry: tuple) -> list[Tensor]:
+        turns, rows = self._new_tokens - 1, len(carry[1].token)
+        # Of turns that do not run, zeros.
+        made = [torch.zeros(turns, rows, dtype=dtype, device=seed.device) for dtype in (torch.int64, torch.float32)]
+        # On the device: a Python number would be part of the program.
+        number = torch.ones_like(seed)
+        for turn in range(turns):
+            if turn and turn % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(carry[0]):
+                break
+            number, carry, made = self._call_whole(self._decode_next, seed, number, carry, made)
+        return made
+
+    def _decode_next(self, seed: Tensor, number: Tensor, carry: tuple, made: list[Tensor]) -> tuple:
+        carry, new = self._decode_token(seed, carry, (number,))
+        put = self._backend.loops.put_rows
+        made = [put(all_turns, number - 1, value[None]) for all_turns, value in zip(made, new, strict=True)]
+        return number + 1, carry, made
 
     def _decode_token(self, seed: Tensor, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
         _, (finished, token, position, attention, history), kept = carry

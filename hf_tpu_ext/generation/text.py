@@ -30,9 +30,9 @@ def generate(
     """
     Generate as [`~transformers.GenerationMixin.generate`] does, with its arguments, on TPU, GPU and CPU.
 
-    On XLA two programs do it, one for the prompts and one for all tokens after them, whose greedy tokens are those of
-    `generate`. They are compiled once for a number of rows, a declared length and a `max_new_tokens`. Elsewhere this is
-    `model.generate`.
+    On a TPU two programs do it, one for the prompts and one for all tokens after them (with torch_tpu, for each), whose greedy
+    tokens are those of `generate`. They are compiled once for a number of rows, a declared length and a `max_new_tokens`.
+    Elsewhere this is `model.generate`.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -68,7 +68,7 @@ def generate(
     ```
     """
     backend = select_backend()
-    if not backend.traces_steps:
+    if not backend.static_shapes:
         if seed is not None:
             torch.manual_seed(seed)
         return model.generate(

@@ -118,18 +118,26 @@ def _static_mask(
     return eager_mask(mask_function=mask_function, **settings)
 
 
-def _static_sdpa_mask(*, mask_function, segment_ids: torch.Tensor | None, **kwargs) -> torch.Tensor:
+def _static_sdpa_mask(
+    *,
+    mask_function,
+    segment_ids: torch.Tensor | None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    **kwargs,
+) -> torch.Tensor:
     if segment_ids is not None:
         mask_function = and_masks(mask_function, packed_sequence_mask_function(segment_ids))
     # Upstream leaves the mask out where it finds nothing masked, which it reads from the device.
     settings = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask = sdpa_mask(mask_function=mask_function, **settings)
+    mask = sdpa_mask(mask_function=mask_function, q_offset=q_offset, kv_offset=kv_offset, **settings)
     # Each token attends to itself, those of padding too: a row with nothing to attend to is NaN in some kernels, and its
     # gradient is NaN in all rows.
-    places = torch.arange(mask.shape[-2], device=mask.device)[:, None] == torch.arange(
-        mask.shape[-1], device=mask.device
+    queries, keys = (
+        torch.arange(size, device=mask.device) + offset
+        for size, offset in zip(mask.shape[-2:], (q_offset, kv_offset), strict=True)
     )
-    return mask | places
+    return mask | (queries[:, None] == keys)
 
 
 @contextmanager

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor, nn
 
 
+_NOTHING = torch.empty(0)
+
+
 class SelectedRows(Tensor):
     """
     `values[mask]`, as all `values` and the `mask`.
@@ -12,13 +15,15 @@ class SelectedRows(Tensor):
     [`select`].
     """
 
+    # Beside the tensor that this is: one that is traced cannot be of another class.
+    of_all: Tensor
     mask: Tensor
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _ACCESSORS:
-            return super().__torch_function__(func, types, args, kwargs)
+            return func(_plain(args[0])[0], *args[1:], **kwargs)
         if func in _REDUCTIONS and len(args) == 1 and not kwargs:
             return _REDUCTIONS[func](*_plain(args[0]))
         if func in (torch.cat, torch.concat):
@@ -37,14 +42,13 @@ class SelectedRows(Tensor):
         return _with_mask(result, mask)
 
 
-def _plain(selected: Tensor) -> tuple[Tensor, Tensor]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return selected.as_subclass(Tensor), selected.mask
+def _plain(selected: SelectedRows) -> tuple[Tensor, Tensor]:
+    return selected.of_all, selected.mask
 
 
 def _with_mask(values: Tensor, mask: Tensor) -> SelectedRows:
-    selected = values.as_subclass(SelectedRows)
-    selected.mask = mask
+    selected = Tensor._make_subclass(SelectedRows, _NOTHING)
+    selected.of_all, selected.mask = values, mask
     return selected
 
 
@@ -104,7 +108,6 @@ _ACCESSORS = {
     Tensor.dim,
     Tensor.size,
     Tensor.__len__,
-    Tensor.as_subclass,
 }
 _ELEMENTWISE = {
     *(

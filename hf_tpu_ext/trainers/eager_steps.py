@@ -10,10 +10,11 @@ from transformers.training_args import OptimizerNames
 
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .arguments import ADAMW_NAMES
+from .training_steps import SentBatch
 
 
 # Settings that take weights in one piece between steps.
-_NOT_SPLIT = ("ema_decay", "show_samples", "sync_ref_model", "kd_teacher", "kd_cache")
+_NOT_SPLIT = ("ema_decay", "show_samples", "predict_with_generate", "sync_ref_model", "kd_teacher", "kd_cache")
 
 
 def not_there(what: str) -> str:
@@ -24,16 +25,18 @@ def not_there(what: str) -> str:
     )
 
 
-def check_there(args: TrainingArguments, generates: bool) -> None:
+def check_there(args: TrainingArguments, generates: bool, processes: int) -> None:
     """Refuse (`ValueError`) what does not train with torch_tpu yet. `generates` is whether steps write text."""
-    if generates:
-        raise ValueError(not_there("A trainer that generates text within its steps"))
+    if generates and processes > 1:
+        raise ValueError(
+            f"A trainer that generates text within its steps is not there yet with torch_tpu in several processes, and here are "
+            f"{processes}. Set num_chips=1, or start one process. Or use torch_xla, in an environment of its own: pip install "
+            "'hf_tpu_ext[tpu]'."
+        )
     if args.fsdp:
         raise ValueError(
             f"fsdp={args.fsdp!r} is upstream's. Leave it out, and set mesh='fsdp': chips hold parts of the weights."
         )
-    if vars(args).get("predict_with_generate"):
-        raise ValueError(not_there("predict_with_generate=True"))
     for name in ("weight_dtype", "qat_weight_dtype"):
         if vars(args).get(name) is not None:
             raise ValueError(not_there(f"{name}={vars(args)[name]!r} (quantization-aware training)"))
@@ -86,6 +89,8 @@ class EagerSteps(TrainerCallback):
     #: Steps are not replayed, as those of [`TrainingSteps`] are.
     replay = why_not = None
     replays = False
+    #: Whether programs may be compiled whole.
+    compiles_whole = False
     #: The norm of the gradients of the step under way, where its program has clipped them.
     grad_norm: torch.Tensor | None = None
 
@@ -97,6 +102,8 @@ class EagerSteps(TrainerCallback):
         self._counted = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._rates: list[float] = []
+        #: Numbers that the step under way has on the device, besides the batch.
+        self.data: dict[str, torch.Tensor] = {}
 
     # ---- A run ----
 
@@ -141,6 +148,11 @@ class EagerSteps(TrainerCallback):
     def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable) -> torch.Tensor:
         """Run a micro-step by `step`, which is upstream's and is given the other arguments. Returns the loss, on the device."""
         trainer = self._trainer
+        if trainer.generates:
+            # What it writes is no part of the step. Upstream's step begins so, too.
+            model.train()
+            inputs = SentBatch(trainer._send_batch(inputs))
+            self.data = trainer.backend.send(trainer._step_data())
         self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
         trainer._log_step_loss(loss)

@@ -221,7 +221,7 @@ class TPUTrainerMixin(
         if self.backend.traces_steps:
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
         if self.backend.static_shapes:
-            return self.steps.run(model, inputs, num_items_in_batch, super().training_step)
+            return self.steps.run(model, inputs, num_items_in_batch, self._step_of_upstream)
         if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
@@ -281,6 +281,10 @@ class TPUTrainerMixin(
         trained = {id(module) for module in self.model.modules()}
         models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]
         return list(dict.fromkeys(models))
+
+    def _models_beside(self) -> list[nn.Module]:
+        """Those of them that run within a training step."""
+        return self._other_models()
 
     @property
     def _runs_other_passes(self) -> bool:

@@ -71,6 +71,10 @@ class RewardedMixin(RolloutMixin):
                     self, function, kind, round_up_length(length + 16, 2 * length)
                 )
 
+    def _models_beside(self) -> list[nn.Module]:
+        # The reference runs beside the steps, too.
+        return []
+
     def _end_run(self) -> None:
         super()._end_run()
         self.passes.forget()

@@ -294,11 +294,11 @@ class RolloutMixin(RolloutCheckpoints):
     # ---- Steps ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if not self.backend.traces_steps:
+        if not self.backend.static_shapes:
             return super().training_step(model, inputs, num_items_in_batch)
         began = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        # Upstream's `training_step` would count so, which a replayed step does not come by.
+        # Upstream's `training_step` would count so, which a step that is replayed or compiled whole does not come by.
         self._step += 1
         self._current_train_step_time += time.perf_counter() - began
         if self._step % self.current_gradient_accumulation_steps == 0:

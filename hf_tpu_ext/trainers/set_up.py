@@ -64,7 +64,7 @@ class SetUpMixin:
         check_settings(args, self.backend.static_shapes, given.arguments)
         if self.backend.unknown_upstream:
             if self.backend.compiles_operators:
-                check_there(args, self.generates)
+                check_there(args, self.generates, self.backend.ranks.count)
                 if self.backend.ranks.count > 1:
                     check_loader(args)
             check_trainer(type(self), given.arguments)

@@ -35,6 +35,8 @@ class CompiledSteps(EagerSteps):
             `compile_step` of [`ExtensionArguments`].
     """
 
+    compiles_whole = True
+
     def __init__(self, trainer, wanted: str):
         super().__init__(trainer)
         self._wanted = wanted
@@ -86,8 +88,10 @@ class CompiledSteps(EagerSteps):
             return f"{found}, which may do something else at each step"
         if trainer.compiled.rematerialization != "none":
             return "with gradient_checkpointing, the compiler would find what is computed again to be there already"
-        if trainer._other_models():
+        if trainer._models_beside():
             return "a step runs another model, too"
+        if trainer._state_of_steps():
+            return "a step keeps numbers for the next one"
         if trainer.backend.splits_weights:
             return "weights are split over processes, which gather those of a layer where it runs"
         drops = [module for module in trainer.model.modules() if isinstance(module, nn.Dropout) and module.p]
@@ -141,6 +145,7 @@ class CompiledSteps(EagerSteps):
             def traced(tensors, batch, data, rates):
                 items = data["items"] if "items" in data else others["items"]
                 given = SentBatch({**batch, **{name: value for name, value in others.items() if name != "items"}})
+                self.data = data
                 with state.replaced(tensors), trainer._micro_steps_as_data(data):
                     loss = step(model, given, items)
                     trainer._log_step_loss(loss)

@@ -27,8 +27,10 @@ def models(tmp_path_factory):
         Case("reward", evaluates=True),
         Case("kto"),
         Case("kto", lora="new", steps=6),
+        Case("dpo", {"gradient_checkpointing": False}, lora="new", steps=4),
+        Case("kto", {"gradient_checkpointing": False}, lora="new", steps=4),
     ],
-    ids=["dpo", "dpo-precomputed", "dpo-lora", "reward", "kto", "kto-lora"],
+    ids=["dpo", "dpo-precomputed", "dpo-lora", "reward", "kto", "kto-lora", "dpo-whole", "kto-whole"],
 )
 def test_twenty_steps(tpu, models, case):
     trainers = []
