@@ -66,12 +66,15 @@ class Method:
             Where the adapters are, as `qat_adapters` says. By default there are none: all weights are trained.
         taught (`bool`, *optional*, defaults to `True`):
             Whether the cached teacher takes the place of the labels.
+        scale (`str`, *optional*, defaults to `"max"`):
+            As `qat_scale`.
     """
 
     learning_rate: float
     adapters: str | None = None
     taught: bool = True
     at_four_bits: float | None = None
+    scale: str = "max"
 
     def rate(self, bits: int) -> float:
         """The learning rate for weights of so many bits."""
@@ -87,6 +90,7 @@ METHODS = {
     "recovery LoRA beside, cached teacher": Method(1e-3, "beside"),
     "QAT, labels": Method(3e-4, taught=False, at_four_bits=1e-4),
     "QAT, cached teacher": Method(3e-4, at_four_bits=1e-4),
+    "QAT, searched scales, cached teacher": Method(3e-4, at_four_bits=1e-4, scale="mse"),
     "low-rank QAT, cached teacher": Method(2e-3, "inside", at_four_bits=5e-4),
 }
 #: What is run with several seeds: bits, and methods that are compared.
@@ -150,6 +154,8 @@ def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
     }
     if method.adapters:
         settings["qat_adapters"] = method.adapters
+    if method.scale != "max":
+        settings["qat_scale"] = method.scale
     if method.taught:
         settings["kd_cache"] = str(arguments.work_dir / "cache")
         settings |= {"kd_alpha": arguments.kd_alpha, "kd_temperature": arguments.kd_temperature}
