@@ -122,7 +122,7 @@ class Rounding:
         return split(scale)[0]
 
     def _to_integers(self, groups: Tensor, scale: Tensor) -> Tensor:
-        return torch.round(groups * (1.0 / scale)).clamp(self._lowest, -self._lowest - 1)
+        return (groups * (1.0 / scale)).round_().clamp_(self._lowest, -self._lowest - 1)
 
     def round_activation(self, hidden: Tensor) -> Tensor:
         """Round each token of `(..., features)`, where activations are rounded. The dtype stays."""
