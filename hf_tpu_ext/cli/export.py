@@ -57,6 +57,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="how many weights of a row share a scale (default: as trained, or 32)",
     )
     parser.add_argument(
+        "--scale",
+        metavar="HOW",
+        help="how that scale is chosen: max, by their largest magnitude, or mse, with the least squared error (default: as "
+        "trained, or max)",
+    )
+    parser.add_argument(
         "--gguf",
         type=Path,
         metavar="FILE",
@@ -98,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         ema=args.ema,
         quantize=args.quantize,
         group_size=args.group_size,
+        scale=args.scale,
     )
     print(_page(export))
     return 0 if export.good else 1
@@ -112,7 +119,7 @@ def _write_gguf(args: argparse.Namespace) -> int:
     for name in ("merge", "ema", "dtype", "output_dir", "overwrite", "base_model", "prompts"):
         if vars(args)[name]:
             raise ValueError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")
-    trained_for = choose_quantization(args.run_dir, args.quantize, args.group_size)
+    trained_for = choose_quantization(args.run_dir, args.quantize, args.group_size, args.scale)
     export = write_gguf(args.gguf, trained_for)
     print(
         f"{export.tensors} matrices in {trained_for.describe()}, as {export.type}; {format_bytes(export.num_bytes)} in all\n"

@@ -132,4 +132,4 @@ def _pack(rounding: Rounding, weight: torch.Tensor) -> np.ndarray:
 def _difference(rounding: Rounding, weight: torch.Tensor, found: np.ndarray) -> float:
     _, scales = rounding.quantize_weight(weight)
     differences = (torch.from_numpy(found) - rounding.round_weight(weight)).abs().unflatten(-1, (-1, _BLOCK))
-    return (differences / scales.unsqueeze(-1)).max().item()
+    return (differences / scales.abs().unsqueeze(-1)).max().item()

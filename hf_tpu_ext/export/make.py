@@ -125,6 +125,7 @@ def export_run(
     ema: bool = False,
     quantize: str | None = None,
     group_size: int | None = None,
+    scale: str | None = None,
 ) -> Export:
     """
     Make a plain model of a run, on the CPU, and compare it with what was trained.
@@ -152,6 +153,8 @@ def export_run(
             What to round the weights of linear layers to, `"int2"` to `"int8"`; or `"as trained"`, with `qat_weight_dtype`.
         group_size (`int`, *optional*):
             How many of them share a scale, by default as trained, or 32.
+        scale (`str`, *optional*):
+            How it is chosen, `"max"` or `"mse"` as `qat_scale`; by default as trained, or `"max"`.
 
     Returns:
         [`Export`]: What was written. It is in `export.json` beside the weights, too.
@@ -163,7 +166,7 @@ def export_run(
     # Keeps transformers from an accelerator that it finds.
     select_backend("cpu")
     source = open_source(Path(run_dir), merge, base_model, ema)
-    quantization = choose_quantization(source.directory, quantize, group_size)
+    quantization = choose_quantization(source.directory, quantize, group_size, scale)
     if quantization is not None:
         check_installed()
     name = "quantized" if quantization is not None else "merged" if merge else "converted"

@@ -8,7 +8,7 @@ from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..quantization.rounding import WEIGHT_DTYPES
+from ..quantization.rounding import SCALES, WEIGHT_DTYPES
 from ..quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 
 
@@ -16,32 +16,38 @@ from ..quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 AS_TRAINED = "as trained"
 
 
-def choose_quantization(run_dir: Path, dtype: str | None, group_size: int | None) -> TrainedFor | None:
+def choose_quantization(
+    run_dir: Path, dtype: str | None, group_size: int | None, scale: str | None = None
+) -> TrainedFor | None:
     """
-    Find out what weights are to be rounded to: what a run was trained for, which a given `dtype` and `group_size` have to
-    agree with; or these, of a run that was trained without rounding. `None` where `dtype` is.
+    Find out what weights are to be rounded to: what a run was trained for, which a given `dtype`, `group_size` and `scale`
+    have to agree with; or these, of a run that was trained without rounding. `None` where `dtype` is.
 
     Raises:
         `ValueError`: They do not agree, or nothing says to what.
     """
     trained = TrainedFor.read(run_dir)
     if dtype is None:
-        if group_size is not None:
-            raise ValueError(f"--group-size {group_size} has no effect without --quantize. Add it, or leave this out.")
+        for option, value in {"--group-size": group_size, "--scale": scale}.items():
+            if value is not None:
+                raise ValueError(f"{option} {value} has no effect without --quantize. Add it, or leave this out.")
         return None
     if dtype not in (AS_TRAINED, *WEIGHT_DTYPES):
         raise ValueError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")
+    if scale not in (None, *SCALES):
+        raise ValueError(f"--scale {scale}: scales are chosen by {', '.join(SCALES)}. Give one of these.")
     if trained is None:
         if dtype == AS_TRAINED:
             raise ValueError(
                 f"{run_dir} was not trained for rounded weights (it has no {QUANTIZATION_FILE}). Give what to round to: "
                 "--quantize int4; or train with qat_weight_dtype."
             )
-        return TrainedFor(dtype, group_size or 32)
-    if dtype not in (AS_TRAINED, trained.weight_dtype) or group_size not in (None, trained.group_size):
+        return TrainedFor(dtype, group_size or 32, scale=scale or "max")
+    as_trained = (AS_TRAINED, trained.weight_dtype), (None, trained.group_size), (None, trained.scale)
+    if any(given not in allowed for given, allowed in zip((dtype, group_size, scale), as_trained, strict=True)):
         raise ValueError(
-            f"{run_dir} was trained for {trained.describe()}. Leave the dtype and --group-size out, for what was trained to be "
-            "exported: --quantize"
+            f"{run_dir} was trained for {trained.describe()}. Leave the dtype, --group-size and --scale out, for what was "
+            "trained to be exported: --quantize"
         )
     if trained.adapters == "beside" and (run_dir / ADAPTER_CONFIG_NAME).is_file():
         raise ValueError(

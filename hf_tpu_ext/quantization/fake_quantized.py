@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..formatting import name_of_any_layer
-from .rounding import Rounding
+from .rounding import Rounding, split
 
 
 #: Where adapters are: `round(W + B A) x`, or `round(W) x + B A x`.
@@ -35,7 +35,7 @@ class _LongProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, up: Tensor, down: Tensor, multiply: Callable = torch.matmul) -> Tensor:
         ctx.save_for_backward(up, down)
-        (up, up_rest), (down, down_rest) = _parts(up), _parts(down)
+        (up, up_rest), (down, down_rest) = split(up), split(down)
         rest = multiply(up, down_rest) + multiply(up_rest, down) + multiply(up_rest, down_rest)
         return multiply(up, down) + rest
 
@@ -43,13 +43,6 @@ class _LongProduct(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple:
         up, down = ctx.saved_tensors
         return gradient @ down.T, up.T @ gradient, None
-
-
-def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
-    # Veltkamp's splitting: XLA leaves out a conversion to bfloat16 and back.
-    wide = values * (2**16 + 1)
-    short = wide - (wide - values)
-    return short, values - short
 
 
 class FakeQuantizedLinear(nn.Linear):

@@ -10,6 +10,21 @@ from torch import Tensor
 WEIGHT_DTYPES = tuple(f"int{bits}" for bits in range(2, 9))
 #: What activations are rounded to, besides not at all.
 ACTIVATION_DTYPES = ("int8",)
+#: How the scale of a group of weights is chosen.
+SCALES = ("max", "mse")
+#: With `"mse"`: ranges to try, of the one that nothing is clamped in. Others bring less than 3 % of the error.
+_RANGES = (1.0, 0.9, 0.8, 0.7)
+_EPS = torch.finfo(torch.float32).eps
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Split float32 numbers into what bfloat16 can hold of them, and the rest. By Veltkamp's splitting: XLA leaves out a
+    conversion to bfloat16 and back.
+    """
+    wide = values * (2**16 + 1)
+    short = wide - (wide - values)
+    return short, values - short
 
 
 class _Rounded(torch.autograd.Function):
@@ -53,12 +68,17 @@ class Rounding:
             Whether activations are rounded to int8.
         on (`bool`, *optional*, defaults to `True`):
             Whether anything is rounded, for the time being.
+        scale (`str`, *optional*, defaults to `"max"`):
+            One of [`SCALES`]: by the largest magnitude of a group, as torchao does; or with the least squared error, which is
+            found anew for the weights of each step. Such a scale may be negative, and is a number of bfloat16, so that an
+            export has it as it was in training.
     """
 
     bits: int
     group_size: int
     activations: bool = False
     on: bool = True
+    scale: str = "max"
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Round a matrix, in groups along its last dimension, which the size of a group divides. Returns float32."""
@@ -69,8 +89,7 @@ class Rounding:
     def quantize_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The integers of a rounded matrix, as int8 of its shape, and the scales of its groups: `(rows, groups)`."""
         groups, scale = self._scaled(weight)
-        integers = torch.round(groups * (1.0 / scale)).clamp(self._lowest, -self._lowest - 1)
-        return integers.flatten(-2).to(torch.int8), scale.squeeze(-1)
+        return self._to_integers(groups, scale).flatten(-2).to(torch.int8), scale.squeeze(-1)
 
     @property
     def _lowest(self) -> int:
@@ -79,8 +98,31 @@ class Rounding:
     def _scaled(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         groups = weight.float().unflatten(-1, (-1, self.group_size))
         with torch.no_grad():
+            if self.scale == "mse":
+                return groups, self._search(groups)
             scale = groups.abs().amax(-1, keepdim=True) / (-self._lowest - 0.5)
-            return groups, scale.clamp(min=torch.finfo(torch.float32).eps)
+            return groups, scale.clamp(min=_EPS)
+
+    def _search(self, groups: Tensor) -> Tensor:
+        highest, lowest = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+        # The weight of the largest magnitude becomes the lowest integer, since there is no such highest one.
+        largest = torch.where(highest > -lowest, highest, lowest)
+        largest = torch.where(largest.abs() < _EPS, _EPS, largest)
+        explained, scale = torch.zeros_like(largest), torch.full_like(largest, _EPS)
+        for range in _RANGES:
+            integers = self._to_integers(groups, range / self._lowest * largest)
+            # Of these integers the scale of the least squared error, which is the sum of squares less what is explained.
+            product, squares = (groups * integers).sum(-1, keepdim=True), integers.square().sum(-1, keepdim=True)
+            fitted = product / squares.clamp(min=1)
+            is_better = product * fitted > explained
+            explained, scale = (
+                torch.where(is_better, product * fitted, explained),
+                torch.where(is_better, fitted, scale),
+            )
+        return split(scale)[0]
+
+    def _to_integers(self, groups: Tensor, scale: Tensor) -> Tensor:
+        return (groups * (1.0 / scale)).round_().clamp_(self._lowest, -self._lowest - 1)
 
     def round_activation(self, hidden: Tensor) -> Tensor:
         """Round each token of `(..., features)`, where activations are rounded. The dtype stays."""
@@ -89,6 +131,6 @@ class Rounding:
         values = hidden.float()
         with torch.no_grad():
             lowest, highest = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True).clamp(min=0)
-            scale = ((highest - lowest) / 255.0).clamp(min=torch.finfo(torch.float32).eps)
+            scale = ((highest - lowest) / 255.0).clamp(min=_EPS)
             zero = (-128 - torch.round(lowest / scale)).clamp(-128, 127)
         return _Rounded.apply(values, scale, zero, -128, 127).to(hidden.dtype)

@@ -27,10 +27,12 @@ class TrainedFor:
     activation_dtype: str | None = None
     quantize_embedding: bool = False
     adapters: str = "inside"
+    scale: str = "max"
 
     def rounding(self) -> Rounding:
         """How layers round."""
-        return Rounding(int(self.weight_dtype.removeprefix("int")), self.group_size, self.activation_dtype is not None)
+        bits = int(self.weight_dtype.removeprefix("int"))
+        return Rounding(bits, self.group_size, self.activation_dtype is not None, scale=self.scale)
 
     def fake_quantization(self, model: nn.Module) -> FakeQuantization:
         """The fake quantization of a model, which rounds so. Raises `ValueError` where a layer cannot be."""
@@ -39,6 +41,8 @@ class TrainedFor:
     def describe(self) -> str:
         """What is rounded how, e.g. `"int4, groups of 32"`."""
         parts = [self.weight_dtype, f"groups of {self.group_size}"]
+        if self.scale != "max":
+            parts.append(f"scales by {self.scale}")
         if self.activation_dtype is not None:
             parts.append(f"activations in {self.activation_dtype}")
         if self.quantize_embedding:

@@ -11,7 +11,7 @@ from trl import SFTConfig
 from ..backends import BACKENDS, select_backend
 from ..distillation.losses import KD_LOSSES
 from ..quantization.fake_quantized import ADAPTERS
-from ..quantization.rounding import ACTIVATION_DTYPES, WEIGHT_DTYPES
+from ..quantization.rounding import ACTIVATION_DTYPES, SCALES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
 from ..step.attention import ATTENTIONS
 from .predicted_text import PredictedTextArguments
@@ -20,6 +20,7 @@ from .predicted_text import PredictedTextArguments
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
 _NEED_A_WEIGHT_DTYPE = (
     "qat_group_size",
+    "qat_scale",
     "qat_activation_dtype",
     "qat_quantize_embedding",
     "qat_fake_quant_after_n_steps",
@@ -272,6 +273,14 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
         default=32,
         metadata={"help": "How many weights of a row share a scale. It has to divide the inputs of all layers."},
     )
+    qat_scale: str = field(
+        default="max",
+        metadata={
+            "help": "How the scale of a group of weights is chosen in each step: 'max', by its largest magnitude, as torchao "
+            "does; 'mse', with the least squared error, which loses less and takes more time.",
+            "choices": list(SCALES),
+        },
+    )
     qat_activation_dtype: str | None = field(
         default=None,
         metadata={
@@ -353,6 +362,8 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
             )
         if self.qat_adapters not in ADAPTERS:
             raise ValueError(f"Unknown qat_adapters={self.qat_adapters!r}. Allowed: {', '.join(ADAPTERS)}.")
+        if self.qat_scale not in SCALES:
+            raise ValueError(f"Unknown qat_scale={self.qat_scale!r}. Allowed: {', '.join(SCALES)}.")
         if self.qat_group_size < 2:
             raise ValueError(f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual.")
         if self.qat_fake_quant_after_n_steps is not None and self.qat_fake_quant_after_n_steps < 0:

@@ -41,6 +41,7 @@ class QuantizationMixin:
             args.qat_activation_dtype,
             args.qat_quantize_embedding,
             args.qat_adapters,
+            args.qat_scale,
         )
         self._fake_quantization = self._trained_for.fake_quantization(self.model)
         self._layers_round = False
@@ -59,6 +60,8 @@ class QuantizationMixin:
         args, found = self.args, self._fake_quantization
         what = f"weights of {count(len(found.linears), 'linear layer')} in {args.qat_weight_dtype}"
         lines = [f"fake quantization: {what}, groups of {args.qat_group_size}"]
+        if args.qat_scale != "max":
+            lines[0] += f", scales by {args.qat_scale}"
         if args.qat_activation_dtype is not None:
             lines[0] += f", activations in {args.qat_activation_dtype}"
         if found.inside:

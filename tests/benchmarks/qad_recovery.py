@@ -55,23 +55,26 @@ DOCUMENT = ROOT / "docs" / "quantization.md"
 @dataclass(frozen=True)
 class Method:
     """
-    A way to bring a rounded model back.
+    A way to bring a rounded model back, or to round it.
 
     Args:
         learning_rate (`float`):
-            Chosen with `--validate`.
+            Chosen with `--validate`. With 0, nothing is trained.
         at_four_bits (`float`, *optional*):
             The one for 4 bits and more, where less is to be brought back.
         adapters (`str`, *optional*):
             Where the adapters are, as `qat_adapters` says. By default there are none: all weights are trained.
         taught (`bool`, *optional*, defaults to `True`):
             Whether the cached teacher takes the place of the labels.
+        scale (`str`, *optional*, defaults to `"max"`):
+            As `qat_scale`.
     """
 
     learning_rate: float
     adapters: str | None = None
     taught: bool = True
     at_four_bits: float | None = None
+    scale: str = "max"
 
     def rate(self, bits: int) -> float:
         """The learning rate for weights of so many bits."""
@@ -84,13 +87,18 @@ class Method:
 
 
 METHODS = {
+    "rounded only, searched scales": Method(0.0, scale="mse"),
     "recovery LoRA beside, cached teacher": Method(1e-3, "beside"),
     "QAT, labels": Method(3e-4, taught=False, at_four_bits=1e-4),
     "QAT, cached teacher": Method(3e-4, at_four_bits=1e-4),
+    "QAT, searched scales, cached teacher": Method(3e-4, at_four_bits=1e-4, scale="mse"),
     "low-rank QAT, cached teacher": Method(2e-3, "inside", at_four_bits=5e-4),
 }
 #: What is run with several seeds: bits, and methods that are compared.
-COMPARED = ((4, 3), ("recovery LoRA beside, cached teacher", "QAT, cached teacher"))
+COMPARED = (
+    (4, 3),
+    ("recovery LoRA beside, cached teacher", "QAT, cached teacher", "QAT, searched scales, cached teacher"),
+)
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,8 @@ def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
     }
     if method.adapters:
         settings["qat_adapters"] = method.adapters
+    if method.scale != "max":
+        settings["qat_scale"] = method.scale
     if method.taught:
         settings["kd_cache"] = str(arguments.work_dir / "cache")
         settings |= {"kd_alpha": arguments.kd_alpha, "kd_temperature": arguments.kd_temperature}
@@ -196,6 +206,8 @@ def make(row: Row, task: Task) -> tuple[PreTrainedModel, int]:
     asked = {"quantize": f"int{row.bits}", "group_size": arguments.group_size}
     if row.name == ROUNDED:
         return export(original, exported, **asked)
+    if not METHODS[row.name].learning_rate:
+        return export(original, exported, scale=METHODS[row.name].scale, **asked)
     settings, adapters = settings_of(row, arguments), METHODS[row.name].adapters
     if adapters:
         settings["peft_config"] = LoraConfig(
@@ -306,7 +318,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--show", action="store_true", help="show what was measured so far, and train nothing")
     parser.add_argument("--seeds", type=int, default=3, help="of the methods that are compared (default: 3)")
-    return name_task(parser.parse_args(argv), "qad_recovery")
+    parser.add_argument("--table", help="name of the table in the document (default: that of the benchmark)")
+    arguments = name_task(parser.parse_args(argv), "qad_recovery")
+    arguments.table = arguments.table or arguments.name
+    return arguments
 
 
 def main() -> None:
@@ -325,7 +340,7 @@ def main() -> None:
         kind: sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches) for kind, batches in kinds.items()
     }
     block = "\n".join([make_tables(results, list(kinds)), "", describe(arguments, METHODS, tokens)])
-    publish(arguments, DOCUMENT, arguments.name, block, results)
+    publish(arguments, DOCUMENT, arguments.table, block, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tables of [`qad_recovery`]."""
 
 import argparse
+import json
 import math
 import platform
 import statistics
@@ -94,8 +95,16 @@ def describe(arguments: argparse.Namespace, methods: dict, tokens: dict[str, int
     rates = ", ".join(
         f"{methods[name].rates() if arguments.learning_rate is None else arguments.learning_rate} for {name}"
         for name in arguments.methods
+        if methods[name].learning_rate
     )
     options = f"--steps {arguments.steps} --seeds {arguments.seeds}" + " --tiny" * arguments.tiny
+    options += " --no-bf16" * (not arguments.bf16)
+    if arguments.bits != [4, 3, 2]:
+        options += f" --bits {' '.join(map(str, arguments.bits))}"
+    if arguments.methods != list(methods):
+        options += f" --methods {' '.join(json.dumps(name) for name in arguments.methods)}"
+    if arguments.table != arguments.name:
+        options += f" --table {arguments.table}"
     return "\n".join(
         [
             f"- original, and teacher: {model}; rounded: all linear layers but the head, symmetrically, in groups of "

@@ -11,13 +11,15 @@ from hf_tpu_ext.examples.tiny import make_arithmetic
 
 
 BESIDE, INSIDE = "recovery LoRA beside, cached teacher", "low-rank QAT, cached teacher"
+SEARCHED, NOT_TRAINED = "QAT, searched scales, cached teacher", "rounded only, searched scales"
+SHOWN = (NOT_TRAINED, BESIDE, INSIDE, SEARCHED)
 
 
 def test_one_seed_of_every_row_comes_first():
     found = list(qad_recovery.rows(qad_recovery.parse_arguments(["--seeds", "2"])))
     assert found[:3] == [Row(bits, ROUNDED) for bits in (4, 3, 2)]
-    assert found[3:15] == [Row(bits, name) for bits in (4, 3, 2) for name in METHODS]
-    assert found[15:] == [Row(bits, name, 1) for bits in (4, 3) for name in (BESIDE, "QAT, cached teacher")]
+    assert found[3:21] == [Row(bits, name) for bits in (4, 3, 2) for name in METHODS]
+    assert found[21:] == [Row(bits, name, 1) for bits in (4, 3) for name in (BESIDE, "QAT, cached teacher", SEARCHED)]
     assert len({row.directory for row in found}) == len(found)
 
 
@@ -40,13 +42,14 @@ def test_description_has_the_settings_that_were_run():
     assert "7 steps of 4 x 128 tokens, 3,584 in all" in lines
     assert f"{METHODS[INSIDE].rates()} for {INSIDE}; AdamW" in lines
     assert "2,032 tokens of verse" in lines
+    assert f'qad_recovery.py --steps 7 --seeds 2 --bits 3 --methods "{INSIDE}"`' in lines
 
 
 @pytest.fixture
 def task(tmp_path, monkeypatch, xla):
     monkeypatch.setattr(kd_recovery, "make_arithmetic", partial(make_arithmetic, num_rows=64))
     options = ["--tiny", "--teacher_steps=40", "--steps=8", "--seeds=1", "--bits", "3", "--no-bf16"]
-    arguments = qad_recovery.parse_arguments([*options, "--methods", BESIDE, INSIDE, "--work_dir", str(tmp_path)])
+    arguments = qad_recovery.parse_arguments([*options, "--methods", *SHOWN, "--work_dir", str(tmp_path)])
     task = qad_recovery.prepare_tiny(arguments, tmp_path)
     qad_recovery.make_cache(task, student="teacher")
     return task
@@ -54,12 +57,13 @@ def task(tmp_path, monkeypatch, xla):
 
 def test_whole_comparison_in_small(task, monkeypatch):
     results = qad_recovery.compare(task)
-    assert list(results["int3"]) == [ROUNDED, BESIDE, INSIDE]
-    (rounded,), (beside,), (inside,) = results["int3"].values()
+    assert list(results["int3"]) == [ROUNDED, *SHOWN]
+    (rounded,), (searched,), (beside,), (inside,), (trained,) = results["int3"].values()
     original = results[ORIGINAL]
     assert original["additions"]["kl"] == 0 and original["additions"]["loss"] < rounded["additions"]["loss"]
-    for brought_back in (beside, inside):
+    for brought_back in (beside, inside, searched):
         assert brought_back["additions"]["kl"] < 0.9 * rounded["additions"]["kl"]
+    assert trained["additions"]["kl"] < 0.9 * searched["additions"]["kl"]
     # Adapters inside the rounding are in the integers, those beside it are more to store.
     assert inside["bytes"] == rounded["bytes"] < original["bytes"]
     assert beside["bytes"] > rounded["bytes"]
@@ -67,7 +71,7 @@ def test_whole_comparison_in_small(task, monkeypatch):
     monkeypatch.setattr(qad_recovery, "make", fail)
     assert qad_recovery.compare(task) == results
     task.arguments.rank = 4
-    with pytest.raises(NotImplementedError, match=BESIDE):
+    with pytest.raises(NotImplementedError, match=NOT_TRAINED):
         qad_recovery.compare(task)
 
 

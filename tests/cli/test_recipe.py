@@ -47,6 +47,7 @@ def parse(tmp_path):
         ("", ["--resume_from_checkpoint", "runs/checkpoint-4"], "resume_from_checkpoint", "runs/checkpoint-4"),
         ("", [], "resume_from_checkpoint", None),
         ("qat: {weight_dtype: int4, group_size: 64}", [], "qat_group_size", 64),
+        ("qat: {weight_dtype: int4, scale: mse}", [], "qat_scale", "mse"),
         ("qat: {weight_dtype: int4}\nqat_adapters: beside", [], "qat_adapters", "beside"),
         ("qat: {weight_dtype: int4}", ["--qat_weight_dtype", "int3"], "qat_weight_dtype", "int3"),
     ],

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.export.make import export_run
+from hf_tpu_ext.quantization.rounding import SCALES
 from hf_tpu_ext.quantization.trained_for import TrainedFor
 
 
@@ -57,8 +58,11 @@ def shapes(directory):
         (None, dict(qat_weight_dtype="int3", qat_group_size=64), 7),
         (None, dict(qat_weight_dtype="int2", qat_group_size=16, qat_quantize_embedding=True), 4),
         (None, dict(qat_weight_dtype="int4", qat_activation_dtype="int8"), None),
+        ("inside", dict(qat_weight_dtype="int4", qat_scale="mse"), 8),
+        (None, dict(qat_weight_dtype="int2", qat_scale="mse", qat_quantize_embedding=True), 4),
+        (None, dict(qat_weight_dtype="int3", qat_scale="mse", qat_activation_dtype="int8"), None),
     ],
-    ids=["inside", "int3", "embeddings", "activations"],
+    ids=["inside", "int3", "embeddings", "activations", "searched", "searched embeddings", "searched activations"],
 )
 def test_what_is_exported_is_what_was_trained(run_with, logits_of, tmp_path, lora, settings, packed):
     run_dir = run_with(lora, **settings)
@@ -119,6 +123,17 @@ def test_the_same_integers_in_every_dtype(run_with, tmp_path):
         assert all(torch.equal(tensor, other[name]) for name, tensor in files[0].items())
 
 
+def test_searched_scales_are_exact_in_bfloat16(run_with, tmp_path):
+    run_dir, files = run_with("inside", qat_weight_dtype="int4", qat_scale="mse"), []
+    for dtype in ("float32", "bfloat16"):
+        out = export_run(run_dir, tmp_path / dtype, merge=True, dtype=dtype, quantize="as trained").output_dir
+        with safe_open(Path(out) / "model.safetensors", "pt") as file:
+            files.append({name: file.get_tensor(name) for name in file.keys() if "weight_" in name})  # noqa: SIM118
+    scales = [name for name in files[0] if name.endswith("_scale")]
+    assert len(scales) == 14 and all((files[0][name] < 0).any() for name in scales)
+    assert all(torch.equal(tensor.float(), files[1][name].float()) for name, tensor in files[0].items())
+
+
 def test_a_run_that_was_not_trained_for_it(lora_run, tmp_path, capsys):
     """Few bits change much, and it says so; many change little."""
     argv = ["export", str(lora_run), "--merge", "--quantize", "int2", "--output_dir", str(tmp_path / "int2")]
@@ -130,6 +145,13 @@ def test_a_run_that_was_not_trained_for_it(lora_run, tmp_path, capsys):
     argv = ["export", str(lora_run), "--merge", "--quantize", "int8", "--group-size", "64", "--output_dir"]
     assert main([*argv, str(tmp_path / "int8")]) == 0
     assert "int8, groups of 64" in capsys.readouterr().out
+    argv = ["export", str(lora_run), "--merge", "--quantize", "int2", "--scale", "mse", "--output_dir"]
+    assert main([*argv, str(tmp_path / "searched")]) == 1
+    assert "int2, groups of 32, scales by mse" in capsys.readouterr().out
+    largest, searched = (
+        json.loads((tmp_path / name / "export.json").read_text())["exported"] for name in ("int2", "searched")
+    )
+    assert searched["mean_kl"] < 0.7 * largest["mean_kl"]
 
 
 def test_without_rounding_it_says_that_the_run_was_trained_for_it(run_with, tmp_path, capsys):
@@ -158,8 +180,15 @@ def test_what_a_run_was_trained_for_is_beside_its_weights(run_with, place):
             "--quantize int9: weights are rounded to int2, int3, int4, int5, int6, int7, int8",
         ),
         ("plain", ["--group-size", "32"], "--group-size 32 has no effect without --quantize"),
+        ("plain", ["--scale", "mse"], "--scale mse has no effect without --quantize"),
+        ("plain", ["--quantize", "int4", "--scale", "least"], "--scale least: scales are chosen by max, mse."),
         ("plain", ["--quantize", "int4", "--group-size", "128"], "does not divide the 64 inputs of"),
-        ("inside", ["--quantize", "int3"], "was trained for int4, groups of 32. Leave the dtype and --group-size out"),
+        (
+            "inside",
+            ["--quantize", "int3"],
+            "was trained for int4, groups of 32. Leave the dtype, --group-size and --scale",
+        ),
+        ("inside", ["--quantize", "--scale", "mse"], "was trained for int4, groups of 32."),
         ("inside", ["--quantize", "--group-size", "16"], "was trained for int4, groups of 32."),
         ("beside", ["--quantize"], "--quantize int4 --group-size 32; or train with qat_adapters='inside'"),
     ],
@@ -207,17 +236,19 @@ def float_gguf(tmp_path):
     return write
 
 
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("dtype", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
-def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dtype, kind):
+def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dtype, kind, scale):
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
     path, weights = float_gguf()
-    assert main(["export", str(lora_run), "--quantize", dtype, "--gguf", str(path)]) == 0
-    assert f"2 matrices in {dtype}, groups of 32, as {kind}; " in capsys.readouterr().out
+    assert main(["export", str(lora_run), "--quantize", dtype, "--scale", scale, "--gguf", str(path)]) == 0
+    trained_for = TrainedFor(dtype, scale=scale)
+    assert f"2 matrices in {trained_for.describe()}, as {kind}; " in capsys.readouterr().out
     reader = GGUFReader(path.with_name(f"merged.{kind}.gguf"))
     found = {tensor.name: tensor for tensor in reader.tensors}
-    rounding = TrainedFor(dtype).rounding()
+    rounding = trained_for.rounding()
     for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
         assert found[name].tensor_type.name == kind
         read = torch.from_numpy(dequantize(found[name].data, found[name].tensor_type))

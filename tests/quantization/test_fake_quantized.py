@@ -6,8 +6,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.quantization.fake_quantized import FakeQuantization, _LongProduct, _parts, without_rounding
-from hf_tpu_ext.quantization.rounding import Rounding
+from hf_tpu_ext.quantization.fake_quantized import FakeQuantization, _LongProduct, without_rounding
+from hf_tpu_ext.quantization.rounding import Rounding, split
 
 
 IDS = torch.arange(3, 35).reshape(2, 16)
@@ -119,7 +119,7 @@ def test_products_on_a_tpu_are_as_long_as_elsewhere():
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_parts_of_a_float_are_exact(xla, device):
     values = torch.randn(64, 64) * torch.logspace(-20, 20, 64)
-    short, rest = xla.fetch(_parts(values.to(device)))
+    short, rest = xla.fetch(split(values.to(device)))
     assert torch.equal(short.bfloat16().float(), short)
     assert torch.equal(short + rest, values)
     assert (rest.abs() <= values.abs() * 2**-8).all()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.quantization.fake_quantized import FakeQuantization
-from hf_tpu_ext.quantization.rounding import Rounding
+from hf_tpu_ext.quantization.rounding import SCALES, Rounding
 
 
 INT4 = dict(qat_weight_dtype="int4", qat_group_size=16)
@@ -86,7 +86,15 @@ def test_upstreams_trainer_with_torchaos_prepared_model(runs, train, activations
     "config",
     [
         dict(),
-        dict(lora=ALL_LINEAR, bf16=True, gradient_checkpointing=True, scan_layers="on", kd_teacher="base"),
+        dict(qat_scale="mse"),
+        dict(
+            lora=ALL_LINEAR,
+            bf16=True,
+            gradient_checkpointing=True,
+            scan_layers="on",
+            kd_teacher="base",
+            qat_scale="mse",
+        ),
         dict(
             lora=ALL_LINEAR,
             bf16=True,
@@ -96,7 +104,7 @@ def test_upstreams_trainer_with_torchaos_prepared_model(runs, train, activations
             gradient_accumulation_steps=2,
         ),
     ],
-    ids=["full", "inside", "beside"],
+    ids=["full", "searched", "inside", "beside"],
 )
 def test_one_execution_per_micro_step_and_no_reads(train, config):
     trainer = train(train=False, max_steps=6, logging_steps=100, max_recompiles=0, **config)
@@ -112,11 +120,23 @@ def test_one_execution_per_micro_step_and_no_reads(train, config):
     assert (trainer.layers.stack is not None) == (config.get("scan_layers") == "on")
 
 
-def test_layers_as_a_loop_and_one_by_one(train):
-    config = dict(lora=ALL_LINEAR, gradient_checkpointing=True, max_steps=2)
+@pytest.mark.parametrize("scale", SCALES)
+def test_layers_as_a_loop_and_one_by_one(train, scale):
+    config = dict(lora=ALL_LINEAR, gradient_checkpointing=True, max_steps=2, qat_scale=scale)
     looped, single = train(scan_layers="on", **config), train(**config)
     assert losses(looped)[0] == pytest.approx(losses(single)[0], rel=1e-6)
     assert losses(looped, "grad_norm")[0] == pytest.approx(losses(single, "grad_norm")[0], rel=1e-4)
+
+
+def test_searched_scales(runs, train):
+    """They lose less, and are the same on both backends: the loss before the first update."""
+    settings = dict(qat_weight_dtype="int3", max_steps=1)
+    searched, eager = (train(backend, qat_scale="mse", **settings) for backend in ("xla", "cpu"))
+    assert losses(searched)[0] == pytest.approx(losses(eager)[0], rel=1e-6)
+    assert losses(searched, "grad_norm")[0] == pytest.approx(losses(eager, "grad_norm")[0], rel=1e-4)
+    settings |= dict(kd_teacher=str(runs.model_dir), kd_alpha=1.0)
+    searched, largest = (train(qat_scale=scale, **settings) for scale in ("mse", "max"))
+    assert losses(searched, "kd_loss")[0] < 0.8 * losses(largest, "kd_loss")[0]
 
 
 @pytest.mark.parametrize("adapters", ["inside", "beside"])
@@ -149,9 +169,11 @@ def test_rounds_after_some_steps(runs, train):
     assert losses(trainer)[3] == pytest.approx(losses(eager)[3], rel=1e-3)
 
 
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "inside"])
-def test_resumed_bit_for_bit(train, lora):
-    config = dict(lora=lora, qat_fake_quant_after_n_steps=1, max_steps=4, save_strategy="steps", save_steps=2)
+def test_resumed_bit_for_bit(train, lora, scale):
+    config = dict(lora=lora, qat_scale=scale, qat_fake_quant_after_n_steps=1)
+    config |= dict(max_steps=4, save_strategy="steps", save_steps=2)
     whole = train(**config)
     weights = whole.backend.fetch(dict(whole.model.state_dict()))
     resumed = train(train=False, **config)
@@ -200,6 +222,7 @@ def test_adapters_and_their_checkpoint(train, tmp_path):
         ),
         (dict(qat_activation_dtype="int4"), "Unknown qat_activation_dtype='int4'. Allowed: int8; or leave it out"),
         (dict(qat_adapters="outside"), "Unknown qat_adapters='outside'. Allowed: inside, beside."),
+        (dict(qat_scale="least"), "Unknown qat_scale='least'. Allowed: max, mse."),
         (dict(qat_group_size=1), "qat_group_size=1 is not at least 2. 32 and 128 are usual."),
         (dict(qat_fake_quant_after_n_steps=-1), "qat_fake_quant_after_n_steps=-1 is negative."),
         (dict(qat_weight_dtype=None), "qat_group_size=16 has no effect without qat_weight_dtype. Set it, for example"),
@@ -229,7 +252,8 @@ def test_what_has_no_effect_is_said(train):
     lines = train(train=False, qat_adapters="beside").compiled.changes
     assert "qat_adapters='beside' has no effect: there are no adapters (use_peft: true)" in lines
     assert "fake quantization: weights of 14 linear layers in int4, groups of 16" in lines
-    lines = train(train=False, lora={**ALL_LINEAR, "lora_dropout": 0.1}).compiled.changes
+    lines = train(train=False, qat_scale="mse", lora={**ALL_LINEAR, "lora_dropout": 0.1}).compiled.changes
+    assert any("in int4, groups of 16, scales by mse, adapters inside" in line for line in lines)
     assert any(line.startswith("lora_dropout has no effect with qat_adapters='inside'") for line in lines)
 
 
@@ -240,6 +264,7 @@ def test_eight_chips(same_on_eight_chips):
     same_on_eight_chips(
         {
             "fsdp": dict(common, mesh="fsdp"),
+            "searched": dict(common, mesh="fsdp", qat_scale="mse"),
             "inside": dict(
                 common, lora=ALL_LINEAR, mesh="data=2,fsdp=4", gradient_checkpointing=True, scan_layers="on"
             ),
