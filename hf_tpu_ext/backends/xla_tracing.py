@@ -151,15 +151,15 @@ class TracingBackend(XLABackend):
                     module._parameters[name] = made[id(parameter)]
         return super().place(model)
 
-    def _send(self, data: Any, by_rows: bool) -> Any:
+    def _send(self, data: Any, num_rows: int | None = None) -> Any:
         def send(value: torch.Tensor) -> torch.Tensor:
             if value.nbytes < _SMALL:
                 # With a value, a tensor can be marked as split, which what is computed from it then tells on.
-                sent = super(TracingBackend, self)._send(value, by_rows)
+                sent = super(TracingBackend, self)._send(value, num_rows)
             else:
                 sent = self._new(value).detach()
             if self._mesh is not None:
-                self.shard(sent, rows_spec(self._mesh, sent.ndim, by_rows))
+                self.shard(sent, rows_spec(self._mesh, sent.ndim, sent.shape[:1] == (num_rows,)))
             return self._own(sent)
 
         return tree_map_only(torch.Tensor, send, data)

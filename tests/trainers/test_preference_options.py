@@ -53,6 +53,8 @@ CASES = {
             "f_divergence_type": "alpha_divergence",
             "ld_alpha": 0.3,
             "use_weighting": True,
+            # As of the divergence alone.
+            "learning_rate": 1e-4,
             **FULL,
             "truncation_mode": "keep_end",
             "max_length": 24,
