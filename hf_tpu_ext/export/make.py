@@ -234,7 +234,8 @@ def export_run(
         good, verdict = False, base_check.text
         if base_check.same is not False:
             rounded_now = quantization.describe() if quantization is not None and not rounded else None
-            good, verdict = judge(dtype, exported, training, rounded_now)
+            rounds_activations = quantization is not None and quantization.activation_dtype is not None
+            good, verdict = judge(dtype, exported, training, rounded_now, rounds_activations)
         export = Export(
             output_dir=str(output_dir),
             run_dir=str(run_dir),

@@ -70,8 +70,9 @@ def test_what_is_exported_is_what_was_trained(run_with, logits_of, tmp_path, lor
     model = AutoModelForCausalLM.from_pretrained(export.output_dir, dtype=torch.float32)
     trained = rounded_logits(run_dir, logits_of)
     torch.testing.assert_close(logits_of(model), trained, rtol=0, atol=1e-5)
-    assert export.good and export.exported.max_abs < 1e-4
-    assert "is the trained one" in export.verdict
+    # An activation between two integers goes by the last bit, which differs from machine to machine.
+    assert export.exported.max_abs < 1e-4 or ("qat_activation_dtype" in settings and export.exported.mean_kl < 1e-5)
+    assert export.good and "is the trained one" in export.verdict
     assert export.quantized.startswith(settings["qat_weight_dtype"])
     found = shapes(export.output_dir)
     weight = "model.layers.0.mlp.up_proj.weight"

@@ -62,7 +62,7 @@ def test_losses_are_those_of_bitsandbytes_on_the_eager_cpu(quantized, settings, 
     from hf_tpu_ext import TPUSFTConfig
 
     # Upstream rounds the norm of bfloat16 gradients to bfloat16.
-    more = dict(lora=LORA, max_steps=20, max_grad_norm=0.0)
+    more = dict(lora=LORA, max_steps=20, max_grad_norm=0.0, learning_rate=5e-4)
     stock = quantized.stock(model=quantized.load(**settings), **more)
     ours = quantized.ours(model=quantized.load(**settings), config_cls=TPUSFTConfig, scan_layers=scan_layers, **more)
     assert (ours.layers.stack is not None) == (scan_layers == "on")
