@@ -8,15 +8,6 @@ import pytest
 import torch
 from trl import DistillationConfig, DistillationTrainer
 
-from hf_tpu_ext import (
-    TPUDistillationConfig,
-    TPUDistillationTrainer,
-    TPUGRPOConfig,
-    TPUGRPOTrainer,
-    TPURLOOConfig,
-    TPURLOOTrainer,
-)
-
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 
@@ -79,11 +70,7 @@ def test_every_number_is_upstreams(tpu, models, name):
 
 @pytest.fixture
 def writes(monkeypatch):
-    for kind, own in {
-        "grpo": (TPUGRPOTrainer, TPUGRPOConfig),
-        "rloo": (TPURLOOTrainer, TPURLOOConfig),
-        "distillation": (TPUDistillationTrainer, TPUDistillationConfig),
-    }.items():
+    for kind, own in rollouts.WRITING.items():
         monkeypatch.setitem(rollouts.OURS, kind, own)
     monkeypatch.setitem(rollouts.STOCK, "distillation", (DistillationTrainer, DistillationConfig))
 

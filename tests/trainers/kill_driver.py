@@ -10,7 +10,7 @@ from datasets import Dataset
 from preference import Case, trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
-from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
 
 
@@ -100,7 +100,7 @@ def _preferences(kind: str, model_dir: str, output_dir: str, callbacks: list[Tra
 
 def _completions(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> Trainer:
     # What it writes, not what a test gives it.
-    rollouts.OURS[kind] = TPUGRPOTrainer, TPUGRPOConfig
+    rollouts.OURS[kind] = rollouts.WRITING[kind]
     settings = {**SAVES, "output_dir": output_dir, "num_iterations": 2, "steps_per_generation": 3}
     case = rollouts.Case(kind, settings, lora="new", steps=MAX_STEPS)
     return rollouts.trainer_for(case, Path(model_dir), ours=True, callbacks=callbacks)

@@ -4,9 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from rollouts import OURS, Case, train
-
-from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer
+from rollouts import OURS, WRITING, Case, train
 
 
 if __name__ == "__main__":
@@ -15,7 +13,7 @@ if __name__ == "__main__":
     of_tests = OURS["grpo"]
     for name, case in json.loads(Path(spec_file).read_text()).items():
         # Completions of the model's own, or of the tests.
-        OURS["grpo"] = (TPUGRPOTrainer, TPUGRPOConfig) if name.startswith("written") else of_tests
+        OURS["grpo"] = WRITING["grpo"] if name.startswith("written") else of_tests
         rewards = ("model",) if name.endswith("model") else Case.rewards
         trainer = train(Case(**case, rewards=rewards), Path(base), ours=True)
         results[name] = {

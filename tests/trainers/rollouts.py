@@ -96,6 +96,12 @@ OURS = {
     "rloo": (OurRLOO, TPURLOOConfig),
     "distillation": (OurDistillation, TPUDistillationConfig),
 }
+# Those whose model writes its completions itself, to be put in the place of the others.
+WRITING = {
+    "grpo": (TPUGRPOTrainer, TPUGRPOConfig),
+    "rloo": (TPURLOOTrainer, TPURLOOConfig),
+    "distillation": (TPUDistillationTrainer, TPUDistillationConfig),
+}
 
 
 # ---- Rewards ----

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import OURS, STOCK, Case, assert_same_numbers, train, trainer_for
+from rollouts import OURS, STOCK, WRITING, Case, assert_same_numbers, train, trainer_for
 from test_preference_resume import logged_after, weights_and_moments
 from test_rollout_chips import train_on_eight
 from trl import DistillationConfig, DistillationTrainer, GRPOTrainer
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from hf_tpu_ext import TPUDistillationConfig, TPUDistillationTrainer
 from hf_tpu_ext.trainers import TPUTrainerMixin
 
 
@@ -57,7 +56,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def writes(monkeypatch):
     """The models write their completions themselves."""
-    monkeypatch.setitem(OURS, "distillation", (TPUDistillationTrainer, TPUDistillationConfig))
+    monkeypatch.setitem(OURS, "distillation", WRITING["distillation"])
     monkeypatch.setitem(STOCK, "distillation", (DistillationTrainer, DistillationConfig))
 
 

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rollouts import OURS, Case, assert_same_numbers, train, trainer_for
-
-from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer
+from rollouts import OURS, WRITING, Case, assert_same_numbers, train, trainer_for
 
 
 # Of 8 rows a step, and of 32 a generation.
@@ -68,7 +66,7 @@ def test_eight_devices_write_what_one_writes(xla, tmp_path, monkeypatch):
     settings = {**ROWS, "num_generations": 4, "temperature": 0.8}
     spec = {"kind": "grpo", "settings": {**settings, "per_device_train_batch_size": 1}, "evaluates": True}
     found = train_on_eight({"written": spec}, tmp_path)["written"]
-    monkeypatch.setitem(OURS, "grpo", (TPUGRPOTrainer, TPUGRPOConfig))
+    monkeypatch.setitem(OURS, "grpo", WRITING["grpo"])
     settings |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
     one = train(Case("grpo", settings, evaluates=True), tmp_path, ours=True)
     assert_same_numbers(found["log"], one.state.log_history)
@@ -80,7 +78,7 @@ def test_a_run_of_eight_devices_goes_on_on_one(xla, tmp_path, monkeypatch):
     settings = {**ROWS, "num_generations": 4, "per_device_train_batch_size": 1}
     saves = {"save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path / "eight")}
     train_on_eight({"written": {"kind": "grpo", "settings": {**settings, **saves}}}, tmp_path)
-    monkeypatch.setitem(OURS, "grpo", (TPUGRPOTrainer, TPUGRPOConfig))
+    monkeypatch.setitem(OURS, "grpo", WRITING["grpo"])
     resumed = trainer_for(Case("grpo", settings), tmp_path, ours=True)
     resumed.train(resume_from_checkpoint=str(tmp_path / "eight" / "checkpoint-3"))
     args = resumed.args

@@ -6,10 +6,8 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from rollouts import LONGEST, OURS, Case, prompts_for, train, trainer_for
+from rollouts import LONGEST, OURS, WRITING, Case, prompts_for, train, trainer_for
 from test_preference_resume import logged_after, weights_and_moments
-
-from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOConfig, TPURLOOTrainer
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +17,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def writes(xla, monkeypatch):
-    monkeypatch.setitem(OURS, "grpo", (TPUGRPOTrainer, TPUGRPOConfig))
-    monkeypatch.setitem(OURS, "rloo", (TPURLOOTrainer, TPURLOOConfig))
+    monkeypatch.setitem(OURS, "grpo", WRITING["grpo"])
+    monkeypatch.setitem(OURS, "rloo", WRITING["rloo"])
 
 
 def early(completion_ids, **kwargs):
