@@ -1,6 +1,7 @@
 """torch_tpu: PyTorch's device `tpu`, one process for each chip. Nothing but this file imports torch_tpu."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -238,7 +239,9 @@ class TorchTPUBackend(Backend):
             results, structure_of_results = tree_flatten(function(*tree_unflatten(tensors, structure)))
             return tuple(results)
 
-        with sdpa_kernel(_COMPILED_ATTENTION):
+        with sdpa_kernel(_COMPILED_ATTENTION), warnings.catch_warnings():
+            # A tracer looks for gradients everywhere.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
         compiled = cut_at_collectives(graph, given, self._compile_graph)
 

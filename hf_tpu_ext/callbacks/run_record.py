@@ -1,5 +1,6 @@
 """Writes down what a run does while it does it, and has its report made at the end."""
 
+import os
 import subprocess
 import sys
 import time
@@ -142,6 +143,8 @@ def _make_report(output_dir: str) -> None:
     try:
         result = subprocess.run(
             [sys.executable, "-m", "hf_tpu_ext.report", output_dir],
+            # The device is this process's.
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             capture_output=True,
             text=True,
             timeout=_SECONDS_TO_REPORT,

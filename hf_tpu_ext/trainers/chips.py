@@ -214,7 +214,7 @@ class Chips:
         elif self._backend.ranks.count > 1:
             # On the device, and of all rows: upstream leaves values of a last batch out by their number.
             gather = partial(recursively_apply, self._backend.ranks.gather)
-            gathers = {"gather_for_metrics": gather, "gather": gather}
+            gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}
         kept = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
         vars(accelerator).update(gathers)
         try:
@@ -223,6 +223,10 @@ class Chips:
             for name in gathers:
                 del vars(accelerator)[name]
             vars(accelerator).update(kept)
+
+    def _reduce(self, value: torch.Tensor, reduction: str) -> torch.Tensor:
+        gathered = self._backend.ranks.gather(value[None])
+        return gathered.mean(0) if reduction == "mean" else gathered.sum(0)
 
     # ---- Rows of an optimizer step ----
 

@@ -25,14 +25,8 @@ def not_there(what: str) -> str:
     )
 
 
-def check_there(args: TrainingArguments, generates: bool, processes: int) -> None:
-    """Refuse (`ValueError`) what does not train with torch_tpu yet. `generates` is whether steps write text."""
-    if generates and processes > 1:
-        raise ValueError(
-            f"A trainer that generates text within its steps is not there yet with torch_tpu in several processes, and here are "
-            f"{processes}. Set num_chips=1, or start one process. Or use torch_xla, in an environment of its own: pip install "
-            "'hf_tpu_ext[tpu]'."
-        )
+def check_there(args: TrainingArguments) -> None:
+    """Refuse (`ValueError`) what does not train with torch_tpu yet."""
     if args.fsdp:
         raise ValueError(
             f"fsdp={args.fsdp!r} is upstream's. Leave it out, and set mesh='fsdp': chips hold parts of the weights."
@@ -42,11 +36,16 @@ def check_there(args: TrainingArguments, generates: bool, processes: int) -> Non
             raise ValueError(not_there(f"{name}={vars(args)[name]!r} (quantization-aware training)"))
 
 
-def check_split(args: TrainingArguments, given: Mapping[str, Any]) -> None:
+def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bool) -> None:
     """
     Refuse (`ValueError`) what does not train where processes hold parts of the weights. `given` has what the trainer was given,
-    by the names of [`~transformers.Trainer`].
+    by the names of [`~transformers.Trainer`], and `generates` is whether steps write text.
     """
+    if generates:
+        raise ValueError(
+            f"mesh={args.mesh!r} does not work with a trainer that generates text within its steps: each chip would hold parts of "
+            "the weights, and needs all of them for every token. Set mesh='data'."
+        )
     asked = {
         f"optim={OptimizerNames(args.optim).value}": args.optim not in ADAMW_NAMES,
         "optimizer_cls_and_kwargs": given.get("optimizer_cls_and_kwargs") is not None,

@@ -91,7 +91,9 @@ class EntropyBonusMixin:
         """Decide on the coefficient of the next step, as upstream does, by the entropy of the one that has ended."""
         fetched = self.backend.fetch(self._entropy_sums.tensors)
         self._entropy_sums.reset()
-        entropy = (fetched["entropy"] / fetched["tokens"].clamp(min=1.0)).item()
+        of_process = [fetched[name].item() for name in ("entropy", "tokens")]
+        total, tokens = self.backend.ranks.total(of_process)
+        entropy = total / max(tokens, 1.0)
         args, coef = self.args, self.entropy_coef
         if entropy <= args.entropy_target:
             self.entropy_coef = min(coef + args.entropy_coef_delta, args.entropy_coef_max)

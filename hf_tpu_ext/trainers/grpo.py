@@ -8,13 +8,13 @@ from .configs import describe_fields
 from .entropy_bonus import EntropyBonusMixin
 from .mixin import TPUTrainerMixin
 from .rewarded import RewardedMixin
-from .rollouts import RolloutArguments
+from .rewarded_arguments import RewardedArguments
 from .synced_reference import SyncedReferenceMixin
 
 
 @describe_fields
 @dataclass
-class TPUGRPOConfig(RolloutArguments, GRPOConfig):
+class TPUGRPOConfig(RewardedArguments, GRPOConfig):
     """[`~trl.GRPOConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""
 
 

@@ -16,7 +16,8 @@ from ..step.looped_head import head_wrapped_by
 from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from .passes import Passes
 from .reward_functions import RewardsOnDevice, check_rewards
-from .rollouts import RolloutArguments, RolloutMixin, join_completions
+from .rewarded_arguments import count_rows_of_chips
+from .rollouts import RolloutMixin, join_completions
 from .upstream import upstream_names
 
 
@@ -40,23 +41,8 @@ class RewardedMixin(RolloutMixin):
     def _arrange_batches(self) -> None:
         super()._arrange_batches()
         self.passes = Passes(self)
-        if self.backend.num_chips > 1:
-            self._generate_for_all_chips(self.compiled.args, self.backend.num_chips)
-
-    @staticmethod
-    def _generate_for_all_chips(args, chips: int) -> None:
-        # Upstream counts processes, and this one has all chips.
-        rows = args.per_device_train_batch_size * chips
-        given = args._rows_given if isinstance(args, RolloutArguments) else None
-        if given is not None:
-            if given % rows:
-                raise ValueError(
-                    f"generation_batch_size={given} is not divisible by the {rows} rows of a step "
-                    f"(per_device_train_batch_size={args.per_device_train_batch_size} on {chips} chips). Set it to a multiple "
-                    f"of {rows}, or set steps_per_generation instead."
-                )
-            args.steps_per_generation = given // rows
-        args.generation_batch_size = rows * args.steps_per_generation
+        if self.backend.static_shapes:
+            count_rows_of_chips(self.compiled.args, self.backend.num_chips * self.backend.ranks.count)
 
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
@@ -128,14 +114,13 @@ class RewardedMixin(RolloutMixin):
             with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape)):
                 return compute(input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
         split = input_ids.shape[1] - logits_to_keep
-        batch = self._pad_batch(
-            {
-                "prompt_ids": input_ids[:, :split],
-                "prompt_mask": attention_mask[:, :split],
-                "completion_ids": input_ids[:, split:],
-                "completion_mask": attention_mask[:, split:],
-            }
-        )
+        batch = {
+            "prompt_ids": input_ids[:, :split],
+            "prompt_mask": attention_mask[:, :split],
+            "completion_ids": input_ids[:, split:],
+            "completion_mask": attention_mask[:, split:],
+        }
+        batch = self._pad_batch(batch, self._width_of(batch))
         ids, mask = join_completions(batch)
         is_reference = _with_adapter_of_reference.get() or model is self.ref_model
         scored = self.run_passes(
@@ -195,8 +180,9 @@ class RewardedMixin(RolloutMixin):
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         if not self.backend.static_shapes:
             return super().get_high_entropy_mask(entropies, mask, threshold)
-        chosen = mask.bool()
-        return (entropies >= quantile_of_chosen(entropies.float(), chosen, threshold)) & chosen
+        chosen, gather = mask.bool(), self.backend.ranks.gather
+        quantile = quantile_of_chosen(gather(entropies.float()), gather(mask).bool(), threshold)
+        return (entropies >= quantile) & chosen
 
 
 @contextmanager

@@ -7,13 +7,13 @@ from trl import RLOOConfig, RLOOTrainer
 from .configs import describe_fields
 from .mixin import TPUTrainerMixin
 from .rewarded import RewardedMixin
-from .rollouts import RolloutArguments
+from .rewarded_arguments import RewardedArguments
 from .synced_reference import SyncedReferenceMixin
 
 
 @describe_fields
 @dataclass
-class TPURLOOConfig(RolloutArguments, RLOOConfig):
+class TPURLOOConfig(RewardedArguments, RLOOConfig):
     """[`~trl.RLOOConfig`] with the settings of [`ExtensionArguments`] and [`RolloutArguments`]."""
 
 

@@ -41,15 +41,27 @@ class RolloutCheckpoints:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if not self.args.should_save:
-            return
-        numbers = {_STEP: self._step, _ROWS: self._train_batch_size, _GENERATION: self.generation_rows}
+        numbers = {_STEP: self._step, _ROWS: self._rows_of_micro_step, _GENERATION: self.generation_rows}
         tensors = {name: torch.tensor(number) for name, number in numbers.items()}
         if self._step % (self.generation_batches * self.num_iterations):
             for index, batch in enumerate(self._buffered_inputs):
                 # Slices, of which a number may be in all of them.
-                tensors |= {f"{index}.{key}": value.clone() for key, value in batch.items() if value is not None}
-        save_file(tensors, Path(output_dir) / _FILE)
+                tensors |= {f"{index}.{key}": value.clone() for key, value in self._rows_of_all(batch).items()}
+        if self.args.should_save:
+            save_file(tensors, Path(output_dir) / _FILE)
+
+    @property
+    def _rows_of_micro_step(self) -> int:
+        return self._train_batch_size * self.backend.ranks.count
+
+    def _rows_of_all(self, batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """What this process and the others are trained on in a micro-step."""
+        ranks = self.backend.ranks
+        if ranks.count > 1:
+            # Each has padded its own to the longest.
+            batch = self._pad_batch(batch, self.lengths[-1])
+        # A number is that of all rows.
+        return {key: ranks.gather(value) if value.ndim else value for key, value in batch.items() if value is not None}
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         checkpoint = super()._find_checkpoint(resume_from_checkpoint)
@@ -60,30 +72,30 @@ class RolloutCheckpoints:
             if state["num_workers"] != self.chips.batch_state()["num_workers"]:
                 self._keep_generation(generation, state["num_workers"])
             # As many rows as before, in steps of this run's.
-            self._step = step * rows // self._train_batch_size
+            self._step = step * rows // self._rows_of_micro_step
             self._buffered_inputs = self._split_again(tensors)
         return checkpoint
 
     def _keep_generation(self, rows: int, num_workers: int) -> None:
         """Generate as many rows as the run that is resumed has on another number of chips."""
-        args = self.args
-        if rows % self._train_batch_size:
+        args, at_once = self.args, self._rows_of_micro_step
+        if rows % at_once:
             raise ValueError(
                 f"The checkpoint was written with {rows} rows of a generation on {num_workers} chips, which are no number of "
-                f"batches of {self._train_batch_size} rows here. Use a number of chips that divides {rows} (num_chips), or set "
+                f"batches of {at_once} rows here. Use a number of chips that divides {rows} (num_chips), or set "
                 "per_device_train_batch_size."
             )
-        args.generation_batch_size, args.steps_per_generation = rows, rows // self._train_batch_size
+        args.generation_batch_size, args.steps_per_generation = rows, rows // at_once
 
     def _split_again(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
         """
-        The batches of a generation, in as many as this run takes. `None` where there are none, or of another number of rows:
-        upstream generates anew then.
+        The batches of a generation, in as many as this run takes, and of these the rows of this process. `None` where there are
+        none, or of another number of rows: upstream generates anew then.
         """
         parts: dict[str, list[torch.Tensor]] = {}
         for name in sorted(tensors, key=lambda name: int(name.partition(".")[0])):
             parts.setdefault(name.partition(".")[2], []).append(tensors[name])
-        count, rows = self.generation_batches, self.generation_rows
+        count, rows, ranks = self.generation_batches, self.generation_rows, self.backend.ranks
         batches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         for key, of_key in parts.items():
             # A number of the whole generation is in all of them.
@@ -94,5 +106,5 @@ class RolloutCheckpoints:
                 # Where batches are padded, they wait on the host.
                 whole = whole.to(self.args.device)
             for batch, value in zip(batches, whole.chunk(count) if whole.ndim else [whole] * count, strict=True):
-                batch[key] = value
+                batch[key] = value.chunk(ranks.count)[ranks.index] if value.ndim else value
         return batches if parts else None

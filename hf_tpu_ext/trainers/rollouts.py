@@ -46,8 +46,6 @@ class RolloutArguments(ExtensionArguments):
                 f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
                 "example max_prompt_length=256, or leave it out."
             )
-        # Upstream completes it.
-        self._rows_given = vars(self).get("generation_batch_size")
         super().__post_init__()
 
 
@@ -203,7 +201,9 @@ class RolloutMixin(RolloutCheckpoints):
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
-        batch = self._pad_batch(self._agree_on(batch))
+        # As long for all processes.
+        (width,) = self.backend.ranks.most([self._width_of(batch)])
+        batch = self._pad_batch(self._agree_on(batch), width)
         self._count_tokens(batch)
         rows, prompt = batch["prompt_ids"].shape
         sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0)
@@ -221,8 +221,8 @@ class RolloutMixin(RolloutCheckpoints):
         names = vars(self.args)
         kept = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
         for state in states:
-            # The rows are those of all chips, on every host, so each takes what the first process takes.
-            state["device"], state["process_index"] = torch.device("cpu"), 0
+            # Hosts of a slice have the rows of all chips each, and take what the first process takes.
+            state["device"], state["process_index"] = torch.device("cpu"), self.backend.ranks.index
         # What `args.device` is.
         names["_setup_devices"] = torch.device("cpu")
         try:
@@ -233,9 +233,12 @@ class RolloutMixin(RolloutCheckpoints):
                 state["device"], state["process_index"] = device, process_index
             names["_setup_devices"] = kept[1]
 
-    def _pad_batch(self, batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Pad what upstream has padded to the longest of a batch, on the host, to a declared length."""
-        width = self._declared_for(int(batch["prompt_mask"].sum(1).max()), "A prompt")
+    def _width_of(self, batch: Mapping[str, Tensor | None]) -> int:
+        """The length that the prompts of a batch are padded to."""
+        return self._declared_for(int(batch["prompt_mask"].sum(1).max()), "A prompt")
+
+    def _pad_batch(self, batch: Mapping[str, Tensor | None], width: int) -> dict[str, Tensor]:
+        """Pad what upstream has padded to the longest of a batch, on the host: prompts to `width`."""
         room, longest = self.max_completion_length, int(batch["completion_mask"].sum(1).max())
         if longest > room:
             raise ValueError(
@@ -277,7 +280,8 @@ class RolloutMixin(RolloutCheckpoints):
         """
         for row, prompt in enumerate(prompts):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
-        wanted = self.generation_rows if self.model.training else self.args.eval_batch_size
+        of_process = self.generation_rows // self.backend.ranks.count
+        wanted = of_process if self.model.training else self.args.eval_batch_size
         # The last batch of an evaluation is the same program.
         return self._text.generate(prompts, rows=wanted).token_ids
 
@@ -326,8 +330,9 @@ class RolloutMixin(RolloutCheckpoints):
     def _rows_counted(self, inputs) -> int:
         state = self.accelerator.gradient_state
         # Upstream takes a batch of prompts for a full one, but for the last, by the number of prompts.
-        last = state.remainder if state.end_of_dataloader else 0
-        return min(last, self.args.eval_batch_size) if last > 0 else self.args.eval_batch_size
+        last, most = state.remainder if state.end_of_dataloader else 0, self.args.eval_batch_size
+        # Rows of all processes, of which this one has the next after those of the processes before it.
+        return min(max(last - self.backend.ranks.index * most, 0), most) if last > 0 else most
 
 
 def join_completions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ class SetUpMixin:
         check_settings(args, self.backend.static_shapes, given.arguments)
         if self.backend.unknown_upstream:
             if self.backend.compiles_operators:
-                check_there(args, self.generates, self.backend.ranks.count)
+                check_there(args)
                 if self.backend.ranks.count > 1:
                     check_loader(args)
             check_trainer(type(self), given.arguments)
@@ -93,7 +93,7 @@ class SetUpMixin:
         self._arrange_batches()
         self.chips = Chips(self)
         if self.backend.splits_weights:
-            check_split(args, given.arguments)
+            check_split(args, given.arguments, self.generates)
         self._arrange_saving()
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self)

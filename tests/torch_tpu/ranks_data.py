@@ -29,7 +29,7 @@ def on_ranks(spec, model_dir, directory, count=2):
         timeout=SECONDS,
         cwd=HERE.parents[1],
     )
-    assert result.returncode == 0, result.stderr[-5000:]
+    assert result.returncode == 0, result.stderr[-12000:]
     return json.loads(output_file.read_text()), result.stdout + result.stderr
 
 

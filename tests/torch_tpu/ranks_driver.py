@@ -23,6 +23,7 @@ TRAINERS = Path(__file__).parents[1] / "trainers"
 sys.path.insert(0, str(TRAINERS))
 
 import preference  # noqa: E402
+import rollouts  # noqa: E402
 from ranks_data import evaluated_rows, logits_in_mean  # noqa: E402
 
 from hf_tpu_ext import TPUSFTConfig, TrainingPreempted  # noqa: E402
@@ -51,7 +52,8 @@ class Watcher(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.compiles.append(self._trainer.backend.compiles() - self._before)
         self.shapes.append(list(self._trainer.watching.batch_shape))
-        self.longest.append(self._trainer.watching.batch["attention_mask"].sum(1).max().item())
+        if "attention_mask" in self._trainer.watching.batch:
+            self.longest.append(self._trainer.watching.batch["attention_mask"].sum(1).max().item())
 
 
 def sft(model_dir, output_dir, lora=None, metrics=False, **config):
@@ -66,19 +68,42 @@ def sft(model_dir, output_dir, lora=None, metrics=False, **config):
     return runs.ours(model=model, lora=lora, train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)
 
 
-def run(model_dir, output_dir, case=None, resume=None, stop_at=None, refused=False, **config):
+def early(completion_ids, **kwargs):
+    """Tokens of the first half of the vocabulary."""
+    return [sum(token < 128 for token in tokens) / len(tokens) for tokens in completion_ids]
+
+
+def on_completions(model_dir, output_dir, rollout, ours=True, writes=False, **config):
+    # Made by the first process alone, while others would read it.
+    rollouts._model_dir = lambda *_, **__: model_dir
+    rewards = {"rewards": (early,)} if writes else {}
+    case = rollouts.Case(**{**rewards, **rollout}, settings={**config, "output_dir": str(output_dir)})
+    given = rollouts.OURS[case.kind]
+    rollouts.OURS[case.kind] = rollouts.WRITING[case.kind] if writes else given
+    try:
+        # Of a last batch with fewer prompts, upstream leaves out metrics of the second process.
+        return rollouts.trainer_for(case, Path(output_dir), ours, train_dataset=rollouts.prompts_for(case, 8))
+    finally:
+        rollouts.OURS[case.kind] = given
+
+
+def run(model_dir, output_dir, case=None, rollout=None, resume=None, stop_at=None, refused=False, **config):
     torch.compiler.reset()
     if refused:
         try:
-            return run(model_dir, output_dir, case, **config)
+            return run(model_dir, output_dir, case, rollout, **config)
         except ValueError as error:
             return {"refused": str(error)}
-    if case is None:
+    if rollout is not None:
+        trainer = on_completions(model_dir, output_dir, rollout, **config)
+    elif case is None:
         trainer = sft(model_dir, output_dir, **config)
     else:
-        # Made by the first process alone, while others would read it.
         preference._model_dir = lambda *_, **__: model_dir
         trainer = preference.trainer_for(preference.Case(**case, settings=config), Path(output_dir), ours=True)
+    if not config.get("ours", True):
+        trainer.train()
+        return {"log": shared.logged(trainer)}
     watcher = Watcher(trainer, stop_at)
     trainer.add_callback(watcher)
     with suppress(TrainingPreempted):

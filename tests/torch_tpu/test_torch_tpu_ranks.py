@@ -154,18 +154,23 @@ def test_hf_tpu_starts_a_process_for_each_chip(tpu, tmp_path):
 
     assert main(["prepare", "tiny", "--output_dir", str(tmp_path / "tiny")]) == 0
     (tmp_path / "sitecustomize.py").write_text(f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(HERE)!r})
-import cpu_plugin
-cpu_plugin.start()
-from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
-TorchTPUBackend.chips_of_host = 2
+if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+    import cpu_plugin
+    cpu_plugin.start()
+    from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
+    TorchTPUBackend.chips_of_host = 2
 """)
 
-    def train(*more):
-        command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "sft", "--smoke", str(tmp_path / "tiny"), *more]
+    (tmp_path / "rewards.py").write_text(
+        "def short(completions, **_): return [-float(len(text)) for text in completions]"
+    )
+
+    def train(*more, script="sft"):
+        command = [sys.executable, "-m", "hf_tpu_ext.cli.main", script, "--smoke", str(tmp_path / "tiny"), *more]
         return subprocess.run(
-            [*command, "--output_dir", str(tmp_path / "out"), "--compile_step", "off", "--run_report", "false"],
+            [*command, "--output_dir", str(tmp_path / "out"), "--compile_step", "off"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])},
             capture_output=True,
             text=True,
@@ -176,7 +181,12 @@ TorchTPUBackend.chips_of_host = 2
     trained = train("--max_steps", "2", "--mesh", "data=2")
     assert trained.returncode == 0, trained.stderr[-3000:]
     assert "2 chips in 2 processes" in trained.stdout and trained.stdout.count("Training on") == 1
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "report.html").is_file()
+    written = train(
+        "--max_steps", "1", "--reward_funcs", "rewards.short", "--max_completion_length", "8", script="grpo"
+    )
+    assert written.returncode == 0, written.stderr[-3000:]
+    assert "2 chips in 2 processes" in written.stdout
     refused = train("--num_chips", "3")
     assert refused.returncode == 2 and "num_chips=3, but this machine has 2 chips" in refused.stderr
     mistaken = train("--mesh", "fsdp", "--ema_decay", "0.9")

@@ -11,7 +11,7 @@ import pytest
 from hf_tpu_ext.backends import select_backend, selection
 from hf_tpu_ext.backends.selection import prepare_processes
 from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
-from hf_tpu_ext.trainers.eager_steps import check_loader, check_there
+from hf_tpu_ext.trainers.eager_steps import check_loader
 
 
 @pytest.fixture
@@ -108,12 +108,6 @@ def test_what_is_not_there_yet_is_refused_by_name(runs, config, words):
 
     with pytest.raises(ValueError, match=words):
         runs.trainer(TPUSFTTrainer, runs.config(TPUSFTConfig, **config))
-
-
-def test_writing_within_steps_is_refused_in_several_processes(runs):
-    check_there(runs.config(), generates=True, processes=1)
-    with pytest.raises(ValueError, match="in several processes, and here are 8. Set num_chips=1"):
-        check_there(runs.config(), generates=True, processes=8)
 
 
 @pytest.mark.parametrize("setting", [{"even_batches": False}, {"dispatch_batches": True}, {"split_batches": True}])

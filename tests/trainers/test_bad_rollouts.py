@@ -10,6 +10,7 @@ from transformers.processing_utils import ProcessorMixin
 from trl import GRPOConfig, RLOOConfig
 
 from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOTrainer
+from hf_tpu_ext.trainers.rewarded_arguments import count_rows_of_chips
 
 
 @pytest.fixture(scope="session")
@@ -57,25 +58,41 @@ def test_a_length_that_is_not_positive(runs):
 
 
 def test_a_generation_batch_that_does_not_divide(xla, models):
-    """Upstream says so."""
-    for settings in ({"num_generations": 3}, {"generation_batch_size": 6}):
-        refused(
-            ["generation_batch_size", "must be divisible by"],
-            lambda s=settings: trainer_for(Case("grpo", s), models, True),
-        )
+    for settings, words in (
+        (
+            {"num_generations": 3},
+            ["generation_batch_size=4", "divisible by num_generations=3", "steps_per_generation=3"],
+        ),
+        ({"generation_batch_size": 6}, ["generation_batch_size=6", "divisible by the 4 rows", "a multiple of 4"]),
+        (
+            {"per_device_eval_batch_size": 6},
+            ["has 6 rows", "divisible by the 4 completions", "Set per_device_eval_batch_size=4"],
+        ),
+    ):
+        refused(words, lambda s=settings: trainer_for(Case("grpo", s, evaluates=True), models, True))
 
 
-def test_a_generation_batch_of_eight_chips():
+def test_a_generation_batch_of_eight_chips(xla):
     """It is counted over all of them. That of a config that leaves it out is what they take."""
     settings = {"per_device_train_batch_size": 4, "num_generations": 4, "bf16": False}
     args = TPUGRPOConfig("out", generation_batch_size=16, **settings)
     refused(
         ["generation_batch_size=16", "32 rows of a step", "on 8 chips", "multiple of 32"],
-        lambda: TPUGRPOTrainer._generate_for_all_chips(args, 8),
+        lambda: count_rows_of_chips(args, 8),
     )
-    for given, expected in (({"generation_batch_size": 64}, (64, 2)), ({"steps_per_generation": 3}, (96, 3))):
-        args = TPUGRPOConfig("out", **given, **settings)
-        TPUGRPOTrainer._generate_for_all_chips(args, 8)
+    both = {"generation_batch_size": 32, "steps_per_generation": 1}
+    refused(["can not be both configured"], lambda: TPUGRPOConfig("out", **both, **settings))
+    for given, expected in (
+        ({"generation_batch_size": 64}, (64, 2)),
+        ({"steps_per_generation": 3}, (96, 3)),
+        # One completion of a prompt on each chip, as on as many GPUs.
+        (
+            {"per_device_train_batch_size": 1, "num_generations": 8, "eval_strategy": "steps", "eval_steps": 1},
+            (8, 1),
+        ),
+    ):
+        args = TPUGRPOConfig("out", **{**settings, "per_device_eval_batch_size": 1, **given})
+        count_rows_of_chips(args, 8)
         assert (args.generation_batch_size, args.steps_per_generation) == expected
 
 
