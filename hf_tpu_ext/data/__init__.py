@@ -11,6 +11,7 @@ from .static_shapes import (
     length_of,
     pad_columns,
     pad_rows,
+    pad_value_of,
 )
 from .waste import TokenWaste
 
@@ -27,6 +28,7 @@ __all__ = [
     "length_of",
     "pad_columns",
     "pad_rows",
+    "pad_value_of",
     "percentile_buckets",
     "round_up_length",
     "validate_buckets",

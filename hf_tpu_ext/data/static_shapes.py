@@ -16,15 +16,24 @@ PAD_VALUES: dict[str, int] = {
     "segment_ids": 0,
     "token_type_ids": 0,
 }
-"""What each well-known key is padded with. `input_ids` takes the tokenizer's pad token, any other key takes 0."""
+"""
+What each well-known key is padded with, also behind the name of a sequence, as in `chosen_labels`. `input_ids` take the
+tokenizer's pad token, any other key takes 0.
+"""
+
+
+def pad_value_of(key: str, pad_token_id: int) -> int:
+    """What the tensor under `key` of a batch is padded with."""
+    if key.endswith("input_ids"):
+        return pad_token_id
+    return next((value for known, value in PAD_VALUES.items() if key == known or key.endswith(f"_{known}")), 0)
 
 
 def _extend(key: str, tensor: Tensor, dim: int, size: int, pad_token_id: int) -> Tensor:
     """Pads `tensor` at the end of dimension `dim` to `size` with the pad value of `key`."""
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]
-    value = pad_token_id if key.endswith("input_ids") else PAD_VALUES.get(key, 0)
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
+    return torch.cat([tensor, tensor.new_full(shape, pad_value_of(key, pad_token_id))], dim=dim)
 
 
 #: Under this key a collator notes how many tokens a batch had before it was padded to a declared length.
@@ -133,7 +142,7 @@ def _is_padded(key: str, value: Any, rows_and_length: torch.Size) -> bool:
     return (
         isinstance(value, Tensor)
         and value.shape[:2] == rows_and_length
-        and not (key == "labels" and value.is_floating_point())
+        and not (key.endswith("labels") and value.is_floating_point())
     )
 
 

@@ -28,7 +28,8 @@ class DeferredReads(TorchFunctionMode):
     - `value if tensor else constant` is `torch.where`;
     - `if tensor:` around nothing but `self._metrics[...][...].append(value)` makes `value` count only where it is true, see
       [`Appended`];
-    - rows or elements chosen by a mask are all of them with the mask, see [`SelectedRows`].
+    - rows or elements chosen by a mask are all of them with the mask, see [`SelectedRows`];
+    - `tensor[mask] = number` fills.
 
     Any other read is one, as outside of the context.
     """
@@ -93,6 +94,13 @@ class DeferredReads(TorchFunctionMode):
             return select(args[0], index)
         return func(*args, **kwargs)
 
+    def _setitem(self, frame, func, args, kwargs) -> None:
+        values, index, value = args
+        if isinstance(index, Tensor) and index.dtype == torch.bool and isinstance(value, (int, float)):
+            values.masked_fill_(index.view((*index.shape, *[1] * (values.ndim - index.ndim))), value)
+        else:
+            func(*args, **kwargs)
+
     def _nan_reduction(self, frame, func, args, kwargs) -> Tensor:
         # XLA has no such operators.
         values = args[0]
@@ -147,6 +155,7 @@ _HANDLED: dict[Callable, Callable] = {
     torch.index_select: DeferredReads._index_select,
     Tensor.index_select: DeferredReads._index_select,
     Tensor.__getitem__: DeferredReads._getitem,
+    Tensor.__setitem__: DeferredReads._setitem,
     torch.nansum: DeferredReads._nan_reduction,
     Tensor.nansum: DeferredReads._nan_reduction,
     torch.nanmean: DeferredReads._nan_reduction,
@@ -244,7 +253,10 @@ def _appends_a_metric(statement: ast.stmt) -> bool:
 
 
 def metrics_in(source: ast.AST) -> Iterator[str]:
-    """Find the names of the metrics that a piece of code appends to: `self._metrics[mode]["name"].append(...)`."""
+    """
+    Find the names of the metrics that a piece of code appends to: `self._metrics[mode]["name"].append(...)`; or that it
+    collects for training and evaluation, as trainers of `trl.experimental` do: `metrics[f"{prefix}name"] = ...`.
+    """
     for node in ast.walk(source):
         match node:
             case ast.Attribute(
@@ -254,3 +266,9 @@ def metrics_in(source: ast.AST) -> Iterator[str]:
                 ),
             ):
                 yield name
+            case ast.Subscript(
+                value=ast.Name(id="metrics"),
+                slice=ast.JoinedStr(values=[ast.FormattedValue(), ast.Constant(value=str() as name)]),
+                ctx=ast.Store(),
+            ):
+                yield from (name, f"eval_{name}")

@@ -26,9 +26,14 @@ class SelectedRows(Tensor):
             return func(_plain(args[0])[0], *args[1:], **kwargs)
         if func in _REDUCTIONS and len(args) == 1 and not kwargs:
             return _REDUCTIONS[func](*_plain(args[0]))
+        if func in _REDUCTIONS and args[1:] == (-1,) and not kwargs and args[0].ndim > args[0].mask.ndim:
+            # Within each row that is chosen.
+            return _with_mask(func(args[0].of_all, -1), args[0].mask)
         if func in (torch.cat, torch.concat):
             values, masks = zip(*map(_plain, args[0]), strict=True)
             return select(torch.cat(values, *args[1:], **kwargs), torch.cat(masks, *args[1:], **kwargs))
+        if func is nn.functional.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
         if func in (Tensor.view, Tensor.reshape) and args[1:] == (-1,) and args[0].ndim == 1:
             return args[0]
         selected = [arg for arg in args if isinstance(arg, SelectedRows)]
@@ -83,6 +88,15 @@ def _sum(values: Tensor, mask: Tensor) -> Tensor:
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
     return _sum(values, mask) / _elements(values, mask).sum()
+
+
+def _cross_entropy(logits: SelectedRows, labels: SelectedRows, *, ignore_index: int = -100, **kwargs) -> Tensor:
+    """Upstream's loss of chosen tokens: those that are not chosen are ignored. A loss of each token keeps the mask."""
+    assert logits.mask is labels.mask, "logits and labels are not chosen alike"
+    mask = labels.mask
+    ignored = torch.where(mask, labels.of_all, torch.full_like(labels.of_all, ignore_index)).flatten()
+    loss = nn.functional.cross_entropy(logits.of_all.flatten(0, -2), ignored, ignore_index=ignore_index, **kwargs)
+    return loss if loss.ndim == 0 else _with_mask(loss.view(mask.shape), mask)
 
 
 def _numbers(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ..data import NUM_TOKENS, PAD_VALUES, ShapeGuard, count_rows, length_of, pad_columns, pad_rows
+from ..data import NUM_TOKENS, ShapeGuard, count_rows, length_of, pad_columns, pad_rows, pad_value_of
 from ..formatting import dtype_name
 from .lengths import row_lengths
-from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
+from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
 from .training_steps import SentBatch
 from .upstream import upstream_of
 
@@ -118,7 +118,7 @@ class BatchesMixin:
 
     def _has_padded_columns(self, batch: Mapping[str, Any]) -> bool:
         """Whether the last column of a batch, on the host, holds no token."""
-        if not self.lengths or vars(self.args).get("packing"):
+        if not self.lengths or vars(self.args).get("packing") or "input_ids" not in batch:
             return False
         mask = batch.get("attention_mask")
         is_token = batch["input_ids"] != self._pad_token_id if mask is None else mask
@@ -134,16 +134,17 @@ class BatchesMixin:
         if reason is None:
             return
         ids = batch["input_ids"]
-        values = {"input_ids": self._pad_token_id, **PAD_VALUES}
         padded = ", ".join(
-            f"{key} {values.get(key, 0)}"
+            f"{key} {pad_value_of(key, self._pad_token_id)}"
             for key, value in batch.items()
             if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
         )
         logger.warning(f"Rows are padded to {ids.shape[1]} tokens ({padded}): {reason}.")
 
     def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        ragged = {key: value for key, value in inputs.items() if key != NUM_TOKENS}
+        ragged = {
+            key: value for key, value in inputs.items() if key != NUM_TOKENS and not self._is_unread_text(key, value)
+        }
         batch, wanted = self.shape_batch(ragged)
         # A collator of the caller's may yield more rows than it was given.
         rows = count_rows(batch)
@@ -151,6 +152,12 @@ class BatchesMixin:
             # With the columns that all processes have agreed on, by which these are added up.
             self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
         return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0)
+
+    def _is_unread_text(self, key: str, value: Any) -> bool:
+        """Whether a column of a batch is text that upstream's collator hands on, and no code of a step looks at."""
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            return False
+        return key not in keys_of_a_step(type(self)) and self.own_code_in_step("train") is None
 
     def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
         """Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip."""

@@ -3,19 +3,19 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
 from torch.utils._pytree import tree_leaves
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ..data import count_rows
 from ..step.metrics import DeviceSums
 from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
-from .own_code import is_known, owner_of
+from .own_code import computes_loss_by_itself, is_known, owner_of
 from .predicted_text import PredictedText
 
 
@@ -43,7 +43,7 @@ class CompiledEvaluation:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if not self.backend.metrics_on_device or prediction_loss_only:
             writes = self.predicted_text is not None and not prediction_loss_only
-            with self.copies.not_made():
+            with self.copies.not_made(), self._loss_in_prediction(inputs):
                 result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys)
             if not writes:
                 return result
@@ -65,12 +65,17 @@ class CompiledEvaluation:
         return result, find_batch_size(inputs), computed
 
     def _trace_prediction(self, model, inputs, ignore_keys) -> tuple[Any, Any, Any]:
-        with self.copies.not_made():
+        with self.copies.not_made(), self._loss_in_prediction(inputs):
             loss_only = self.predicted_text is not None
             loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys)
         if self._preprocess_on_device is not None:
             logits = self._preprocess_on_device(logits, labels)
         return loss, logits, labels
+
+    def _loss_in_prediction(self, inputs: dict[str, Any]) -> AbstractContextManager:
+        """Context of a prediction of upstream's that computes its loss without calling `compute_loss`."""
+        calls = computes_loss_by_itself(type(self))
+        return self._loss_compiled(inputs) if calls and self.backend.static_shapes else nullcontext()
 
     def _read_predictions(self, predictions: list[tuple[Any, int, int]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.

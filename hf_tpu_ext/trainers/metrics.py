@@ -22,7 +22,8 @@ NUM_TOKENS = "num_tokens"
 
 class DeferredMetrics:
     """
-    Keeps on the device what the loss of a TRL trainer appends to `trainer._metrics`, and the tokens that it counts.
+    Keeps on the device what the loss of a TRL trainer appends to `trainer._metrics`, and the tokens that it counts. Some
+    trainers of `trl.experimental` have `trainer._stored_metrics` in its place, and count no tokens.
 
     Upstream's loss runs as it is written, see [`DeferredReads`]. What it appends is added to sums that belong to the step's
     program. At a log their means are put where upstream's `log` looks for them.
@@ -40,6 +41,10 @@ class DeferredMetrics:
         self._trainer = trainer
         self._backend = backend
         self.names = sorted({*_metrics_of(type(trainer)), *names})
+        # Where upstream keeps them.
+        self._kept_in = "_metrics"
+        if "_stored_metrics" in vars(trainer):
+            self._kept_in, trainer._total_train_tokens = "_stored_metrics", 0
         self._active = False
         # Whether upstream's loss counts the tokens that were trained on, and shows them.
         self._counts_tokens = False
@@ -50,6 +55,10 @@ class DeferredMetrics:
             sums = [of_name for name in self.names for of_name in (name, _count(name))]
             self._sums = {mode: DeviceSums(backend, sums, (NUM_TOKENS,)) for mode in ("train", "eval")}
 
+    @property
+    def _kept(self) -> dict[str, dict[str, list]]:
+        return vars(self._trainer)[self._kept_in]
+
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Context of a loss. Whatever it appends to `trainer._metrics` stays on the device."""
@@ -57,17 +66,18 @@ class DeferredMetrics:
             yield
             return
         trainer, mode = self._trainer, "train" if self._trainer.model.training else "eval"
-        kept, total = trainer._metrics, trainer._total_train_tokens
+        kept, total = self._kept, trainer._total_train_tokens
         reads = DeferredReads(self._backend.device.type, "trl")
-        trainer._metrics = {name: defaultdict(partial(Appended, reads)) for name in kept}
+        appended = {name: defaultdict(partial(Appended, reads)) for name in self._sums}
+        vars(trainer)[self._kept_in] = appended
         trainer._total_train_tokens = 0
         self._active = True
         try:
             with reads:
                 yield
-            self._add(mode, trainer._metrics[mode], trainer._total_train_tokens)
+            self._add(mode, appended[mode], trainer._total_train_tokens)
         finally:
-            trainer._metrics, trainer._total_train_tokens = kept, total
+            vars(trainer)[self._kept_in], trainer._total_train_tokens = kept, total
             self._active = False
 
     def _add(self, mode: str, appended: dict[str, list], num_tokens: Tensor | int) -> None:
@@ -148,12 +158,12 @@ class DeferredMetrics:
             return
         self._sums[mode].reset()
         # Upstream's `log` shows the mean of these lists.
-        trainer._metrics[mode].update({name: [values[name] / values[_count(name)]] for name in seen})
+        self._kept[mode].update({name: [values[name] / values[_count(name)]] for name in seen})
         if trainer.drops_nan_metrics:
             # Upstream shows `None` where there was no number.
-            trainer._metrics[mode].update({name: [] for name in self._appended[mode].difference(seen)})
+            self._kept[mode].update({name: [] for name in self._appended[mode].difference(seen)})
         if self._counts_tokens:
-            trainer._metrics[mode][NUM_TOKENS] = [trainer._total_train_tokens]
+            self._kept[mode][NUM_TOKENS] = [trainer._total_train_tokens]
 
     def drop(self, mode: str) -> None:
         """
@@ -167,7 +177,7 @@ class DeferredMetrics:
             # Tokens were trained on, whatever came of the run.
             self._sums[mode].reset({*self._sums[mode].tensors} - {NUM_TOKENS})
         if self.names:
-            self._trainer._metrics[mode].clear()
+            self._kept[mode].clear()
 
     # ---- Checkpoints ----
 

@@ -147,13 +147,19 @@ class TPUTrainerMixin(
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.backend.static_shapes:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self._loss_compiled(inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @contextmanager
+    def _loss_compiled(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Within this context, upstream's code computes the loss of a batch in static shapes, and reads nothing."""
         with (
             self.models_compiled(inputs.pop("segment_ids", None)),
             self.chips.summed(self.accelerator),
             self._micro_steps_as_data({} if self.model.training else self._data_of_evaluation()),
             self.metrics.deferred(),
         ):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            yield
 
     @contextmanager
     def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:

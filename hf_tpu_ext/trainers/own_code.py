@@ -37,6 +37,7 @@ _BOOKKEEPING = {
     "_metrics",
     "_mixed_mesh_grads",
     "_step",
+    "_stored_metrics",
     "_tokenizer",
     "_total_train_tokens",
     "accelerator",
@@ -149,6 +150,34 @@ def names_of_a_step(
         for function in functions_of(cls, name, packages):
             names.extend(_names_of_self(function))
     return frozenset(found)
+
+
+@cache
+def computes_loss_by_itself(cls: type) -> bool:
+    """Whether upstream's `prediction_step` of a trainer computes its loss without `compute_loss`, as CPO's and ORPO's do."""
+    method = next(
+        vars(owner)["prediction_step"]
+        for owner in cls.__mro__
+        if "prediction_step" in vars(owner) and not owner.__module__.startswith(f"{_OURS}.")
+    )
+    names = {name for function in _functions_in(method) for name in _names_of_self(function)}
+    return names.isdisjoint({"compute_loss", "prediction_step"})
+
+
+@cache
+def keys_of_a_step(cls: type) -> frozenset[str]:
+    """Find the keys that the code of known packages looks up within a step: `inputs["name"]`, `inputs.pop("name")`."""
+    functions = (function for name in names_of_a_step(cls) for function in functions_of(cls, name))
+    return frozenset(key for function in functions for key in _keys_in(syntax_of(function)))
+
+
+def _keys_in(source: ast.AST) -> Iterator[str]:
+    for node in ast.walk(source):
+        match node:
+            case ast.Subscript(slice=ast.Constant(value=str() as key)):
+                yield key
+            case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant(value=str() as key), *_]):
+                yield key
 
 
 def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF_A_STEP) -> list[str]:

@@ -10,6 +10,7 @@ import datasets
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import Trainer
 
 from ..data import round_up_length, validate_buckets
 from ..generation.sampling import check_generation_config
@@ -311,8 +312,8 @@ class RolloutMixin(RolloutCheckpoints):
         return loss
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> Tensor:
-        # There, the number of micro-steps is on the device.
-        return super(upstream_of(type(self)), self).training_step(model, inputs, num_items_in_batch)
+        # TRL's counts micro-steps, whose number is on the device here.
+        return Trainer.training_step(self, model, inputs, num_items_in_batch)
 
     def _get_num_items_in_batch(self, batch_samples, device) -> None:
         # Rows that have no completion yet.

@@ -17,7 +17,21 @@ from .preference_checks import check_preferences
 
 
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
-_GENERATE = {"DistillationTrainer", "GKDTrainer", "GRPOTrainer", "OnlineDPOTrainer", "RLOOTrainer", "XPOTrainer"}
+_GENERATE = {
+    "A2POTrainer",
+    "AsyncDistillationTrainer",
+    "AsyncGRPOTrainer",
+    "DistillationTrainer",
+    "GKDTrainer",
+    "GOLDTrainer",
+    "GRPOTrainer",
+    "IWOPDTrainer",
+    "OnlineDPOTrainer",
+    "RLOOTrainer",
+    "SDFTTrainer",
+    "SDPOTrainer",
+    "XPOTrainer",
+}
 # Those that this package has one in the place of.
 _REPLACED = {"DistillationTrainer", "GRPOTrainer", "RLOOTrainer"}
 _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
@@ -89,20 +103,26 @@ def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
 @contextmanager
 def upstream_names(cls: type[Trainer], **replacements: Any) -> Iterator[None]:
     """
-    Within this context, functions that the module of upstream's trainer has by these names are replaced. In their place
-    `replacements` are called, with their arguments and the function itself under its name. What is no function is put in its
-    place as it is. A name that the module does not have is left out.
+    Within this context, functions that the modules of upstream's trainer, and of those that it is made of, have by these names
+    are replaced. In their place `replacements` are called, with their arguments and the function itself under its name. What is
+    no function is put in its place as it is. A name that a module does not have is left out.
     """
-    names = vars(sys.modules[upstream_of(cls).__module__])
-    replaced = {name: names[name] for name in replacements if name in names}
-    for name, function in replaced.items():
-        replacement = replacements[name]
-        bind = _bind_once if isinstance(replacement, FunctionType) else _bind
-        names[name] = bind(replacement, name, function) if callable(replacement) else replacement
+    upstream = upstream_of(cls)
+    owners = [
+        owner for owner in upstream.__mro__ if owner is upstream or issubclass(owner, Trainer) and owner is not Trainer
+    ]
+    places = [vars(sys.modules[module]) for module in dict.fromkeys(owner.__module__ for owner in owners)]
+    replaced = [{name: names[name] for name in replacements if name in names} for names in places]
+    for names, functions in zip(places, replaced, strict=True):
+        for name, function in functions.items():
+            replacement = replacements[name]
+            bind = _bind_once if isinstance(replacement, FunctionType) else _bind
+            names[name] = bind(replacement, name, function) if callable(replacement) else replacement
     try:
         yield
     finally:
-        names.update(replaced)
+        for names, functions in zip(places, replaced, strict=True):
+            names.update(functions)
 
 
 def _bind(replacement: Callable, name: str, function: Callable) -> Callable:

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hf_tpu_ext import TPUGRPOTrainer, TPURLOOTrainer, TPUSFTTrainer, TPUTrainer
 from hf_tpu_ext.step.deferred_reads import _branches
 from hf_tpu_ext.trainers import TPUTrainerMixin
 from hf_tpu_ext.trainers.metrics import _metrics_of
+from hf_tpu_ext.trainers.upstream import _GENERATE
 
 
 MODULES = [
@@ -68,6 +70,25 @@ def test_no_hook_has_a_name_of_upstreams(upstream):
     for cls in OURS:
         ours = {name for name in set(vars(cls)) | set_on_self(cls) if not name.startswith("__")}
         assert not (ours - {"_total_train_tokens", "_metrics"}) & theirs, f"{cls.__name__} and {upstream.__name__}"
+
+
+@pytest.mark.parametrize("name, cls", [("cpo", "CPO"), ("orpo", "ORPO"), ("tpo", "TPO")])
+def test_metrics_of_experimental_trainers_are_known_by_their_source(name, cls):
+    module = importlib.import_module(f"trl.experimental.{name}")
+    assert {"rewards/margins", "logps/chosen"} <= _metrics_of(vars(module)[f"{cls}Trainer"])
+
+
+def test_trainers_that_generate_are_known():
+    """Those of `trl.experimental`, too, whose files are found by name: what they import may not be installed."""
+    words = re.compile(
+        r"^(?:class (\w+Trainer)\(\w+\):|.*\b(?:unwrap_model_for_generation|rollout_worker)\b)", re.MULTILINE
+    )
+    folder, found = Path(trl.__file__).parent, set()
+    for file in [*folder.glob("trainer/*_trainer.py"), *folder.glob("experimental/*/*_trainer.py")]:
+        text = file.read_text(encoding="utf-8")
+        if any(not match[1] and not match[0].startswith(("import", "from")) for match in words.finditer(text)):
+            found |= {match[1] for match in words.finditer(text) if match[1]}
+    assert {"GRPOTrainer", "OnlineDPOTrainer", "AsyncGRPOTrainer"} <= found <= _GENERATE
 
 
 def test_no_two_classes_of_ours_define_a_private_name_twice():

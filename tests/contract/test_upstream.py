@@ -138,7 +138,6 @@ def test_every_override_is_a_hook_and_every_other_name_is_free():
 
 # Upstream's own, set on purpose.
 SET = {
-    "_metrics",
     "_total_train_tokens",
     "current_flos",
     "current_gradient_accumulation_steps",

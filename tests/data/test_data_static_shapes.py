@@ -67,6 +67,19 @@ def test_only_tensors_of_batch_and_length_are_padded():
     assert "attention_mask" not in padded
 
 
+def test_columns_of_a_pair_are_padded_as_those_of_one_sequence():
+    """Labels of -100 beside `chosen_input_ids`, too: 0 would be a token that is trained on."""
+    batch = {
+        f"{prefix}{name}": torch.ones(2, length, dtype=torch.long)
+        for prefix, length in {"chosen_": 2, "rejected_": 3}.items()
+        for name in ("input_ids", "attention_mask", "labels")
+    }
+    padded = StaticShapeCollator(returns(batch), [4], PAD)([])
+    for key, value in padded.items():
+        expected = PAD if key.endswith("input_ids") else PAD_VALUES[key.partition("_")[2]]
+        assert value[0].tolist() == [1] * batch[key].shape[1] + [expected] * (4 - batch[key].shape[1])
+
+
 @pytest.mark.parametrize(("first", "second"), [(2, 5), (5, 2), (3, 3)])
 def test_two_sequences_of_a_row_have_one_length(first, second):
     """Each length is one shape, whichever of the two is longer."""

@@ -47,6 +47,13 @@ class Loss:
         mask = (tokens > 0).long().index_select(0, chosen)
         return losses.nanmean(), of_tokens[mask.bool()].sum(), good.nansum(), mask.sum(), tokens[tokens > 0].mean()
 
+    def by_tokens(self, logits, labels, wanted):
+        labels = labels.clone()
+        labels[labels == 9] = 0
+        cross_entropy = F.cross_entropy(logits[wanted], labels[wanted])
+        each = F.cross_entropy(logits[wanted], labels[wanted], reduction="none")
+        return cross_entropy, each.sum(), logits[wanted].mean(-1).sum()
+
 
 def deferred(run):
     """Runs with the reads of this module deferred; the loss, with the metrics that were appended and their conditions."""
@@ -101,6 +108,20 @@ def test_rows_that_a_mask_chooses(wanted):
     for eager, ours in zip(*results, strict=True):
         assert type(ours) is torch.Tensor
         torch.testing.assert_close(ours, eager, equal_nan=True)
+
+
+@pytest.mark.parametrize("wanted", [[[True, False, True], [False, True, True]], [[True] * 3] * 2])
+def test_tokens_that_a_mask_chooses(wanted):
+    """Their cross-entropy, its gradients, and a number that is put where a mask is true."""
+    labels, results = torch.tensor([[1, 9, 2], [0, 3, 9]]), []
+    for run in (Loss().by_tokens, lambda *given: deferred(lambda loss: loss.by_tokens(*given))[1]):
+        logits = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        logits.requires_grad_()
+        found = run(logits, labels, torch.tensor(wanted))
+        sum(found).backward()
+        results.append((*(value.detach() for value in found), logits.grad))
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager)
 
 
 def test_what_needs_the_number_of_rows_says_so():

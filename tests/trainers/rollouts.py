@@ -13,6 +13,7 @@ from preference import _TIMED, _model_dir, _words, moved
 from test_counts import CountPerStep
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from hf_tpu_ext import (
     TPUDistillationConfig,
@@ -23,6 +24,7 @@ from hf_tpu_ext import (
     TPURLOOTrainer,
 )
 from hf_tpu_ext.trainers import ExtensionArguments
+from hf_tpu_ext.trainers.rollouts import RolloutArguments
 
 
 STEPS, ROWS, LONGEST = 8, 9, 12
@@ -86,13 +88,25 @@ class StockDistillation(_PlainTurn, DistillationTrainer): ...
 class OurDistillation(_PlainTurn, TPUDistillationTrainer): ...
 
 
+class StockGMPO(_GRPOTurn, GMPOTrainer): ...
+
+
+class OurGMPO(_GRPOTurn, TPUGRPOTrainer, GMPOTrainer): ...
+
+
+@dataclass
+class OurGMPOConfig(RolloutArguments, GMPOConfig): ...
+
+
 STOCK = {
     "grpo": (StockGRPO, GRPOConfig),
+    "gmpo": (StockGMPO, GMPOConfig),
     "rloo": (StockRLOO, RLOOConfig),
     "distillation": (StockDistillation, DistillationConfig),
 }
 OURS = {
     "grpo": (OurGRPO, TPUGRPOConfig),
+    "gmpo": (OurGMPO, OurGMPOConfig),
     "rloo": (OurRLOO, TPURLOOConfig),
     "distillation": (OurDistillation, TPUDistillationConfig),
 }
@@ -127,7 +141,7 @@ class Case:
     A training of one of the three trainers.
 
     Args:
-        kind (`str`): `"grpo"`, `"rloo"` or `"distillation"`.
+        kind (`str`): `"grpo"`, `"gmpo"`, `"rloo"` or `"distillation"`.
         settings (`dict`): Fields of the config.
         lora (`str`, *optional*): `"new"` for a `peft_config`, `"given"` for a model that has an adapter already.
         rewards (`tuple`): Reward functions; `"model"` is a reward model. Of `"distillation"`, nothing.
@@ -161,7 +175,7 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
     config = {**DEFAULTS, "output_dir": str(base / "run"), "max_steps": case.steps}
     if not ours:
         config["use_cpu"] = True
-    elif config_cls not in (GRPOConfig, RLOOConfig, DistillationConfig):
+    elif issubclass(config_cls, ExtensionArguments):
         config["run_report"] = False
     if case.evaluates:
         config |= {"eval_strategy": "steps", "eval_steps": 3}

@@ -69,6 +69,8 @@ CASES = {
     ),
     "grpo-lora": Case("grpo", {**ACCUMULATED, **REFERENCE, "num_iterations": 2}, lora="new", conversation=True),
     "grpo-reward-model": Case("grpo", {"steps_per_generation": 2}, rewards=("model", of_length), evaluates=True),
+    # Of `trl.experimental`, with `TPUGRPOTrainer` before it.
+    "gmpo": Case("gmpo", {**REUSED, **REFERENCE}, evaluates=True),
     "rloo": Case("rloo", {**REUSED, **REFERENCE}, evaluates=True),
     "rloo-many": Case(
         "rloo",
