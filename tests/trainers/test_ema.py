@@ -163,7 +163,9 @@ def test_layers_that_leave_the_loop_take_theirs_along(runs):
     assert_close(saved(ours), saved(on_cpu(runs, kwargs={"callbacks": [Freezes()]}, **config)), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dpo", marks=pytest.mark.slow), pytest.param("kto", marks=pytest.mark.slow), "reward"]
+)
 def test_preference_trainers(xla, tmp_path, kind):
     case = Case(
         kind,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.quantization.fake_quantized import FakeQuantization
-from hf_tpu_ext.quantization.rounding import SCALES, Rounding
+from hf_tpu_ext.quantization.rounding import Rounding
 
 
 INT4 = dict(qat_weight_dtype="int4", qat_group_size=16)
@@ -63,7 +63,9 @@ def prepared_by_torchao(runs, activations=False, scale=1.0):
     return model
 
 
-@pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
+@pytest.mark.parametrize(
+    "activations", [pytest.param(False, id="weights", marks=pytest.mark.slow), pytest.param(True, id="activations")]
+)
 def test_upstreams_trainer_with_torchaos_prepared_model(runs, train, activations):
     """From the second step on, a last bit decides about integers: as far apart as runs are whose weights differ in it."""
     pytest.importorskip("torchao")
@@ -120,7 +122,7 @@ def test_one_execution_per_micro_step_and_no_reads(train, config):
     assert (trainer.layers.stack is not None) == (config.get("scan_layers") == "on")
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", ["max", pytest.param("mse", marks=pytest.mark.slow)])
 def test_layers_as_a_loop_and_one_by_one(train, scale):
     config = dict(lora=ALL_LINEAR, gradient_checkpointing=True, max_steps=2, qat_scale=scale)
     looped, single = train(scan_layers="on", **config), train(**config)
@@ -139,7 +141,7 @@ def test_searched_scales(runs, train):
     assert losses(searched, "kd_loss")[0] < 0.8 * losses(largest, "kd_loss")[0]
 
 
-@pytest.mark.parametrize("adapters", ["inside", "beside"])
+@pytest.mark.parametrize("adapters", ["inside", pytest.param("beside", marks=pytest.mark.slow)])
 def test_the_base_that_teaches_is_not_rounded(runs, train, adapters):
     config = dict(lora=ALL_LINEAR, kd_alpha=1.0, qat_adapters=adapters, max_steps=2)
     found = train(kd_teacher="base", **config)
@@ -169,7 +171,7 @@ def test_rounds_after_some_steps(runs, train):
     assert losses(trainer)[3] == pytest.approx(losses(eager)[3], rel=1e-3)
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [pytest.param("max", marks=pytest.mark.slow), "mse"])
 @pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "inside"])
 def test_resumed_bit_for_bit(train, lora, scale):
     config = dict(lora=lora, qat_scale=scale, qat_fake_quant_after_n_steps=1)

@@ -90,7 +90,7 @@ def both(runs, same_logs):
     return train
 
 
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_fifty_steps_over_buckets_are_the_same_bits(both, lora, rows):
     """Another batch and learning rate at each step, lengths in turn."""
     trainer = both(
@@ -105,7 +105,9 @@ def test_fifty_steps_over_buckets_are_the_same_bits(both, lora, rows):
     assert trainer.watch.recompiles == 0
 
 
-@pytest.mark.parametrize("lora", [None, {"lora_dropout": 0.3}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({"lora_dropout": 0.3}, id="lora")]
+)
 def test_accumulation_evaluation_and_dropout(both, lora):
     trainer = both(
         lora=lora,
