@@ -21,6 +21,8 @@ from .programs import CompiledProgram, TracedProgram
 
 
 _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
+# What a compilation takes of the host, for most of its time and at most, where layers run as a loop.
+_CORES, _HOST_BYTES = 2, 6 * 2**30
 _HOW_TO_INSTALL = (
     "Install them: pip install 'hf_tpu_ext[plan]', or in an environment of their own, whose Python --compiler names: "
     "{packages}"
@@ -46,6 +48,12 @@ def why_no_compiler(python: str) -> str | None:
         if installed[name] != version
     ]
     return f"The TPU compiler is not installed: {', '.join(wrong)}. {how}" if wrong else None
+
+
+def jobs_at_once() -> int:
+    """How many programs to compile at once on this machine."""
+    free = psutil.virtual_memory().available
+    return max(1, min(len(psutil.Process().cpu_affinity()) // _CORES, free // _HOST_BYTES))
 
 
 def compile_programs(
