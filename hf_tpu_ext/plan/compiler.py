@@ -1,6 +1,7 @@
 """The compiler for TPU, in processes of its own."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from .programs import CompiledProgram, TracedProgram
 
 
 _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
-# What a compilation takes of the host, for most of its time and at most, where layers run as a loop.
-_CORES, _HOST_BYTES = 2, 6 * 2**30
+# What a compilation takes of the host's memory, but where layers have kernels each. Of the cores it takes one.
+_HOST_BYTES = 5 * 2**30
 _HOW_TO_INSTALL = (
     "Install them: pip install 'hf_tpu_ext[plan]', or in an environment of their own, whose Python --compiler names: "
     "{packages}"
@@ -51,9 +52,8 @@ def why_no_compiler(python: str) -> str | None:
 
 
 def jobs_at_once() -> int:
-    """How many programs to compile at once on this machine."""
-    free = psutil.virtual_memory().available
-    return max(1, min(len(psutil.Process().cpu_affinity()) // _CORES, free // _HOST_BYTES))
+    """How many programs to compile at once on this machine, by its cores and its free memory."""
+    return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _HOST_BYTES))
 
 
 def compile_programs(

@@ -24,17 +24,18 @@ ONE_CHIP = Case("LoRA, 4 rows", "Qwen3-0.6B", settings=LORA | ROWS)
 SHARDED = Case("LoRA, 4 rows a chip, mesh: fsdp", "Qwen2.5-7B", "v5e-8", settings=LORA | ROWS | {"mesh": "fsdp"})
 FULL = Case("full, 4 rows a chip, mesh: fsdp", "Qwen2.5-0.5B", "v5e-8", settings=ROWS | {"mesh": "fsdp"})
 REPLICATED = Case("full, 4 rows a chip, mesh: data", "Qwen2.5-0.5B", "v5e-8", settings=ROWS | {"mesh": "data"})
-# Those that MaxText sets for a v5e (benchmarks/xla_flags_library.py), and others that decide on fusions and layouts.
+# Those that MaxText sets for a v5e (benchmarks/xla_flags_library.py), and their opposite.
 _FUSION = "xla_tpu_enable_async_collective_fusion"
 SETS = {
     "collectives fused with arithmetic": (
         _FUSION,
         f"{_FUSION}_fuse_all_gather",
+        f"{_FUSION}_fuse_all_reduce",
         f"{_FUSION}_multiple_steps",
         "xla_tpu_overlap_compute_collective_tc",
         "xla_enable_async_all_gather",
     ),
-    "all-reduces fused with arithmetic": (f"{_FUSION}_fuse_all_reduce",),
+    "no collectives fused with arithmetic": (f"{_FUSION}=false",),
     "all-reduces of data parallelism": (
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "xla_tpu_data_parallel_opt_different_sized_ops",
@@ -44,17 +45,14 @@ SETS = {
         "xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
         "xla_tpu_assign_all_reduce_scatter_layout",
     ),
-    "no collectives fused with arithmetic": (f"{_FUSION}=false",),
     "scoped VMEM of 64 MB": ("xla_tpu_scoped_vmem_limit_kib=65536",),
-    "experimental fusion cost model": ("xla_tpu_enable_experimental_fusion_cost_model",),
-    "large second-minor layout": ("xla_tpu_enable_large_2nd_minor_layout_for_x16",),
 }
-_ASYNC, _REDUCES, _DATA, _SCATTER, _NONE, *_OF_ONE_CHIP = SETS
+_FUSED, _NOT_FUSED, _OF_DATA, _OF_SCATTER, _VMEM = SETS
 TRIED = [
-    (ONE_CHIP, _OF_ONE_CHIP),
-    (SHARDED, (_ASYNC, _NONE)),
-    (FULL, (_ASYNC, _REDUCES, _SCATTER)),
-    (REPLICATED, (_REDUCES, _DATA)),
+    (ONE_CHIP, (_VMEM,)),
+    (SHARDED, (_FUSED, _NOT_FUSED)),
+    (FULL, (_FUSED, _OF_SCATTER)),
+    (REPLICATED, (_FUSED, _OF_DATA)),
 ]
 
 
