@@ -30,13 +30,14 @@ SETS = {
     "collectives fused with arithmetic": (
         _FUSION,
         f"{_FUSION}_fuse_all_gather",
-        f"{_FUSION}_fuse_all_reduce",
         f"{_FUSION}_multiple_steps",
         "xla_tpu_overlap_compute_collective_tc",
         "xla_enable_async_all_gather",
     ),
     "no collectives fused with arithmetic": (f"{_FUSION}=false",),
     "all-reduces of data parallelism": (
+        _FUSION,
+        f"{_FUSION}_fuse_all_reduce",
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "xla_tpu_data_parallel_opt_different_sized_ops",
     ),
@@ -49,10 +50,10 @@ SETS = {
 }
 _FUSED, _NOT_FUSED, _OF_DATA, _OF_SCATTER, _VMEM = SETS
 TRIED = [
-    (ONE_CHIP, (_VMEM,)),
     (SHARDED, (_FUSED, _NOT_FUSED)),
-    (FULL, (_FUSED, _OF_SCATTER)),
-    (REPLICATED, (_FUSED, _OF_DATA)),
+    (REPLICATED, (_OF_DATA,)),
+    (FULL, (_OF_SCATTER,)),
+    (ONE_CHIP, (_VMEM,)),
 ]
 
 
@@ -95,7 +96,8 @@ def main() -> None:
                 lines.append(make_row(case, name))
                 print(lines[-1], file=sys.stderr, flush=True)
     versions = ", ".join(f"{name} {version}" for name, version in required_versions().items())
-    block = "\n".join([*lines, "", f"{versions}; `python tests/benchmarks/tpu_flags.py`"])
+    only = f' --only "{arguments.only}"' if arguments.only else ""
+    block = "\n".join([*lines, "", f"{versions}; `python tests/benchmarks/tpu_flags.py{only}`"])
     publish(arguments, DOCUMENT, "tpu_flags", block, lines[2:])
 
 
