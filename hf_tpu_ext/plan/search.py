@@ -93,7 +93,8 @@ def _try_all(
     variants: list[_Variant], limit: int, trace: Callable[[dict[str, str]], Callable[[int], Plan]], jobs: int
 ) -> None:
     """Compile the batches of variants, several variants at once. They are traced one at a time, in this thread."""
-    ready, compiling = deque(variants), dict[Future[Plan], tuple[_Variant, dict[str, str]]]()
+    ready = deque(variants)
+    compiling: dict[Future[Plan], tuple[_Variant, dict[str, str]]] = {}
     with ThreadPoolExecutor(jobs) as pool, tqdm(desc="trying", unit="variant") as bar:
         while ready or compiling:
             while ready and len(compiling) < jobs:
