@@ -252,8 +252,7 @@ class XLABackend(XLACompileCache):
 
         map_tensors(collect, data)
         tensors = [tensor.detach() for tensor in unique.values()]
-        self._sync(wait=True)
-        # A program that is run by its handle is none of those that the sync waits for.
+        self.flush()
         xm.wait_device_ops()
         if on_finished is not None:
             on_finished()

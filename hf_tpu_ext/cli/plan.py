@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..examples.jsonl import write_splits
@@ -32,10 +33,10 @@ options of its own:
   --search [NAME ...]  search rematerialization, mesh and batch size, and print the Pareto front; or only the named ones
                        of these: rematerialization, mesh, attention, per_device_train_batch_size
   --json FILE          also write the plan to FILE
-  --hlo DIRECTORY      write the compiled graphs (optimized HLO) there
+  --hlo DIRECTORY      write the compiled graphs (optimized HLO) there, but not those of variants
   --prices FILE        prices per chip-hour, instead of the list prices that come with this package
   --compiler PYTHON    a Python that has the compiler's packages, by default this one
-  --jobs N             graphs to compile in parallel (default: 1)
+  --jobs N             graphs to compile at once, of variants too (by default as many as cores and memory allow)
 """
 # Keys of the recipe that make no sense with synthetic rows.
 _OF_THE_DATA = (
@@ -62,7 +63,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hlo", type=Path)
     parser.add_argument("--prices", type=Path)
     parser.add_argument("--compiler", default=sys.executable)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int)
     options, rest = parser.parse_known_args(argv)
     for length in options.seq_lengths or ():
         if length < 1:
@@ -71,6 +72,8 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             )
     if options.json is not None and not options.json.parent.is_dir():
         raise ValueError(f"--json {options.json}: there is no directory {options.json.parent}. Make it first.")
+    if options.jobs is not None and options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: at least one graph is compiled at once, for example --jobs 2")
     if options.hlo is not None and not options.hlo.is_dir():
         raise ValueError(f"--hlo {options.hlo}: there is no such directory. Make it first.")
     return options, rest
@@ -91,6 +94,7 @@ def run(argv: list[str]) -> int:
     # Imported here: PyTorch comes with it, and reads the environment.
     from ..backends.selection import select_tracing
     from ..hardware.prices import PRICES
+    from ..plan.compiler import jobs_at_once
     from ..plan.make import make_plan
     from ..plan.page import render
     from ..plan.search import search
@@ -108,7 +112,7 @@ def run(argv: list[str]) -> int:
                 "--seq-lengths 1024"
             )
 
-        def make(changes: dict[str, str]):
+        def trace(changes: dict[str, str]):
             changed = replace(recipe, argv=[*recipe.argv, *_words(changes)])
             try:
                 programs, traced = trace_run(lambda adapt: COMMANDS[command].train(changed, title, DESCRIPTION, adapt))
@@ -120,18 +124,21 @@ def run(argv: list[str]) -> int:
             if options.seq_lengths:
                 traced = traced.without_data()
             name = recipe.path or "the command line"
-            how = (options.prices or PRICES, options.compiler, options.jobs, options.hlo)
-            return make_plan(name, topology, programs, traced, *how), traced
+            how = (options.prices or PRICES, options.compiler)
+            return partial(make_plan, name, topology, programs, traced, *how), traced
 
-        plan, traced = make({})
-        if options.search is not None:
-            plan = search(
-                plan,
-                traced.settings,
-                options.search or _SEARCHED,
+        jobs = jobs_at_once() if options.jobs is None else options.jobs
+        compile_own, own = trace({})
+        plan = compile_own(jobs, options.hlo)
+
+        def trace_variant(changes: dict[str, str]):
+            if own.settings | changes == own.settings:
                 # What is compiled already is not compiled again.
-                lambda changes, own=plan: own if traced.settings | changes == traced.settings else make(changes)[0],
-            )
+                return lambda _: plan
+            return partial(trace(changes)[0], quiet=True)
+
+        if options.search is not None:
+            plan = search(plan, own.settings, options.search or _SEARCHED, trace_variant, jobs)
     print(render(plan))
     if options.json is not None:
         plan.save(options.json)

@@ -1,6 +1,7 @@
 """The compiler for TPU, in processes of its own."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from .programs import CompiledProgram, TracedProgram
 
 
 _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
+# What a compilation takes of the host's memory, but where layers have kernels each. Of the cores it takes one.
+_HOST_BYTES = 5 * 2**30
 _HOW_TO_INSTALL = (
     "Install them: pip install 'hf_tpu_ext[plan]', or in an environment of their own, whose Python --compiler names: "
     "{packages}"
@@ -46,6 +49,11 @@ def why_no_compiler(python: str) -> str | None:
         if installed[name] != version
     ]
     return f"The TPU compiler is not installed: {', '.join(wrong)}. {how}" if wrong else None
+
+
+def jobs_at_once() -> int:
+    """How many programs to compile at once on this machine, by its cores and its free memory."""
+    return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // _HOST_BYTES))
 
 
 def compile_programs(

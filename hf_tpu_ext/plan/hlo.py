@@ -10,6 +10,9 @@ from functools import cached_property
 import numpy as np
 
 
+#: Instructions that multiply matrices, and what marks those that run kernels.
+PRODUCTS = {"convolution", "dot"}
+KERNEL = 'custom_call_target="tpu_custom_call"'
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # The layout says which memory a tensor is in: `{1,0:T(8,128)S(1)}`.
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
@@ -104,13 +107,14 @@ class Collective:
 
     Its tensors are as one device has them whole: what an all-gather makes, what the others take; compilers combine
     several into one operation. Groups are the devices that exchange with each other, where the program says it; of a
-    permutation, the pairs.
+    permutation, the pairs. It may go on while the device computes.
     """
 
     kind: str
     tensors: tuple[Shape, ...]
     groups: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
     computation: str = field(default="", compare=False)
+    is_overlapped: bool = field(default=False, compare=False)
 
     @property
     def group_size(self) -> int | None:
@@ -152,7 +156,7 @@ def find_collectives(module: Module) -> Iterator[Collective]:
     Find the collectives of a program, in the order of its text. Each is listed once, also inside of a loop; of an
     asynchronous pair only the start is, and of operations that are parts of one exchange the first.
     """
-    channels = set()
+    channels, overlapped = set(), set(_overlapped_channels(module))
     for computation, lines in module.computations.items():
         # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
         # Its channel says nothing.
@@ -169,7 +173,33 @@ def find_collectives(module: Module) -> Iterator[Collective]:
             operands = tuple(shape for operand in line.operands for shape in lines[operand].shapes)
             # The result of an asynchronous start holds its operands as well, before what it makes.
             tensors = line.shapes[-len(operands) :] if kind == "all-gather" else operands
-            yield Collective("reduce-scatter" if fused else kind, tensors, _groups(line), computation)
+            named = "reduce-scatter" if fused else kind
+            yield Collective(named, tensors, _groups(line), computation, not fused and channel in overlapped)
+
+
+def _overlapped_channels(module: Module) -> Iterator[str | None]:
+    """Channels of the collectives that go on while the device computes."""
+    for computation, lines in module.computations.items():
+        # Compilers for TPU fuse steps of an exchange with products.
+        fused = computation.startswith("async_collective_fusion")
+        under_way: dict[str, str | None] = {}
+        for line in lines.values():
+            kind = line.opcode.removesuffix("-start")
+            if kind in KINDS and fused:
+                yield line.attribute("channel_id")
+            elif kind in KINDS and kind != line.opcode:
+                under_way[line.name] = line.attribute("channel_id")
+            elif ended := under_way.keys() & line.operands:
+                under_way = {name: channel for name, channel in under_way.items() if name not in ended}
+            elif under_way and _computes(line, module):
+                yield from under_way.values()
+
+
+def _computes(line: Instruction, module: Module) -> bool:
+    """Whether an instruction has products: of its own, of what it fuses or repeats, or of a kernel."""
+    if line.opcode in PRODUCTS or KERNEL in line.rest:
+        return True
+    return any(_computes(inner, module) for called in line.called for inner in module.computations[called].values())
 
 
 def argument_shapes(text: str) -> list[Shape]:

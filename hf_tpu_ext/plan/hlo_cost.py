@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from .hlo import Collective, Instruction, Module, Shape, find_collectives, parse_module
+from .hlo import KERNEL, PRODUCTS, Collective, Instruction, Module, Shape, find_collectives, parse_module
 from .hlo_loops import count_turns
 from .hlo_parts import LAYER, part_of
 
@@ -19,10 +19,8 @@ _FREE = set(
 )
 _SLICES = {"dynamic-slice", "gather", "slice"}
 _MOVES = _SLICES | set("broadcast concatenate copy dynamic-update-slice pad reshape reverse scatter transpose".split())
-_PRODUCTS = {"convolution", "dot"}
 _LAYOUT, _BROADCASTS = "copies and layout", "broadcasts"
-#: Kernels that are programs of their own: what they do is not in the text, but for the arithmetic that they are named with.
-_KERNEL = 'custom_call_target="tpu_custom_call"'
+# Kernels are programs of their own: what they do is not in the text, but for the arithmetic that they are named with.
 _KERNEL_FLOPS = re.compile(r"\battention_kernel\[flops=(\d+)\]")
 
 
@@ -31,7 +29,7 @@ class Exchange:
     """
     All collectives of a kind in one run of a program: how many, the bytes of their tensors as
     [`Collective`](hlo.Collective) has them, and what a chip must send at least, with the best of algorithms; and the chips of
-    a host together to other hosts.
+    a host together to other hosts. Of the collectives and their bytes, those that go on while the chip computes.
     """
 
     kind: str
@@ -39,6 +37,8 @@ class Exchange:
     num_bytes: int
     link_bytes: int
     host_bytes: int = 0
+    overlapped: int = 0
+    overlapped_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def measure_cost(text: str, hosts: Sequence[Sequence[int]] = ()) -> Cost:
                 memory_bytes += times * _memory_bytes(line, lines, module)
                 if estimated := re.search(r'"estimated_cycles":"(\d+)"', line.rest):
                     cycles[_class(line, module)] += times * int(estimated[1])
-            if _KERNEL in line.rest:
+            if KERNEL in line.rest:
                 if named := _KERNEL_FLOPS.search(line.op_name):
                     kernel_flops += times * int(named[1])
                 else:
@@ -128,7 +128,7 @@ def _class(line: Instruction, module: Module) -> str:
     if kind in (_LAYOUT, _BROADCASTS):
         return kind
     # Of what is fused, the largest product says it, or else the whole, or most of it.
-    products = [item for item in fused if item[0].opcode in _PRODUCTS]
+    products = [item for item in fused if item[0].opcode in PRODUCTS]
     parts = [part_of(inner) for inner, _ in sorted(products, key=lambda item: _matrix_flops(*item))[-1:]]
     parts.append(part_of(line))
     parts += [part for part, _ in Counter(part_of(inner) for inner, _ in fused).most_common()]
@@ -148,7 +148,7 @@ def _fused(line: Instruction, module: Module) -> Iterator[tuple[Instruction, dic
 
 def _kind(opcodes: set[str]) -> str:
     """What an instruction is mostly about, by what it does and fuses."""
-    if opcodes & _PRODUCTS:
+    if opcodes & PRODUCTS:
         return "matrix products"
     opcodes -= _FREE | {"fusion", "convert", "iota"}
     if opcodes <= {"broadcast"}:
@@ -166,11 +166,13 @@ def _exchanges(module: Module, runs: Counter[tuple[str, bool]], hosts: Sequence[
         # Without a group: a permutation, which sends all of it.
         others = 1.0 if item.group_size is None else 1 - 1 / item.group_size
         passes = 2 if item.kind == "all-reduce" else 1
-        total = totals.setdefault(item.kind, [0, 0, 0, 0])
+        total = totals.setdefault(item.kind, [0, 0, 0, 0, 0, 0])
         total[0] += times
         total[1] += times * item.num_bytes
         total[2] += times * round(passes * others * item.num_bytes)
         total[3] += times * round(passes * _sent_by_host(item, host_of) * item.num_bytes)
+        total[4] += times * item.is_overlapped
+        total[5] += times * item.is_overlapped * item.num_bytes
     return [Exchange(kind, *total) for kind, total in totals.items()]
 
 
@@ -248,7 +250,7 @@ def _memory_bytes(line: Instruction, lines: dict[str, Instruction], module: Modu
     """Traffic of an instruction that is not inside of a fusion."""
     if line.opcode in _FREE or line.opcode.endswith("-done"):
         return 0
-    if line.opcode == "custom-call" and _KERNEL not in line.rest:
+    if line.opcode == "custom-call" and KERNEL not in line.rest:
         # The compiler's notes to itself: allocations, views, halves of integers.
         return 0
     taken = [lines[operand] for operand in line.operands]

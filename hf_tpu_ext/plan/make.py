@@ -33,10 +33,11 @@ def make_plan(
     python: str = sys.executable,
     jobs: int = 1,
     output_dir: Path | None = None,
+    quiet: bool = False,
 ) -> Plan:
     """
     Compile the programs of a run, and put together what is known of it. `python` has the compiler, `jobs` programs are
-    compiled at once, and their text is written to `output_dir`.
+    compiled at once, and their text is written to `output_dir`. `quiet` leaves out the progress.
 
     Where the compiler is not there, the plan has no programs and says how to install it. Raises `ValueError` if the
     compiler was stopped or does not know the topology, or the prices cannot be read.
@@ -45,7 +46,7 @@ def make_plan(
     missing = why_no_compiler(python)
     planned = []
     if missing is None:
-        with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph") as bar:
+        with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph", disable=quiet) as bar:
             for compiled in compile_programs(programs, topology, python, jobs):
                 if output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"

@@ -3,9 +3,10 @@
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 
 from tqdm.auto import tqdm
 
@@ -28,8 +29,23 @@ _MARGIN = 0.98
 _TRIES = 5
 
 
+@dataclass(eq=False)
+class _Variant:
+    """Settings besides the batch, the batches that are still to be tried with them, and what came of the others."""
+
+    settings: dict[str, str]
+    batches: Generator[int, Trial, None]
+    #: The batch that comes next.
+    rows: int
+    trials: list[Trial] = field(default_factory=list)
+
+
 def search(
-    plan: Plan, settings: Mapping[str, str], varied: Collection[str], make: Callable[[dict[str, str]], Plan]
+    plan: Plan,
+    settings: Mapping[str, str],
+    varied: Collection[str],
+    trace: Callable[[dict[str, str]], Callable[[int], Plan]],
+    jobs: int = 1,
 ) -> Plan:
     """
     Try what is computed again, how chips share the work, and how many rows a chip takes at once.
@@ -45,8 +61,11 @@ def search(
             Its `rematerialization`, `attention`, `per_device_train_batch_size` and, on several chips, `mesh`.
         varied (`Collection[str]`):
             Names of those that are to be tried; the others stay.
-        make (`Callable[[dict[str, str]], Plan]`):
-            Makes the plan of the run with other settings, by name.
+        trace (`Callable[[dict[str, str]], Callable[[int], Plan]]`):
+            Traces the run with other settings, by name. What it returns is called in another thread, compiles so many programs
+            at once, and makes the plan.
+        jobs (`int`, *optional*, defaults to `1`):
+            How many programs to compile at once. What is found does not depend on it.
 
     Returns:
         [`Plan`]: The plan, with the variants that no other one is better than, and with advice.
@@ -57,28 +76,46 @@ def search(
     choices = {name: [value] for name, value in named.items() if name != _ROWS}
     possible = {**_CHOICES, "mesh": _meshes(plan.topology)}
     choices |= {name: values for name, values in possible.items() if name in choices and name in varied}
-    tried: list[Trial] = []
-    with tqdm(desc="trying", unit="variant") as bar:
-
-        def attempt(variant: dict[str, str], rows: int) -> Trial:
-            variant = {**variant, _ROWS: str(rows)}
-            bar.set_postfix(variant)
-            tried.append(_as_trial(variant, make(variant)))
-            # All may take an hour, and somebody may not wait for the end.
-            bar.write(_outcome(tried[-1], limit), file=sys.stderr)
-            bar.update()
-            return tried[-1]
-
-        for values in itertools.product(*choices.values()):
-            variant = dict(zip(choices, values, strict=True))
-            if _ROWS in varied:
-                find_largest_batch(rows, limit, partial(attempt, variant))
-            else:
-                attempt(variant, rows)
+    batches = find_largest_batch if _ROWS in varied else _one_batch
+    variants = []
+    for values in itertools.product(*choices.values()):
+        tries = batches(rows, limit)
+        variants.append(_Variant(dict(zip(choices, values, strict=True)), tries, next(tries)))
+    _try_all(variants, limit, trace, jobs)
+    tried = [trial for variant in variants for trial in variant.trials]
     fitting = [trial for trial in tried if trial.fits]
     best = [trial for trial in fitting if not any(_is_better(other, trial) for other in fitting)]
     best.sort(key=lambda trial: trial.tokens_per_second, reverse=True)
     return replace(plan, trials=best, advice=_advice(tried, rows))
+
+
+def _try_all(
+    variants: list[_Variant], limit: int, trace: Callable[[dict[str, str]], Callable[[int], Plan]], jobs: int
+) -> None:
+    """Compile the batches of variants, several variants at once. They are traced one at a time, in this thread."""
+    ready = deque(variants)
+    compiling: dict[Future[Plan], tuple[_Variant, dict[str, str]]] = {}
+    with ThreadPoolExecutor(jobs) as pool, tqdm(desc="trying", unit="variant") as bar:
+        while ready or compiling:
+            while ready and len(compiling) < jobs:
+                variant = ready.popleft()
+                settings = {**variant.settings, _ROWS: str(variant.rows)}
+                bar.set_postfix(settings)
+                compiled = pool.submit(trace(settings), max(1, jobs // len(variants)))
+                compiling[compiled] = variant, settings
+            for done in wait(compiling, return_when=FIRST_COMPLETED).done:
+                variant, settings = compiling.pop(done)
+                trial = _as_trial(settings, done.result())
+                variant.trials.append(trial)
+                # All may take an hour, and somebody may not wait for the end.
+                bar.write(_outcome(trial, limit), file=sys.stderr)
+                bar.update()
+                try:
+                    variant.rows = variant.batches.send(trial)
+                except StopIteration:
+                    continue
+                # What has begun comes to its end first.
+                ready.appendleft(variant)
 
 
 def _meshes(topology: Topology) -> list[str]:
@@ -113,16 +150,20 @@ def _outcome(trial: Trial, limit: int) -> str:
     return f"{settings}: does not fit{lacking}"
 
 
-def find_largest_batch(start: int, limit: int, attempt: Callable[[int], Trial]) -> None:
+def _one_batch(rows: int, limit: int) -> Generator[int, Trial, None]:
+    yield rows
+
+
+def find_largest_batch(start: int, limit: int) -> Generator[int, Trial, None]:
     """
     Try batches, from one of `start` rows, until the largest that fits into `limit` bytes is known to a tenth of it, or
-    until one cannot be told. `attempt` compiles with so many rows.
+    until one cannot be told. Yielded are the rows of each; what came of it is sent back.
     """
     needed: dict[int, int] = {}
     largest, too_large = 0, None
     rows = start
     for tries in itertools.count(1):
-        trial = attempt(rows)
+        trial = yield rows
         if trial.fits is None:
             return
         if trial.fits:

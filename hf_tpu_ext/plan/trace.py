@@ -1,7 +1,7 @@
 """Tracing the programs of a run, without weights and without running them."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -225,9 +225,10 @@ class TracingMixin(EveryLengthMixin):
             id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
         }
 
-    def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
-        self._sent_batch = super()._send_rows(batch, whole)
-        return self._sent_batch
+    def _send_rows(self, batch: dict[str, Any], *args, **kwargs) -> dict[Hashable, Any]:
+        sent = super()._send_rows(batch, *args, **kwargs)
+        self._sent_batch = {name: sent[name] for name in batch}
+        return sent
 
     def _bfloat16_holds(self, weights: Sequence[torch.Tensor]) -> list[bool]:
         # There are no values to look at. What was published in bfloat16 is held.

@@ -55,7 +55,6 @@ class LazyAdamW(torch.optim.AdamW):
         self._counts = torch.zeros(0)
         self.register_load_state_dict_pre_hook(partial(place_loaded, backend))
 
-    @torch.no_grad()
     def create_state(self) -> None:
         """Create the moments and step counters that are missing, so that the first step is like every other."""
         parameters = [id(parameter) for group in self.param_groups for parameter in group["params"]]
@@ -83,7 +82,6 @@ class LazyAdamW(torch.optim.AdamW):
         """As [`place_moment`]."""
         return place_moment(self._backend, value, parameter)
 
-    @torch.no_grad()
     def step(self, closure: Callable | None = None) -> torch.Tensor | None:
         """Update every parameter that has a gradient."""
         loss = None
@@ -94,7 +92,12 @@ class LazyAdamW(torch.optim.AdamW):
         if self.in_program is not None:
             self.updated = self.in_program
             self.sent, _ = self._count_and_send(self.updated)
-            return loss
+        else:
+            self._step()
+        return loss
+
+    @torch.no_grad()
+    def _step(self) -> None:
         left_out = set(self.left_out)
         self.sent = None
         self.updated = [
@@ -107,7 +110,6 @@ class LazyAdamW(torch.optim.AdamW):
             self.sent, keys = self._count_and_send(self.updated)
             rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
             self._update(self.updated, self.sent, [rows[key] for key in keys])
-        return loss
 
     def settings(self) -> Hashable:
         """What the program of a step depends on besides tensors: equal where the program is."""

@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 from itertools import compress
-from operator import attrgetter, eq, ne
+from operator import attrgetter, eq, is_, ne
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -216,6 +216,8 @@ class PythonState:
             self._writes[place] = writes[place]
         for place, (name, form, read) in enumerate(self._uncounted):
             entries, noted = read(), self._uncounted_entries[place]
+            if _is_same(entries, noted):
+                continue
             if (change := _compare(name, form, entries, noted)) is not None:
                 return change
             self._uncounted_entries[place] = entries
@@ -270,6 +272,12 @@ def _numbered(items: list[Any]) -> dict[int, Any]:
 
 def _pick(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: entries.get(name, _ABSENT) for name in names}
+
+
+def _is_same(entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> bool:
+    """Whether keys and values are the same objects. There may be hundreds, and mostly they are."""
+    pairs = (entries.keys(), noted.keys()), (entries.values(), noted.values())
+    return len(entries) == len(noted) and all(all(map(is_, mine, theirs)) for mine, theirs in pairs)
 
 
 def _has_other_collections(entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> bool:

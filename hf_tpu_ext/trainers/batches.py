@@ -1,6 +1,6 @@
 """Batches, on their way to the device."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ class BatchesMixin:
         """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
         limit = max(1, len(self.lengths))
         self._rows_of_example.pop(mode, None)
+        # Whether code of the user's may, in this pass; asked where there are any.
+        self._reads_texts: bool | None = None
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
         self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
 
@@ -141,7 +143,10 @@ class BatchesMixin:
         )
         logger.warning(f"Rows are padded to {ids.shape[1]} tokens ({padded}): {reason}.")
 
-    def _send_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _send_batch(
+        self, inputs: dict[str, Any], beside: Mapping[Hashable, torch.Tensor] | None = None
+    ) -> dict[Hashable, Any]:
+        """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
         ragged = {
             key: value for key, value in inputs.items() if key != NUM_TOKENS and not self._is_unread_text(key, value)
         }
@@ -151,18 +156,26 @@ class BatchesMixin:
         if self.status is not None and self.model.training:
             # With the columns that all processes have agreed on, by which these are added up.
             self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
-        return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0)
+        return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0, beside=beside)
 
     def _is_unread_text(self, key: str, value: Any) -> bool:
         """Whether a column of a batch is text that upstream's collator hands on, and no code of a step looks at."""
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             return False
-        return key not in keys_of_a_step(type(self)) and self.own_code_in_step("train") is None
+        if self._reads_texts is None:
+            self._reads_texts = self.own_code_in_step("train") is not None
+        return not self._reads_texts and key not in keys_of_a_step(type(self))
 
-    def _send_rows(self, batch: dict[str, Any], whole: bool = False) -> dict[str, Any]:
-        """Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip."""
+    def _send_rows(
+        self, batch: dict[str, Any], whole: bool = False, beside: Mapping[Hashable, torch.Tensor] | None = None
+    ) -> dict[Hashable, Any]:
+        """
+        Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip. Numbers
+        `beside` it go in the same transfer and are among what is returned.
+        """
         self.watching.note_batch(batch)
-        sent = self.backend.send(batch) if whole else self.backend.send_rows(batch, count_rows(batch))
+        given = {**batch, **(beside or {})}
+        sent = self.backend.send(given) if whole else self.backend.send_rows(given, count_rows(batch))
         self.alike.batch_sent()
         return sent
 
@@ -192,7 +205,10 @@ class BatchesMixin:
                 return super()._get_num_items_in_batch(batch_samples, device)
         # Counted on the host: on the device the count would be part of the first micro-step's program only.
         count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
-        return self.backend.send(count.float()) if isinstance(count, torch.Tensor) else count
+        if not isinstance(count, torch.Tensor):
+            return count
+        # A step that may be replayed sends it with the batch.
+        return count.float() if self.steps.replay is not None else self.backend.send(count.float())
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         if NUM_TOKENS in inputs:

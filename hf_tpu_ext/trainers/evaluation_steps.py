@@ -101,10 +101,10 @@ class EvaluationSteps:
         made = None
         try:
             with trainer.copies.not_made():
-                batch = trainer._send_batch(inputs)
-                data |= trainer.backend.send(sent)
+                # Names of their own: columns of a batch have any.
+                batch = trainer._send_batch(inputs, {(kind, name): value for name, value in sent.items()})
+                data |= {name: batch.pop((kind, name)) for name in sent}
                 self.data = trainer._data_of_evaluation()
-            # Names of their own: columns of a batch have any.
             named = {**batch, **{(kind, name): value for name, value in {**data, **self.data}.items()}}
             if self._replay.begin(kind, named):
                 traced = trace(SentBatch(batch), **data)

@@ -152,8 +152,9 @@ class DeferredMetrics:
         trainer = self._trainer
         values = {name: tensor.item() for name, tensor in fetched.items()}
         trainer._total_train_tokens += values[NUM_TOKENS]
-        self._sums["train"].reset([NUM_TOKENS])
         seen = [name for name in self.names if values.get(_count(name))]
+        if mode == "eval" or not seen:
+            self._sums["train"].reset([NUM_TOKENS])
         if not seen:
             return
         self._sums[mode].reset()

@@ -1,7 +1,7 @@
 """Training on completions that the model writes itself: GRPO, RLOO, distillation on-policy."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,7 +198,9 @@ class RolloutMixin(RolloutCheckpoints):
             ids, mask = join_completions(batch)
             self.status.count({"input_ids": ids, "attention_mask": mask})
 
-    def _send_batch(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _send_batch(
+        self, inputs: list[dict[str, Any]], beside: Mapping[Hashable, Tensor] | None = None
+    ) -> dict[Hashable, Any]:
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
@@ -207,7 +209,7 @@ class RolloutMixin(RolloutCheckpoints):
         batch = self._pad_batch(self._agree_on(batch), width)
         self._count_tokens(batch)
         rows, prompt = batch["prompt_ids"].shape
-        sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0)
+        sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0, beside=beside)
         self.watching.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
         return sent
 

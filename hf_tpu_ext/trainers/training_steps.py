@@ -140,11 +140,12 @@ class TrainingSteps(TrainerCallback):
         those of upstream's `training_step`. Returned is what upstream adds to the loss that it would log. With replay
         that is 0: the loss is kept by [`LossLog`].
         """
-        trainer = self._trainer
-        self.data = trainer.backend.send(trainer._step_data())
+        trainer, send = self._trainer, self._trainer.backend.send
+        numbers = trainer._step_data()
         self._follow_optimizer()
         self._under_way = OPTIMIZER_STEP if self._updates else MICRO_STEP
         if self.replay is None:
+            self.data, num_items_in_batch = send(numbers), send(num_items_in_batch)
             with trainer.copies.not_made():
                 loss = trace(model, inputs, num_items_in_batch)
             self._leave_out_unused()
@@ -153,17 +154,20 @@ class TrainingSteps(TrainerCallback):
             if not model.training:
                 # Upstream does so at each step.
                 model.train()
-            batch = trainer._send_batch(inputs)
-        beside = {
-            **self.data,
-            "num_items_in_batch": num_items_in_batch,
-            # Fewer at the end of an epoch; upstream divides some losses by it.
-            "accumulation": trainer.current_gradient_accumulation_steps,
-        }
-        # Names of their own: columns of a batch have any.
-        data = {**batch, **{(self._under_way, name): value for name, value in beside.items()}}
+            beside = {
+                **numbers,
+                "num_items_in_batch": num_items_in_batch,
+                # Fewer at the end of an epoch; upstream divides some losses by it.
+                "accumulation": trainer.current_gradient_accumulation_steps,
+            }
+            # Names of their own: columns of a batch have any.
+            named = {(self._under_way, name): value for name, value in beside.items()}
+            tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+            data = named | trainer._send_batch(inputs, tensors)
+        self.data = {name: data[self._under_way, name] for name in numbers}
         if self.replay.begin(self._under_way, data):
-            trace(model, SentBatch(batch), num_items_in_batch)
+            batch = SentBatch((name, value) for name, value in data.items() if name not in named)
+            trace(model, batch, data[self._under_way, "num_items_in_batch"])
             self._leave_out_unused()
         self._gradients.in_program = self.replay.replays
         self._optimizer.in_program = self.replay.updates if self.replay.replays else None

@@ -33,7 +33,7 @@ class TrainerWatch:
         self.batch: Mapping[str, Any] = {}
         self.batch_shape: tuple[int, ...] = ()
         # The optimizer's state and numbers before the step under way: the schedule has changed them when it ends.
-        self._optimizer_before: tuple[bool, dict[str, str]] = False, {}
+        self._optimizer_before: tuple[bool, list[dict[str, Any]]] = False, []
         #: Counts and explains the programs.
         self.programs = ProgramWatch(
             trainer.backend,
@@ -91,7 +91,7 @@ class TrainerWatch:
 
     def _note_optimizer(self) -> None:
         optimizer = self._trainer._plain_optimizer
-        self._optimizer_before = bool(optimizer.state), _numbers_of(optimizer)
+        self._optimizer_before = bool(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
     def _own_code(self) -> str:
         """Code of the user's that runs within a step."""
@@ -115,7 +115,7 @@ class TrainerWatch:
         for path, module in self._trainer.model.named_modules():
             settings |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in settings_of(module).items()}
         trains = self._trainer.model.training and self._trainer.optimizer is not None
-        state_made, numbers = self._optimizer_before if trains else (True, {})
+        state_made, groups = self._optimizer_before if trains else (True, [])
         return StepFacts(
             batch={key: _entry(value) for key, value in self.batch.items()},
             batch_source=_source_of(self._callers_collator),
@@ -125,7 +125,7 @@ class TrainerWatch:
             },
             settings=settings,
             optimizer=type(self._trainer._plain_optimizer).__name__ if trains else "",
-            numbers=numbers,
+            numbers=_numbers_of(groups, isinstance(self._trainer._plain_optimizer, LazyAdamW)) if trains else {},
             state_made=state_made,
             own_code=self._own_code(),
         )
@@ -154,12 +154,12 @@ def _source_of(collator: Callable) -> str:
     return _describe_code(code)
 
 
-def _numbers_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def _numbers_of(groups: list[dict[str, Any]], are_sent: bool) -> dict[str, str]:
     numbers = {}
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         for name, value in group.items():
-            label = name if len(optimizer.param_groups) == 1 else f"{name} of group {index}"
-            if isinstance(optimizer, LazyAdamW) and name in ("lr", "weight_decay", "initial_lr"):
+            label = name if len(groups) == 1 else f"{name} of group {index}"
+            if are_sent and name in ("lr", "weight_decay", "initial_lr"):
                 # Sent as data; without weight decay, the step has no such operation.
                 value = ("not 0" if value else "0") if name == "weight_decay" else None
             elif isinstance(value, float):

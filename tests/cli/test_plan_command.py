@@ -142,6 +142,18 @@ def test_search(plan):
 
 
 @pytest.mark.slow
+def test_search_of_several_at_once_finds_the_same(plan):
+    words = ("--seq-lengths", "64", "--topology", "v5e-1", "--search", "rematerialization")
+    found = []
+    for jobs in ("1", "3"):
+        status, page, planned = plan(*words, "--jobs", jobs)
+        assert status == 0, page
+        found.append((planned["trials"], planned["advice"]))
+    assert len(found[0][0]) > 0
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_does_not_fit(plan):
     status, page, planned = plan("--seq-lengths", "64", "--topology", "v5e-1", model="large")
     assert status == 1, page
@@ -169,6 +181,7 @@ BAD_INPUT = {
     "chips": (["--seq-lengths", "64", "--num_chips", "4"], ["num_chips=4", "8"]),
     "json": (["--seq-lengths", "64", "--json", "/nowhere/plan.json"], ["/nowhere"]),
     "optimizer": (["--seq-lengths", "64", "--optim", "sgd"], ["not replayed"]),
+    "jobs": (["--seq-lengths", "64", "--jobs", "0"], ["--jobs 0", "--jobs 2"]),
     "search": (["--seq-lengths", "64", "--search", "batch"], ["'batch'", "'rematerialization', 'mesh'"]),
     "data": (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere", "--seq-lengths"]),
 }

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import accelerate.optimizer
 import accelerate.utils.imports as accelerate_imports
 import pytest
 import torch
@@ -89,6 +90,15 @@ def test_batches_stay_on_the_host_without_device_placement(on_meta, placement, d
 
 def test_batch_size_is_found():
     assert find_batch_size({"input_ids": torch.zeros(3, 7)}) == 3, "trainers/evaluation.py, evaluation_loop"
+
+
+def test_an_optimizer_step_asks_for_lomo(on_meta, monkeypatch):
+    """backends/selection.py, _look_for_lomo_once."""
+    asked = []
+    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", lambda: bool(asked.append(1)))
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    Accelerator().prepare(torch.optim.SGD([parameter], lr=0.1)).step()
+    assert asked, "accelerate asks elsewhere, or no longer: then it needs no remembering"
 
 
 # ---- torch ----

@@ -171,8 +171,12 @@ def test_arithmetic_that_nobody_asked_for_is_warned_of(expected, warned):
 
 
 def test_collectives_and_what_is_not_known():
-    page = render(plan(program(cost=replace(COST, unknown=["what the kernel attend does"])), unknown=["the price"]))
-    assert "56 all-gather of 3.00 GB" in page
+    cost = replace(COST, unknown=["what the kernel attend does"])
+    page = render(plan(program(cost=cost), unknown=["the price"]))
+    assert "56 all-gather of 3.00 GB\n" in page
+    beside = replace(COST.exchanges[0], overlapped=54, overlapped_bytes=2 * GB)
+    overlapping = render(plan(program(cost=replace(cost, exchanges=[beside]))))
+    assert "56 all-gather of 3.00 GB (54 of 2.00 GB beside arithmetic)\n" in overlapping
     assert "- the price\n- what the kernel attend does" in page
 
 

@@ -1,6 +1,9 @@
 """Which variants a search compiles, and which it shows."""
 
 import math
+import threading
+import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -17,6 +20,11 @@ NAMES = ("rematerialization", "mesh", "per_device_train_batch_size")
 # Bytes of activations of a row, and operations on it, by what is computed again.
 ROW = {"none": (3 * GB, 1e12), "dots": (GB, 1.1e12), "full": (GB // 4, 1.3e12)}
 STATE = {None: 2 * GB, "data": 12 * GB, "fsdp": 2 * GB}
+
+
+def traced(topology):
+    """What a search is given: it traces a variant, and what it returns compiles it."""
+    return lambda settings: lambda jobs: make(topology, settings)
 
 
 def make(topology, settings):
@@ -42,7 +50,7 @@ def test_finds_the_largest_batch_of_each_variant_in_few_compilations(topology, s
 
     def noted(settings):
         tried.append(settings)
-        return make(topology, settings)
+        return traced(topology)(settings)
 
     meshes = [None] if topology == "v5e-1" else ["data", "fsdp"]
     first = {"rematerialization": "full", "per_device_train_batch_size": str(start)} | (
@@ -63,6 +71,16 @@ def test_finds_the_largest_batch_of_each_variant_in_few_compilations(topology, s
             assert largest >= 0.85 * ((limit - STATE[mesh]) // row_bytes)
 
 
+def try_all(batches, attempt):
+    """The batches that are tried, where `attempt` tells what comes of each."""
+    tried = [next(batches)]
+    while True:
+        try:
+            tried.append(batches.send(attempt(tried[-1])))
+        except StopIteration:
+            return tried
+
+
 GROWTH = {
     "along a line": lambda rows: GB + rows * GB // 9,
     "slower from 16 rows on": lambda rows: GB + min(rows, 16) * GB // 2 + max(0, rows - 16) * GB // 50,
@@ -78,14 +96,13 @@ GROWTH = {
 @pytest.mark.parametrize("growth", GROWTH)
 def test_finds_the_largest_batch_however_memory_grows(growth, start, is_told):
     """What the compiler makes of programs of other sizes is not quite along a line."""
-    needs, limit, tried = GROWTH[growth], find_topology("v5e-1").chip.memory_bytes, []
+    needs, limit = GROWTH[growth], find_topology("v5e-1").chip.memory_bytes
 
     def attempt(rows):
-        tried.append(rows)
         needed = needs(rows)
         return Trial({}, needed <= limit, needed if is_told or needed <= limit else None)
 
-    find_largest_batch(start, limit, attempt)
+    tried = try_all(find_largest_batch(start, limit), attempt)
     largest = max(rows for rows in range(1, 20000) if needs(rows) <= limit)
     assert max(rows for rows in tried if needs(rows) <= limit) >= largest / 1.1 - 1
     assert len(tried) == len(set(tried))
@@ -93,19 +110,13 @@ def test_finds_the_largest_batch_however_memory_grows(growth, start, is_told):
 
 
 def test_a_search_needs_few_compilations_along_a_line():
-    tried = []
-
-    def attempt(rows):
-        tried.append(rows)
-        return Trial({}, rows <= 137, rows * 10**8)
-
-    find_largest_batch(4, 137 * 10**8, attempt)
-    assert tried == [4, 8, 134]
+    batches = find_largest_batch(4, 137 * 10**8)
+    assert try_all(batches, lambda rows: Trial({}, rows <= 137, rows * 10**8)) == [4, 8, 134]
 
 
 def test_shows_what_nothing_is_better_than():
     first = {"rematerialization": "full", "per_device_train_batch_size": "4"}
-    found = search(make("v5e-1", first), first, NAMES, lambda settings: make("v5e-1", settings))
+    found = search(make("v5e-1", first), first, NAMES, traced("v5e-1"))
     assert found.trials
     speeds = [trial.tokens_per_second for trial in found.trials]
     peaks = [trial.peak_bytes for trial in found.trials]
@@ -125,7 +136,7 @@ def test_varies_what_it_is_told_to(name):
 
     def noted(variant):
         tried.append(variant)
-        return make("v5e-8", variant)
+        return traced("v5e-8")(variant)
 
     search(make("v5e-8", settings), settings, [name], noted)
     assert len(tried) > 1
@@ -136,7 +147,7 @@ def test_varies_what_it_is_told_to(name):
 
 def test_says_what_came_of_each(capsys):
     settings = {"rematerialization": "full", "mesh": "data", "per_device_train_batch_size": "40"}
-    search(make("v5e-8", settings), settings, ["mesh"], lambda variant: make("v5e-8", variant))
+    search(make("v5e-8", settings), settings, ["mesh"], traced("v5e-8"))
     told = capsys.readouterr().err
     assert "mesh: data, per_device_train_batch_size: 40: does not fit, 5.09 GB too much\n" in told
     assert "mesh: fsdp, per_device_train_batch_size: 40: fits, 12.00 GB, " in told
@@ -146,7 +157,7 @@ def test_says_that_nothing_fits():
     first = {"rematerialization": "full", "per_device_train_batch_size": "4", "mesh": "data"}
 
     def too_large(settings):
-        return make("v5e-8", settings | {"mesh": "data", "per_device_train_batch_size": "1000"})
+        return traced("v5e-8")(settings | {"mesh": "data", "per_device_train_batch_size": "1000"})
 
     found = search(make("v5e-8", first), first, NAMES, too_large)
     assert found.trials == []
@@ -159,7 +170,8 @@ def test_gives_up_where_it_cannot_be_told():
 
     def failing(settings):
         tried.append(settings)
-        return replace(make("v5e-1", settings), programs=[], unknown=["the TPU compiler is not installed"])
+        failed = replace(make("v5e-1", settings), programs=[], unknown=["the TPU compiler is not installed"])
+        return lambda jobs: failed
 
     found = search(make("v5e-1", first), first, NAMES, failing)
     assert len(tried) == len(ROW)
@@ -172,8 +184,47 @@ def test_on_several_hosts_weights_are_also_split_over_some_of_them():
 
     def noted(settings):
         tried.append(settings["mesh"])
-        return make("v5e-16", {**settings, "mesh": "fsdp"})
+        return traced("v5e-16")({**settings, "mesh": "fsdp"})
 
     first = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "1"}
     search(make("v5e-16", first), first, ["mesh"], noted)
     assert tried == ["data", "data=4,fsdp=4", "data=2,fsdp=8", "fsdp"]
+
+
+@pytest.mark.parametrize("jobs", [2, 3, 100])
+def test_several_at_once_find_the_same(jobs):
+    first = {"rematerialization": "full", "mesh": "fsdp", "per_device_train_batch_size": "4"}
+    own, alone, together = make("v5e-8", first), [], []
+    variants = len(ROW) * 2
+    # So many do wait for each other.
+    at_once = min(jobs, variants)
+    barrier, lock = threading.Barrier(at_once), threading.Lock()
+    under_way = Counter()
+
+    def one_at_a_time(settings):
+        alone.append(settings)
+        return traced("v5e-8")(settings)
+
+    def several(settings):
+        assert threading.current_thread() is threading.main_thread()
+        together.append(settings)
+        place = len(together)
+
+        def compile_it(programs_at_once):
+            with lock:
+                under_way["now"] += programs_at_once
+                under_way["most"] = max(under_way["most"], under_way["now"])
+            if place <= at_once:
+                barrier.wait(timeout=60)
+            # Those that began later end first.
+            time.sleep(0.001 * (variants - place % variants))
+            with lock:
+                under_way["now"] -= programs_at_once
+            return make("v5e-8", settings)
+
+        return compile_it
+
+    expected = search(own, first, NAMES, one_at_a_time)
+    assert search(own, first, NAMES, several, jobs) == expected
+    assert sorted(map(str, together)) == sorted(map(str, alone))
+    assert at_once <= under_way["most"] <= jobs

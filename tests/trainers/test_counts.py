@@ -1,6 +1,7 @@
 """One program per step, one execution per micro-step, no reads between logs: counted, not timed."""
 
 import os
+from itertools import pairwise
 
 import pytest
 from transformers import TrainerCallback
@@ -54,6 +55,30 @@ def test_executions_are_micro_steps_and_nothing_is_read_between_logs(runs, accum
     expected = {"training step"} | ({"micro-step"} if accumulation > 1 else set())
     assert {kind for kind, _ in trainer.watch.programs} == expected
     assert len({shape for _, shape in trainer.watch.programs}) == 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_and_its_numbers_are_one_transfer(runs, monkeypatch, accumulation):
+    """And the numbers of the optimizer another one, when its step comes."""
+    trainer = runs.ours(
+        train=False,
+        config_cls=TPUSFTConfig,
+        gradient_accumulation_steps=accumulation,
+        max_steps=6,
+        num_train_epochs=10,
+        logging_steps=100,
+    )
+    transfers, per_step = [], []
+
+    class AtEachStep(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            per_step.append(len(transfers))
+
+    trainer.add_callback(AtEachStep())
+    monkeypatch.setattr(trainer.backend.hosts, "note_sent", lambda data: transfers.append(len(data)))
+    trainer.train()
+    replayed = [after - before for before, after in pairwise(per_step[3:])]
+    assert replayed == [accumulation + 1] * 2
 
 
 def test_a_log_is_one_read(runs):
