@@ -49,8 +49,8 @@ def test_a_run_compiles_nothing_after_a_warm_up(warm, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_layers_with_adapters(warm):
-    (_, trained), (_, (loaded, missed)) = warm("--use_peft", "true", "--max_length", 96)
+def test_layers(warm):
+    (_, trained), (_, (loaded, missed)) = warm("--max_length", 96)
     assert "layers are compiled one by one" in trained.stdout
     assert loaded > 0 and missed == 0
 
