@@ -114,9 +114,10 @@ def _programs(root: Path, toolchain: str = "*") -> list[tuple[Path, os.stat_resu
     """The programs of all toolchains, or of one."""
     programs = []
     for file in root.glob(f"{toolchain}/{_TOOLCHAIN_FILE}"):
-        for path in file.parent.glob("[0-9]*"):
+        # Of torch_xla, and of torch_tpu, below a directory for each kind of device.
+        for path in (*file.parent.glob("[0-9]*"), *file.parent.glob("*/*.bin")):
             # Another process may remove one meanwhile.
             with suppress(FileNotFoundError):
-                if path.name.isdecimal():
+                if path.name.isdecimal() or path.suffix == ".bin":
                     programs.append((path, path.stat()))
     return programs

@@ -114,8 +114,9 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = ()) -> Backe
     where there are several.
     """
     if not has_torch_xla():
+        where = ", in an environment of its own, beside that of torch_tpu" if has_torch_tpu() else ""
         raise ValueError(
-            "Ahead-of-time tracing needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'"
+            f"Ahead-of-time tracing needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'{where}"
         )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla_tracing import TracingBackend

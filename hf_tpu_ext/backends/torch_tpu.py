@@ -11,19 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch_tpu._internal.compile.compiler import StaticCompiler
 
 from ..hardware.topologies import Chip, find_chip
 from .base import Backend, map_tensors
-from .compile_cache import cache_root
+from .compile_cache import CacheUse, CompileCache, cache_root, cache_state
 from .counters import Counters
 from .detect import tpu_chips, tpu_kind
 from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
 from .host import enable_hugepages, peak_of_process
+from .in_place import changes_as_results
 from .insight import Insight
 from .loops import Loops
 from .process_ranks import ProcessRanks, cut_at_collectives
@@ -87,6 +88,7 @@ class TorchTPUBackend(Backend):
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
         self._as_written = False
+        self._compile_cache: CompileCache | None = None
         self._ranks: Ranks | None = None
         self._mesh = {"data": 1, "fsdp": 1}
 
@@ -170,16 +172,50 @@ class TorchTPUBackend(Backend):
         root, chosen = cache_root(setting)
         if root is None or not (chosen or self._on_chip):
             return []
-        directory = str(root / f"torch_tpu-{version('torch_tpu')}-torch-{torch.__version__}")
-        if (used := os.environ.get(_CACHE_VARIABLE, directory)) != directory:
+        if self._compile_cache is not None:
+            used = self._compile_cache.directory.parent
+            return (
+                []
+                if root == used
+                else [f"compile_cache_dir={root} has no effect: this process has its programs in {used}"]
+            )
+        if (used := os.environ.get(_CACHE_VARIABLE)) is not None:
             return [f"compile_cache_dir={root} has no effect: {_CACHE_VARIABLE}={used} is set"]
+        # The variable is read once.
+        if self.compiles():
+            return [
+                "The compilation cache is off: this process had compiled a program before its first trainer was made"
+            ]
+        # Its keys hold all else that a program depends on.
+        toolchain = {"torch": torch.__version__, "torch_tpu": version("torch_tpu")}
         try:
-            os.makedirs(directory, exist_ok=True)
+            cache = CompileCache(root, f"torch_tpu-{toolchain['torch_tpu']}", toolchain)
         except OSError as error:
-            return [f"The compilation cache is off: {directory} cannot be made ({error.strerror})"]
-        # Read when a program is compiled. Its keys hold all else that a program depends on.
-        os.environ[_CACHE_VARIABLE] = directory
+            return [
+                f"The compilation cache is off: {root} cannot be made ({error.strerror}). Set compile_cache_dir to another "
+                "directory, or to off"
+            ]
+        os.environ[_CACHE_VARIABLE] = str(cache.directory)
+        self._compile_cache = cache
+        if cache.problem is not None:
+            return [f"{cache.directory} cannot be written ({cache.problem}): it is used read-only"]
         return []
+
+    def cache_use(self) -> CacheUse | None:
+        if self._compile_cache is None:
+            return None
+        directory, counted = self._compile_cache.directory, self.counters()
+        state = cache_state(directory.parent, directory.name)
+        return CacheUse(
+            directory=directory,
+            programs=state.programs,
+            size=state.size,
+            hits=counted.loads,
+            misses=counted.compiles,
+            unreadable=0,
+            compile_seconds=counted.compile_seconds,
+            problem=self._compile_cache.problem,
+        )
 
     # ---- Weights that are split over processes ----
 
@@ -251,15 +287,22 @@ class TorchTPUBackend(Backend):
 
         return run
 
-    def _compile_graph(self, graph: GraphModule, given: Sequence[Any]) -> Callable:
+    def _compile_graph(self, graph: GraphModule, given: Sequence[torch.Tensor]) -> Callable:
+        graph, changed = changes_as_results(graph, given)
         with torch.no_grad():
-            # Not `torch.compile`, which would trace the graph once more, and cut it.
-            compiled = lookup_backend("tpu")(graph, given)
+            for place in changed:
+                # `clone` and `copy_` share memory with what they copy, which a program that is given it would take from both.
+                given[place].copy_(given[place] * 1)
+            # Not `torch.compile`, which would trace the graph once more, cut it, and keep what is changed in memory twice.
+            compiled = StaticCompiler()(graph, given, donated_inputs=changed)
         self._functions += 1
 
-        def run(*given: Any) -> Any:
+        def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
             self._calls += 1
-            return compiled(*given)
+            results = compiled(*given)
+            for place, value in zip(changed, results[len(results) - len(changed) :], strict=True):
+                given[place].copy_(value)
+            return results[: len(results) - len(changed)]
 
         return run
 
@@ -303,7 +346,7 @@ class TorchTPUBackend(Backend):
         asked = stats.num_cache_reqs - stats.num_cache_hits
         seconds = sum(entry.compilation_duration.total_seconds() for entry in stats.per_entry_stats)
         return Counters(
-            compiles=asked,
+            compiles=stats.num_compilations,
             compile_seconds=seconds,
             # Operators ask for their program each time, functions once.
             executions=stats.num_cache_reqs - self._functions + self._calls,

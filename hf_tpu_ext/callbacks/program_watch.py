@@ -283,7 +283,7 @@ class ProgramWatch:
 
     def _note_event(self, kind: str, shape: tuple[int, ...], seconds: float, cause: Cause | None) -> None:
         now = self._backend.counters()
-        compiled = (now - self._spent).loads == 0
+        compiled = (now - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
         self._spent, self._compiles = now, self._backend.compiles()
         self.events.append(
             ProgramEvent(self.step, kind, shape, seconds, compiled, None if cause is None else cause.what)

@@ -28,6 +28,8 @@ _TRAINING = {
     "warmup": warmup.run,
     "plan": plan.run,
 }
+#: Those that run on all chips.
+_ON_ALL_CHIPS = {*COMMANDS, "warmup"}
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
 _SPEAK_TO_USERS = {"hf_tpu_ext", "trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
 
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] and argv[0] in _TRAINING:
-            if argv[0] in COMMANDS and (status := start_processes(argv)) is not None:
+            if argv[0] in _ON_ALL_CHIPS and (status := start_processes(argv)) is not None:
                 return status
             # What a plan comes to is its status; the others say nothing.
             return _TRAINING[argv[0]](argv[1:]) or 0

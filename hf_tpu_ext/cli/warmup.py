@@ -1,5 +1,6 @@
 """`hf-tpu warmup`: fill the compilation cache before a run."""
 
+import os
 import tempfile
 from functools import partial
 
@@ -39,6 +40,9 @@ def run(argv: list[str]) -> None:
             adapt = partial(WarmUpMixin.over, output_dir=directory)
             COMMANDS[command].train(recipe, title, DESCRIPTION, adapt)
         except WarmedUp as done:
+            if int(os.environ.get("RANK", "0")):
+                # Of several processes, the first one tells.
+                return
             print(_table(done.programs))
             print(describe_cache_use(done.cache))
             print(f"Next: hf-tpu {command} with the same recipe")

@@ -23,7 +23,7 @@ ADAPTERS = ("inside", "beside")
 
 
 def _multiply(up: Tensor, down: Tensor) -> Tensor:
-    return _LongProduct.apply(up, down) if up.device.type == "xla" else up @ down
+    return _LongProduct.apply(up, down) if up.device.type in ("xla", "tpu") else up @ down
 
 
 class _LongProduct(torch.autograd.Function):

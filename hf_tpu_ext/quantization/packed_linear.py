@@ -99,9 +99,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
+        # Once: PyTorch's activation checkpointing computes them again each time.
+        packed = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
-            found = gradient @ ctx.layer.unpack_for_gradient(gradient.dtype, *ctx.saved_tensors).t()
-        return None, found, *[None] * len(ctx.saved_tensors)
+            found = gradient @ ctx.layer.unpack_for_gradient(gradient.dtype, *packed).t()
+        return None, found, *[None] * len(packed)
 
 
 class PackedLinear4bit(PackedLinear):

@@ -46,6 +46,15 @@ class _Rounded(torch.autograd.Function):
         return torch.where(is_inside, gradient, torch.zeros_like(gradient)), None, None, None, None
 
 
+def _divide(values: Tensor, divisor: float) -> Tensor:
+    """Divide values of 0 and more as it is written."""
+    if values.device.type != "tpu":
+        return values / divisor
+    # A compiler multiplies by the reciprocal of what it knows to be constant, which is rounded. The largest element of each
+    # group lies between two integers, so that another one would come out.
+    return values / torch.where(values >= 0, divisor, torch.nan)
+
+
 @dataclass
 class Rounding:
     """
@@ -100,7 +109,7 @@ class Rounding:
         with torch.no_grad():
             if self.scale == "mse":
                 return groups, self._search(groups)
-            scale = groups.abs().amax(-1, keepdim=True) / (-self._lowest - 0.5)
+            scale = _divide(groups.abs().amax(-1, keepdim=True), -self._lowest - 0.5)
             return groups, scale.clamp(min=_EPS)
 
     def _search(self, groups: Tensor) -> Tensor:
@@ -131,6 +140,6 @@ class Rounding:
         values = hidden.float()
         with torch.no_grad():
             lowest, highest = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True).clamp(min=0)
-            scale = ((highest - lowest) / 255.0).clamp(min=_EPS)
+            scale = _divide(highest - lowest, 255.0).clamp(min=_EPS)
             zero = (-128 - torch.round(lowest / scale)).clamp(-128, 127)
         return _Rounded.apply(values, scale, zero, -128, 127).to(hidden.dtype)

@@ -14,15 +14,15 @@ from .training_steps import SentBatch
 
 
 # Settings that take weights in one piece between steps.
-_NOT_SPLIT = ("ema_decay", "show_samples", "predict_with_generate", "sync_ref_model", "kd_teacher", "kd_cache")
-
-
-def not_there(what: str) -> str:
-    """Message about what does not train with torch_tpu yet."""
-    return (
-        f"{what} is not there yet with torch_tpu. Use torch_xla, in an environment of its own: pip install "
-        "'hf_tpu_ext[tpu]'."
-    )
+_NOT_SPLIT = (
+    "ema_decay",
+    "show_samples",
+    "predict_with_generate",
+    "sync_ref_model",
+    "kd_teacher",
+    "kd_cache",
+    "qat_weight_dtype",
+)
 
 
 def check_there(args: TrainingArguments) -> None:
@@ -31,15 +31,13 @@ def check_there(args: TrainingArguments) -> None:
         raise ValueError(
             f"fsdp={args.fsdp!r} is upstream's. Leave it out, and set mesh='fsdp': chips hold parts of the weights."
         )
-    for name in ("weight_dtype", "qat_weight_dtype"):
-        if vars(args).get(name) is not None:
-            raise ValueError(not_there(f"{name}={vars(args)[name]!r} (quantization-aware training)"))
 
 
-def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bool) -> None:
+def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bool, is_quantized: bool) -> None:
     """
     Refuse (`ValueError`) what does not train where processes hold parts of the weights. `given` has what the trainer was given,
-    by the names of [`~transformers.Trainer`], and `generates` is whether steps write text.
+    by the names of [`~transformers.Trainer`], `generates` is whether steps write text, and `is_quantized` whether the model has
+    quantized weights.
     """
     if generates:
         raise ValueError(
@@ -49,6 +47,7 @@ def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bo
     asked = {
         f"optim={OptimizerNames(args.optim).value}": args.optim not in ADAMW_NAMES,
         "optimizer_cls_and_kwargs": given.get("optimizer_cls_and_kwargs") is not None,
+        "a model with quantized weights": is_quantized,
         "optimizers=(optimizer, ...)": given.get("optimizers", (None,))[0] is not None,
     }
     asked |= {f"{name}={vars(args).get(name)}": bool(vars(args).get(name)) for name in _NOT_SPLIT}

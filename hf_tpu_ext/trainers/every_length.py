@@ -52,9 +52,11 @@ class EveryLengthMixin:
         assert self.lengths, "the commands that take a recipe ask for max_length"
         rows, steps = self.rows_of_a_step()
         times = -(-self.steps_per_length // steps)
-        self.train_dataset = _repeat(self.train_rows, rows, times)
+        # Each process takes its own, of the same length.
+        processes = self.args.world_size
+        self.train_dataset = _repeat(self.train_rows, rows * processes, times)
         if self.eval_dataset is not None:
-            self.eval_dataset = _repeat(self.eval_rows, self.args.eval_batch_size)
+            self.eval_dataset = _repeat(self.eval_rows, self.args.eval_batch_size * processes)
         self.args.train_sampling_strategy = "sequential"
         if self.generates:
             self.shuffle_dataset = False

@@ -1,7 +1,7 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -206,6 +206,10 @@ class TPUTrainerMixin(
     def _state_of_steps(self) -> list[torch.Tensor]:
         """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
         return []
+
+    def _settings_of_programs(self) -> Hashable:
+        """What programs depend on besides tensors, arguments and the optimizer: another value, another program."""
+        return None
 
     def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
         if self.evaluations.data is not None:

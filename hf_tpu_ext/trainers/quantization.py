@@ -1,6 +1,6 @@
 """Quantization-aware training: a model learns with the weights that it will have after rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -81,6 +81,9 @@ class QuantizationMixin:
     @property
     def _has_adapters(self) -> bool:
         return unwrap_peft_model(self.model) is not self.model
+
+    def _settings_of_programs(self) -> Hashable:
+        return self.rounding is not None and self.rounding.on
 
     @contextmanager
     def models_as_run(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from .arguments import (
 from .chips import Chips, unused_settings
 from .configs import ExtensionArguments
 from .copies import WeightCopies
-from .eager_steps import EagerSteps, check_loader, check_split, check_there, not_there
+from .eager_steps import EagerSteps, check_loader, check_split, check_there
 from .ema import Averaging
 from .evaluation_steps import EvaluationSteps
 from .followed_arguments import FollowedArguments
@@ -62,6 +62,7 @@ class SetUpMixin:
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
         check_settings(args, self.backend.static_shapes, given.arguments)
+        quantization = None
         if self.backend.unknown_upstream:
             if self.backend.compiles_operators:
                 check_there(args)
@@ -73,8 +74,6 @@ class SetUpMixin:
             if isinstance(model, nn.Module):
                 quantization = find_config(model)
             if quantization is not None:
-                if self.backend.compiles_operators:
-                    raise ValueError(not_there("a model with quantized weights"))
                 check_method(quantization)
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
@@ -93,7 +92,7 @@ class SetUpMixin:
         self._arrange_batches()
         self.chips = Chips(self)
         if self.backend.splits_weights:
-            check_split(args, given.arguments, self.generates)
+            check_split(args, given.arguments, self.generates, quantization is not None)
         self._arrange_saving()
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self)

@@ -47,7 +47,7 @@ class StatusMixin:
                 self.backend,
                 lambda: describe_run(self, args, lines.facts),
                 self.status,
-                lambda: self.watch.events if self.backend.traces_steps else (),
+                lambda: self.watch.events if self.backend.static_shapes else (),
             )
         )
 

@@ -32,11 +32,7 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
     Nothing to compile, or nowhere to keep it, is a `ValueError`.
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
-    if backend.compiles_operators:
-        raise ValueError(
-            f"A warm-up is not there yet on {backend.name}. A run keeps its programs in compile_cache_dir for the next one."
-        )
-    if not backend.traces_steps:
+    if not backend.static_shapes:
         raise ValueError(
             f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Run this command on "
             "the TPU machine."
@@ -82,7 +78,8 @@ class WarmUpMixin(EveryLengthMixin):
         num_programs = len(self.train_rows) * (2 if self.args.gradient_accumulation_steps > 1 else 1)
         if self.eval_dataset is not None:
             num_programs += len(self.eval_rows)
-        with tqdm(total=num_programs, desc="compiling", unit="graph", disable=self.args.disable_tqdm) as bar:
+        quiet = self.args.disable_tqdm or not self.is_world_process_zero()
+        with tqdm(total=num_programs, desc="compiling", unit="graph", disable=quiet) as bar:
             compiling = _Compiling(self, self.pop_callback(ShowSamples), bar)
             self.train_every_length([compiling])
         raise WarmedUp(compiling.programs, self.backend.cache_use())

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,3 +104,44 @@ def stock_of_ranks(runs, shared):
 def ours(noted, as_trainer):
     """What the processes of the test file's `noted` noted of a training, as a trainer has it."""
     return lambda name: as_trainer(noted[1][0][name]["log"])
+
+
+@pytest.fixture
+def hf_tpu(tpu, tmp_path):
+    """
+    Runs `hf-tpu` in a process of its own, on a machine that is said to have some chips, and returns what it has come to. The
+    processes of a test share programs.
+    """
+    here = Path(__file__).parent
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(here)!r})
+if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+    import cpu_plugin
+    cpu_plugin.start()
+    from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
+    TorchTPUBackend.chips_of_host = int(os.environ["CHIPS"])
+""")
+    # torch_tpu keeps programs in memory as well, for all processes of the machine, by the name of this variable.
+    shared = f"{tmp_path.parent.name}-{tmp_path.name}"
+    env = {"TORCH_TPU_TIER2_COMPILATION_CACHE": shared, "TORCH_TPU_LAUNCH_BLOCKING": "1"}
+
+    def run(*argv, chips=1, status=0):
+        result = subprocess.run(
+            [sys.executable, "-m", "hf_tpu_ext.cli.main", *map(str, argv)],
+            env={
+                **os.environ,
+                **env,
+                "CHIPS": str(chips),
+                "PYTHONPATH": os.pathsep.join([str(tmp_path), str(here.parents[1])]),
+            },
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=tmp_path,
+        )
+        assert result.returncode == status, result.stderr[-3000:]
+        return result
+
+    yield run
+    shutil.rmtree(f"/dev/shm/torch_tpu_cache/{shared}", ignore_errors=True)

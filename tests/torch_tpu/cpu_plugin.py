@@ -71,7 +71,8 @@ def start() -> None:
         # The plug-in connects no chips. Each process learns that it is on its own when its runtime is started, and speaks to the
         # others by the host. Upstream's arguments would have them meet by tpu_dist.
         hidden = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        torch.zeros((), device="tpu:0")
+        # By a transfer: a program would be compiled before it is known where programs are kept.
+        torch.zeros(()).to("tpu:0")
         os.environ.update(hidden)
         import collectives_by_host
 

@@ -62,6 +62,7 @@ def test_a_micro_step_is_one_program(runs, accumulation):
     assert [step.compiles for step in steps[1:]] == [0] * 5
     # The last one is followed by the sums of the log.
     assert [step.executions for step in steps[1:-1]] == [accumulation] * 4
+    assert [step.reads for step in steps[1:-1]] == [0] * 4
 
 
 def test_a_program_for_each_length(runs, same_logs):
@@ -117,6 +118,18 @@ def test_own_code_in_a_step_is_run_at_every_step(runs, capsys):
     runs.ours(cls=Mine, config_cls=TPUSFTConfig, gradient_checkpointing=False, max_steps=3)
     assert seen == [0, 1, 2]
     assert "may do something else at each step" in capsys.readouterr().out
+
+
+def test_a_nan_loss_is_reported_with_its_step(runs, caplog):
+    """Of weights that the step before has made too large."""
+    from hf_tpu_ext.trainers import status
+
+    status.logger.addHandler(caplog.handler)
+    try:
+        runs.ours(max_steps=4, logging_steps=4, learning_rate=1e30, lr_scheduler_type="constant", **WHOLE)
+    finally:
+        status.logger.removeHandler(caplog.handler)
+    assert "The loss was NaN or infinite at step 2 (3 of the 4 steps since the last log)" in caplog.text
 
 
 @pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])

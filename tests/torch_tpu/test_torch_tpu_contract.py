@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hf_tpu_ext.backends import torch_tpu
 from hf_tpu_ext.backends.fully_sharded import is_split, whole
 from hf_tpu_ext.backends.process_ranks import cut_at_collectives
 
@@ -149,3 +150,46 @@ def test_exchanges_are_cut_out_of_a_graph(tpu):
     assert (doubled.item(), given[1].item(), rows.sum().item()) == (13.0, 6.5, 6.0)
     before, after = ([node.target for node in graph.graph.nodes] for graph in graphs)
     assert torch.ops.aten.mul.Tensor not in before and torch.ops.aten.mul.Tensor in after
+
+
+def test_a_compiled_function_changes_its_arguments_where_they_are(tpu):
+    """And nothing else that shared memory with them: copies made before, which torch_tpu makes when one of the two changes."""
+
+    def step(state, data):
+        state["moment"].mul_(0.5).add_(data)
+        state["weight"].sub_(state["moment"])
+        return {"sum": state["weight"].sum(), "kept": state["kept"]}
+
+    state = {name: tpu.send(torch.full((64, 64), 2.0)) for name in ("moment", "weight", "kept")}
+    data = tpu.send(torch.ones(64, 64))
+    clone, copied = state["weight"].clone(), torch.empty_like(state["moment"]).copy_(state["moment"])
+    detached, viewed = state["weight"].detach(), state["moment"].view(-1)
+    donated = []
+    with pytest.MonkeyPatch.context() as patch:
+        compile_graph = torch_tpu.StaticCompiler.__call__
+
+        def noted(self, *args, **kwargs):
+            donated.append(kwargs["donated_inputs"])
+            return compile_graph(self, *args, **kwargs)
+
+        patch.setattr(torch_tpu.StaticCompiler, "__call__", noted)
+        run = tpu.compile_function(step, [state, data])
+    for moment, weight in ((2.0, 0.0), (2.0, -2.0)):
+        made = run(state, data)
+        assert made["kept"] is state["kept"] or torch.equal(made["kept"].cpu(), state["kept"].cpu())
+        found = [tensor.cpu().unique().tolist() for tensor in (state["moment"], state["weight"], viewed, detached)]
+        assert found == [[moment], [weight], [moment], [weight]] and made["sum"].item() == weight * 64 * 64
+    assert [tensor.cpu().unique().tolist() for tensor in (clone, copied, data)] == [[2.0], [2.0], [1.0]]
+    assert donated == [[0, 1]]
+
+
+def test_memory_that_was_given_to_a_program_is_gone(tpu):
+    """So weights are in memory once, and who reads a copy of them that was made between two steps is told."""
+    state = [tpu.send(torch.ones(8))]
+    run = tpu.compile_function(lambda state: [state[0].add_(1.0).sum()], [state])
+    run(state)
+    between = state[0].clone()
+    run(state)
+    assert state[0].cpu().tolist() == [3.0] * 8
+    with pytest.raises(RuntimeError, match="deleted or donated"):
+        (between + 1).cpu()

@@ -1,8 +1,6 @@
 """Two processes with a device each, which speak by gloo on the host: what one process trains with the rows of both."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "trainers")]
 
 import preference  # noqa: E402
 from preference import Case  # noqa: E402
-from ranks_data import SECONDS, evaluated_rows, logits_in_mean, on_ranks  # noqa: E402
+from ranks_data import evaluated_rows, logits_in_mean, on_ranks  # noqa: E402
 
 
 CONFIG = dict(max_steps=6, length_buckets=[16, 24, 32, 48], per_device_eval_batch_size=4)
@@ -148,46 +146,20 @@ def test_all_stop_after_the_same_step_and_go_on_in_one_process_and_in_two(
     same_logs(as_trainer(again[0]["again"]["log"][:-1]), until_the_end)
 
 
-def test_hf_tpu_starts_a_process_for_each_chip(tpu, tmp_path):
+def test_hf_tpu_starts_a_process_for_each_chip(hf_tpu, tmp_path):
     """Two chips, which the machine is said to have. Their exit status is that of the command."""
-    from hf_tpu_ext.cli.main import main
-
-    assert main(["prepare", "tiny", "--output_dir", str(tmp_path / "tiny")]) == 0
-    (tmp_path / "sitecustomize.py").write_text(f"""
-import os, sys
-sys.path.insert(0, {str(HERE)!r})
-if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
-    import cpu_plugin
-    cpu_plugin.start()
-    from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
-    TorchTPUBackend.chips_of_host = 2
-""")
-
+    hf_tpu("prepare", "tiny", "--output_dir", "tiny")
     (tmp_path / "rewards.py").write_text(
         "def short(completions, **_): return [-float(len(text)) for text in completions]"
     )
-
-    def train(*more, script="sft"):
-        command = [sys.executable, "-m", "hf_tpu_ext.cli.main", script, "--smoke", str(tmp_path / "tiny"), *more]
-        return subprocess.run(
-            [*command, "--output_dir", str(tmp_path / "out"), "--compile_step", "off"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])])},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            cwd=tmp_path,
-        )
-
-    trained = train("--max_steps", "2", "--mesh", "data=2")
-    assert trained.returncode == 0, trained.stderr[-3000:]
+    common = ("--smoke", "tiny", "--output_dir", "out", "--compile_step", "off")
+    trained = hf_tpu("sft", *common, "--max_steps", "2", "--mesh", "data=2", chips=2)
     assert "2 chips in 2 processes" in trained.stdout and trained.stdout.count("Training on") == 1
     assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "report.html").is_file()
-    written = train(
-        "--max_steps", "1", "--reward_funcs", "rewards.short", "--max_completion_length", "8", script="grpo"
-    )
-    assert written.returncode == 0, written.stderr[-3000:]
+    rewards = ("--reward_funcs", "rewards.short", "--max_completion_length", "8")
+    written = hf_tpu("grpo", *common, "--max_steps", "1", *rewards, chips=2)
     assert "2 chips in 2 processes" in written.stdout
-    refused = train("--num_chips", "3")
-    assert refused.returncode == 2 and "num_chips=3, but this machine has 2 chips" in refused.stderr
-    mistaken = train("--mesh", "fsdp", "--ema_decay", "0.9")
-    assert mistaken.returncode == 2 and "ema_decay=0.9 does not work with mesh='fsdp'" in mistaken.stderr
+    refused = hf_tpu("sft", *common, "--num_chips", "3", chips=2, status=2)
+    assert "num_chips=3, but this machine has 2 chips" in refused.stderr
+    mistaken = hf_tpu("sft", *common, "--mesh", "fsdp", "--ema_decay", "0.9", chips=2, status=2)
+    assert "ema_decay=0.9 does not work with mesh='fsdp'" in mistaken.stderr

@@ -71,7 +71,7 @@ def run(script, **env):
         env={name: value for name, value in os.environ.items() if name not in names} | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parents[2],
     )
 
@@ -88,6 +88,14 @@ def test_the_first_backward_pass_on_the_cpu_does_not_ask_google_cloud():
     assert run(f"import os, torch; {backward}").stdout == "1\n"
     chosen = "import os, torch; from hf_tpu_ext.backends import select_backend; select_backend()"
     assert run(f"{chosen}; {backward}", TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout == "1\n"
+
+
+def test_a_plan_is_made_where_torch_xla_is(fresh, capsys):
+    from hf_tpu_ext.cli.main import main
+
+    assert main(["plan", "--seq-lengths", "64", "--model_name_or_path", "tiny"]) == 2
+    told = capsys.readouterr().err
+    assert "needs torch_xla" in told and "in an environment of its own, beside that of torch_tpu" in told
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ trainer = TPUSFTTrainer(
 )
 trainer.train()
 counted = trainer.backend.counters()
-print(counted.compiles - counted.loads, counted.loads)
+print(counted.compiles, counted.loads)
 """
     # torch_tpu keeps programs in memory as well, for all processes of the machine, by the name of this variable.
     name = tmp_path.parent.name
