@@ -131,7 +131,10 @@ class Sampler:
             # The largest of scores with Gumbel noise is drawn with the probability of its softmax.
             noise = uniform(tuple(scores.shape), scramble(seed + number * BY_ROW))
             scores = scores - (-noise.log()).log()
-        token = scores.argmax(-1)
+        # As argmax, which would compute a choice at a time, and the noise in it.
+        numbers = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+        is_largest = scores == scores.amax(-1, keepdim=True)
+        token = torch.where(is_largest, numbers, scores.shape[-1] - 1).amin(-1).long()
         scaled = logits / self._temperature
         return token, scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)
 
