@@ -270,6 +270,7 @@ class Generator:
         ids, attention, positions, logits = (
             _repeat(tensor, prompts, copies) for tensor in (ids, attention, positions, logits)
         )
+        cache.put([_repeat(tensor, prompts, copies) for tensor in cache.tensors])
         # Tokens of the prompt only; those that stand for others count once.
         history = torch.where(attention > 0, ids, ids[:, -1:])
         token, log_prob = self._sampler.choose(logits, seed, torch.zeros_like(seed), history)
@@ -281,8 +282,7 @@ class Generator:
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
         # That of the state is for the second program.
-        kept = (_repeat(tensor, prompts, copies) for tensor in cache.padded(end, end + self._new_tokens))
-        return [token.clone(), log_prob], rows, tuple(kept)
+        return [token.clone(), log_prob], rows, cache.padded(end, end + self._new_tokens)
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         state = _Rows(*self._state[: len(_Rows._fields)])
