@@ -97,7 +97,7 @@ class Generator:
         #: Declared lengths of prompts, ascending.
         self.prompt_lengths = list(prompt_lengths)
         self._new_tokens = self.config.max_new_tokens
-        self._sampler = Sampler(plain, self.config, backend.device)
+        self._sampler = Sampler(plain, self.config, backend)
         pads = self.config.pad_token_id
         #: What follows the end of a row, and precedes a prompt.
         self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads

@@ -13,11 +13,13 @@ from .autocast import matmul_dtype
 
 class _Layer(CacheLayerMixin):
     """
-    The cache of a layer, in which heads of all rows are one dimension, as products of matrices have them. Were they two, XLA for the
-    host would update it twice, once in this shape, and copy all of it for that.
+    The cache of a layer.
 
     Without an index it takes the keys and values of the prompt, which attends to itself. With one it puts those of one token
     there, and the token attends to all of them.
+
+    On the host, heads of all rows are one dimension, as products of matrices have them: were they two, XLA would update the cache
+    once in each shape, and copy all of it for that. On TPU it does not, and to write a token into such a cache takes longer.
     """
 
     is_compileable = True
@@ -36,21 +38,16 @@ class _Layer(CacheLayerMixin):
         # As attention multiplies them: rope makes float32 of keys.
         dtype = matmul_dtype(key_states)
         key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        of_row = key_states.shape[:2]
-        if self._index is None:
+        of_row, merged = key_states.shape[:2], self._backend.kernels.platform == "cpu"
+        if merged:
             key_states, value_states = key_states.flatten(0, 1), value_states.flatten(0, 1)
-        else:
+        if self._index is not None:
             key_states, value_states = self._put(self.keys, key_states), self._put(self.values, value_states)
         self.keys, self.values = key_states, value_states
-        return self.keys.unflatten(0, of_row), self.values.unflatten(0, of_row)
+        return tuple(tensor.unflatten(0, of_row) if merged else tensor for tensor in (self.keys, self.values))
 
     def _put(self, cached: Tensor, states: Tensor) -> Tensor:
-        put = self._backend.loops.put_block
-        if self._backend.kernels.platform == "tpu":
-            # There another shape of the cache is free, and one of the token's states is not.
-            of_heads = cached.unflatten(0, states.shape[:2])
-            return put(of_heads, states, (None, None, self._index, None)).flatten(0, 1)
-        return put(cached, states.flatten(0, 1), (None, self._index, None))
+        return self._backend.loops.put_block(cached, states, (*[None] * (cached.ndim - 2), self._index, None))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self._index is None else self._length), 0
@@ -78,7 +75,7 @@ class StaticKeyValueCache(Cache):
             Positions.
         index (`torch.Tensor` of shape `()`, int32, *optional*):
             The position of the token. Without it, a prompt is to come.
-        tensors (`Sequence[torch.Tensor]` of shapes `(rows * heads, length, width)`, *optional*):
+        tensors (`Sequence[torch.Tensor]` of shapes `(rows, heads, length, width)` or `(rows * heads, length, width)`, *optional*):
             Keys and values of each layer.
     """
 
