@@ -97,7 +97,7 @@ class Generator:
         #: Declared lengths of prompts, ascending.
         self.prompt_lengths = list(prompt_lengths)
         self._new_tokens = self.config.max_new_tokens
-        self._sampler = Sampler(plain, self.config, backend.device)
+        self._sampler = Sampler(plain, self.config, backend)
         pads = self.config.pad_token_id
         #: What follows the end of a row, and precedes a prompt.
         self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads
@@ -117,7 +117,7 @@ class Generator:
         """What programs read and change besides the model; always in the same order."""
         return self._state
 
-    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> Generated:
+    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None, copies: int = 1) -> Generated:
         """
         Generate a completion of each prompt.
 
@@ -126,6 +126,8 @@ class Generator:
                 Token ids. Repeat a prompt for several completions of it.
             seed (`int`, *optional*):
                 What samples follow from. By default it is drawn from PyTorch's generator on the host.
+            copies (`int`, *optional*, defaults to 1):
+                How often each prompt is there, one after the other. It is read once then, where chips have whole groups.
 
         Returns:
             [`Generated`]: The completions, in the order of the prompts.
@@ -136,12 +138,15 @@ class Generator:
         if seed is None:
             seed = int(torch.randint(-(2**31), 2**31 - 1, ()))
         ids, mask = self._pad(prompts)
+        copies = self._count_copies(ids, mask, copies)
         was_training = self._model.training
         self._model.eval()
         try:
             masks = static_masks(sdpa=not self._backend.traces_steps)
             with torch.no_grad(), masks, self._backend.as_written(), self._released():
-                made = self._backend.fetch(self._generate(ids, mask, torch.tensor(seed, dtype=torch.int32)))
+                made = self._backend.fetch(
+                    self._generate(ids[::copies], mask[::copies], torch.tensor(seed, dtype=torch.int32), copies)
+                )
         finally:
             self._model.train(was_training)
         first, others = made[:2], made[2:] or [torch.zeros(0, len(ids))] * 2
@@ -176,6 +181,12 @@ class Generator:
             mask[row, length - len(prompt) :] = 1
         return ids, mask
 
+    def _count_copies(self, ids: Tensor, mask: Tensor, copies: int) -> int:
+        if len(ids) % (copies * self._backend.num_chips):
+            return 1
+        groups = torch.stack([ids, mask]).unflatten(1, (-1, copies))
+        return copies if groups.eq(groups[:, :, :1]).all() else 1
+
     @contextmanager
     def _released(self):
         """Context after which the cache is free, for training to have its memory."""
@@ -187,15 +198,15 @@ class Generator:
 
     # ---- The two programs ----
 
-    def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor) -> list[Tensor]:
+    def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
         # What the first program hands to the second. Tensors of another shape stand for it till then.
         self._state = self._backend.send([torch.zeros(1) for _ in range(len(_Rows._fields) + 2 * self._num_layers)])
-        rows = ids.shape[0]
-        prompts = self._backend.send_rows({"ids": ids, "attention": mask}, rows)
+        rows = len(ids) * copies
+        prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
         seed = self._backend.send(seed)
         if self._compiles:
             self._follow_model()
-        made = self._call(PREFILL, tuple(ids.shape), self._prefill, {**prompts, "seed": seed})
+        made = self._call(PREFILL, tuple(ids.shape), self._prefill, {**prompts, "seed": seed, "copies": copies})
         if self._new_tokens > 1:
             shape = (rows, self._new_tokens)
             made += self._call(DECODE, shape, self._decode, {"seed": seed, "rows": rows})
@@ -221,16 +232,16 @@ class Generator:
             self._settings = settings
             self._programs.clear()
 
-    def _call_whole(self, function: Callable, *given: Any) -> Any:
-        """Call a function of nested tensors and of the weights, compiled whole where that is possible."""
+    def _call_whole(self, function: Callable, *given: Any, **fixed: int) -> Any:
+        """Call a function of nested tensors, of the weights and of `fixed` numbers, compiled whole where that is possible."""
         if not self._compiles:
-            return function(*given)
-        key = function.__name__, *(tensor.shape for tensor in tree_leaves(given))
+            return function(*given, **fixed)
+        key = function.__name__, *fixed.items(), *(tensor.shape for tensor in tree_leaves(given))
         if key not in self._programs:
 
             def traced(weights: dict[str, Tensor], *given: Any) -> Any:
                 with _reparametrize_module(self._model, weights, tie_weights=True):
-                    return function(*given)
+                    return function(*given, **fixed)
 
             self._programs[key] = self._backend.compile_function(traced, [self._weights, *given])
         return self._programs[key](self._weights, *given)
@@ -241,19 +252,25 @@ class Generator:
             # Each chip has its own rows.
             self._backend.shard(tensor, (("data", "fsdp"), *[None] * (value.ndim - 1)))
 
-    def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor) -> list[Tensor]:
-        made, rows, kept = self._call_whole(self._read_prompts, ids, attention, seed)
+    def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
+        made, rows, kept = self._call_whole(self._read_prompts, ids, attention, seed, copies=copies)
         self._put_state(rows, kept)
         return made
 
-    def _read_prompts(self, ids: Tensor, attention: Tensor, seed: Tensor) -> tuple[list[Tensor], tuple, tuple]:
+    def _read_prompts(
+        self, ids: Tensor, attention: Tensor, seed: Tensor, copies: int
+    ) -> tuple[list[Tensor], tuple, tuple]:
         end = self.prompt_lengths[-1]
         cache = StaticKeyValueCache(self._backend, self._num_layers, ids.shape[1])
         # Padding has any position, and is on the left.
         places = torch.arange(ids.shape[1], device=ids.device)
         positions = (places + attention.sum(1, keepdim=True) - ids.shape[1]).clamp(min=0)
         logits = self._logits(ids, attention, positions, cache)
-        before = end - ids.shape[1]
+        prompts, before = len(ids), end - ids.shape[1]
+        ids, attention, positions, logits = (
+            _repeat(tensor, prompts, copies) for tensor in (ids, attention, positions, logits)
+        )
+        cache.put([_repeat(tensor, prompts, copies) for tensor in cache.tensors])
         # Tokens of the prompt only; those that stand for others count once.
         history = torch.where(attention > 0, ids, ids[:, -1:])
         token, log_prob = self._sampler.choose(logits, seed, torch.zeros_like(seed), history)
@@ -360,6 +377,13 @@ def _check_model(model: nn.Module) -> None:
             f"{type(unwrap_peft_model(model)).__name__} {reason}, which cannot generate in programs of static shape. Allowed are "
             "decoders with full or sliding attention, with LoRA or without. Generate with the model on CPU or CUDA."
         )
+
+
+def _repeat(tensor: Tensor, prompts: int, copies: int) -> Tensor:
+    """Each prompt's part of a tensor, `copies` times one after the other."""
+    if copies == 1:
+        return tensor
+    return tensor.unflatten(0, (prompts, 1, -1)).expand(-1, copies, *[-1] * tensor.ndim).flatten(0, 2)
 
 
 def _call_it(run: Callable[[], Any]) -> Any:

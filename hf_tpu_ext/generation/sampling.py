@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
+from ..backends.base import Backend
 from ..step.random_bits import BY_ROW, scramble, uniform
 
 
@@ -73,21 +74,22 @@ class Sampler:
             The model, which makes the processors.
         config ([`~transformers.GenerationConfig`]):
             Complete settings, as `generate` completes them.
-        device (`torch.device`):
-            The device of the logits.
+        backend ([`Backend`]):
+            The backend in use.
     """
 
-    def __init__(self, model: PreTrainedModel, config: GenerationConfig, device: torch.device):
+    def __init__(self, model: PreTrainedModel, config: GenerationConfig, backend: Backend):
         check_generation_config(config)
+        self._in_one_pass = backend.kernels.platform != "cpu"
         self._samples = bool(config.do_sample)
         self._temperature = config.temperature if self._samples and config.temperature else 1.0
         ends = find_ends(config)
         #: Tokens that end a text.
         self.ends = ends
         # No token has the number -1.
-        self._ends = torch.tensor(ends or [-1]).to(device)
+        self._ends = torch.tensor(ends or [-1]).to(backend.device)
         self._min_new_tokens = (config.min_new_tokens or 0) if ends else 0
-        self.processors = self._processors(model, config, device)
+        self.processors = self._processors(model, config, backend.device)
         #: Whether a choice depends on the tokens before.
         self.reads_history = any(type(each).__name__.startswith("Repetition") for each in self.processors)
 
@@ -131,9 +133,17 @@ class Sampler:
             # The largest of scores with Gumbel noise is drawn with the probability of its softmax.
             noise = uniform(tuple(scores.shape), scramble(seed + number * BY_ROW))
             scores = scores - (-noise.log()).log()
-        token = scores.argmax(-1)
+        token = self._find_largest(scores)
         scaled = logits / self._temperature
         return token, scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)
+
+    def _find_largest(self, scores: Tensor) -> Tensor:
+        if self._in_one_pass:
+            return scores.argmax(-1)
+        # XLA for the host would compute argmax, and the noise in its scores, without vectors.
+        numbers = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+        is_largest = scores == scores.amax(-1, keepdim=True)
+        return torch.where(is_largest, numbers, scores.shape[-1] - 1).amin(-1).long()
 
     def is_end(self, token: Tensor) -> Tensor:
         """Say of tokens `(rows,)` whether they end a text: 1 or 0, int32."""

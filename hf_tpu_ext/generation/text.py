@@ -98,7 +98,7 @@ def generate(
     copies = config.num_return_sequences or 1
     lengths = prompt_lengths or [-(-length // _MULTIPLE) * _MULTIPLE]
     generator = Generator(model, backend, config, lengths)
-    made = generator.generate([prompt for prompt in prompts for _ in range(copies)], seed)
+    made = generator.generate([prompt for prompt in prompts for _ in range(copies)], seed, copies)
     longest = max(map(len, made.token_ids))
     completions = [
         pad(torch.tensor(tokens), (0, longest - len(tokens)), value=generator.pad_token_id)

@@ -17,6 +17,9 @@ class _Layer(CacheLayerMixin):
 
     Without an index it takes the keys and values of the prompt, which attends to itself. With one it puts those of one token
     there, and the token attends to all of them.
+
+    On the host, heads of all rows are one dimension, as products of matrices have them: were they two, XLA would update the cache
+    once in each shape, and copy all of it for that. On TPU it does not, and to write a token into such a cache takes longer.
     """
 
     is_compileable = True
@@ -35,14 +38,16 @@ class _Layer(CacheLayerMixin):
         # As attention multiplies them: rope makes float32 of keys.
         dtype = matmul_dtype(key_states)
         key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        if self._index is None:
-            self.keys, self.values = key_states, value_states
-        else:
-            self.keys, self.values = self._put(self.keys, key_states), self._put(self.values, value_states)
-        return self.keys, self.values
+        of_row, merged = key_states.shape[:2], self._backend.kernels.platform == "cpu"
+        if merged:
+            key_states, value_states = key_states.flatten(0, 1), value_states.flatten(0, 1)
+        if self._index is not None:
+            key_states, value_states = self._put(self.keys, key_states), self._put(self.values, value_states)
+        self.keys, self.values = key_states, value_states
+        return tuple(tensor.unflatten(0, of_row) if merged else tensor for tensor in (self.keys, self.values))
 
     def _put(self, cached: Tensor, states: Tensor) -> Tensor:
-        return self._backend.loops.put_block(cached, states, (None, None, self._index, None))
+        return self._backend.loops.put_block(cached, states, (*[None] * (cached.ndim - 2), self._index, None))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self._index is None else self._length), 0
@@ -70,7 +75,7 @@ class StaticKeyValueCache(Cache):
             Positions.
         index (`torch.Tensor` of shape `()`, int32, *optional*):
             The position of the token. Without it, a prompt is to come.
-        tensors (`Sequence[torch.Tensor]` of shapes `(rows, heads, length, width)`, *optional*):
+        tensors (`Sequence[torch.Tensor]` of shapes `(rows, heads, length, width)` or `(rows * heads, length, width)`, *optional*):
             Keys and values of each layer.
     """
 

@@ -286,7 +286,8 @@ class RolloutMixin(RolloutCheckpoints):
         of_process = self.generation_rows // self.backend.ranks.count
         wanted = of_process if self.model.training else self.args.eval_batch_size
         # The last batch of an evaluation is the same program.
-        return self._text.generate(prompts, rows=wanted).token_ids
+        copies = self.num_generations if self.model.training else 1
+        return self._text.generate(prompts, rows=wanted, copies=copies).token_ids
 
     def _declared_for(self, tokens: int, what: str) -> int:
         """The length that prompts of so many tokens are padded to."""

@@ -48,7 +48,7 @@ class TextGeneration:
         self._said: str | None = None
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seed: int | None = None, rows: int | None = None
+        self, prompts: Sequence[Sequence[int]], seed: int | None = None, rows: int | None = None, copies: int = 1
     ) -> Generated:
         """As [`Generator.generate`]. By programs of `rows` rows, where fewer prompts than that are to be one of them."""
         model = self._trainer.model
@@ -57,13 +57,13 @@ class TextGeneration:
             if not self._trainer.backend.static_shapes:
                 return self._generate_eagerly(prompts)
             missing = 0 if rows is None else max(0, rows - len(prompts))
-            made = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed)
+            made = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed, copies)
             return Generated(made.token_ids[: len(prompts)], made.log_probs[: len(prompts)])
         finally:
             # What replays programs has it in evaluation mode from the start.
             model.train(was_training)
 
-    def _generate_by_programs(self, prompts: Sequence[Sequence[int]], seed: int | None) -> Generated:
+    def _generate_by_programs(self, prompts: Sequence[Sequence[int]], seed: int | None, copies: int) -> Generated:
         trainer = self._trainer
         lengths = self._lengths or [max(map(len, prompts))]
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
@@ -77,7 +77,7 @@ class TextGeneration:
         with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
             self._follow_model()
             with trainer.copies.not_made():
-                return self.generator.generate(prompts, seed)
+                return self.generator.generate(prompts, seed, copies)
 
     def _generate_eagerly(self, prompts: Sequence[Sequence[int]]) -> Generated:
         model, config = self._trainer.model.eval(), self._config

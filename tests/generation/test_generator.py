@@ -164,6 +164,28 @@ def test_log_probs_are_those_of_a_forward_pass(qwen):
         torch.testing.assert_close(torch.tensor(log_probs), expected, rtol=0, atol=1e-5)
 
 
+def test_copies_of_a_prompt_are_read_once(qwen):
+    shapes = []
+
+    def run(name, shape, run):
+        shapes.append((name, shape))
+        return run()
+
+    config = GenerationConfig(max_new_tokens=8, do_sample=True, repetition_penalty=1.3)
+    generator = Generator(qwen.model, qwen.backend, config, [16], run)
+    prompts = [prompt for prompt in PROMPTS for _ in range(4 * CHIPS)]
+    each, once = (generator.generate(prompts, seed=2, copies=copies) for copies in (1, 4))
+    assert once.token_ids == each.token_ids
+    for found, expected in zip(once.log_probs, each.log_probs, strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-5)
+    # Prompts that are not there so often are read as they are.
+    shifted = generator.generate(prompts[1:] + prompts[:1], seed=2, copies=4)
+    assert shifted == generator.generate(prompts[1:] + prompts[:1], seed=2)
+    rows = len(prompts)
+    read = [shape for name, shape in shapes if name == "prefill"]
+    assert read == [(rows, 16), (rows // 4, 16), (rows, 16), (rows, 16)]
+
+
 def test_samples_follow_the_seed(qwen):
     generator = Generator(qwen.model, qwen.backend, GenerationConfig(max_new_tokens=8, do_sample=True), [16])
     first, again, other = (generator.generate(PROMPTS, seed=seed) for seed in (1, 1, 2))
