@@ -6,8 +6,8 @@ inside the rounding.
     python tests/benchmarks/qad_recovery.py --write-docs
     python tests/benchmarks/qad_recovery.py --tiny
 
-The teacher is the original, SmolLM2-135M-Instruct. All train on the same rows of one kind of text, and what counts is measured
-on four other kinds: of a trained model, what `hf-tpu export --quantize` writes of it, loaded by plain transformers. Learning
+The teacher is the original, SmolLM2-135M-Instruct. All train on the same rows of one kind of text, or on as much text that the
+original writes itself, and what counts is measured on four other kinds: of a trained model, what `hf-tpu export --quantize` writes of it, loaded by plain transformers. Learning
 rates are chosen on one more kind, with `--validate`. Each result is kept in the working directory, so that a run
 that was interrupted goes on, `--seeds` adds to what is there, and `--show` shows it.
 
@@ -20,7 +20,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -46,10 +46,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 from transformers.utils import logging
 
+from hf_tpu_ext.examples.jsonl import write_splits
 from hf_tpu_ext.export.make import export_run
 
 
 DOCUMENT = ROOT / "docs" / "quantization.md"
+#: Directory of the task whose text the original wrote.
+OWN_TEXT = "own_text"
+#: SmolLM2's `<|endoftext|>`, which begins a document of its pretraining.
+DOCUMENT_BEGINS = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class Method:
             Whether the cached teacher takes the place of the labels.
         scale (`str`, *optional*, defaults to `"max"`):
             As `qat_scale`.
+        own_text (`bool`, *optional*, defaults to `False`):
+            Whether it trains on text that the original wrote, and leaves the embeddings and the head, which are not rounded, as
+            they are: Adam moves the row of every token about equally far, however small its gradient.
     """
 
     learning_rate: float
@@ -75,6 +83,7 @@ class Method:
     taught: bool = True
     at_four_bits: float | None = None
     scale: str = "max"
+    own_text: bool = False
 
     def rate(self, bits: int) -> float:
         """The learning rate for weights of so many bits."""
@@ -92,12 +101,18 @@ METHODS = {
     "QAT, labels": Method(3e-4, taught=False, at_four_bits=1e-4),
     "QAT, cached teacher": Method(3e-4, at_four_bits=1e-4),
     "QAT, searched scales, cached teacher": Method(3e-4, at_four_bits=1e-4, scale="mse"),
+    "QAT, searched scales, cached teacher, own text": Method(3e-4, at_four_bits=1e-4, scale="mse", own_text=True),
     "low-rank QAT, cached teacher": Method(2e-3, "inside", at_four_bits=5e-4),
 }
 #: What is run with several seeds: bits, and methods that are compared.
 COMPARED = (
     (4, 3),
-    ("recovery LoRA beside, cached teacher", "QAT, cached teacher", "QAT, searched scales, cached teacher"),
+    (
+        "recovery LoRA beside, cached teacher",
+        "QAT, cached teacher",
+        "QAT, searched scales, cached teacher",
+        "QAT, searched scales, cached teacher, own text",
+    ),
 )
 
 
@@ -135,6 +150,61 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
                     yield Row(bits, name, seed)
 
 
+@torch.no_grad()
+def write_own_text(task: Task) -> Task:
+    """
+    Let the original write as many rows as are trained on: samples of its own distribution, from the token that separates
+    documents. Nothing is written again where they are there.
+
+    Args:
+        task ([`Task`]):
+            What the others are trained on.
+
+    Returns:
+        [`Task`]: The same with this text.
+    """
+    arguments, directory = task.arguments, task.directory / OWN_TEXT
+    count, length = arguments.batch_size * arguments.steps, arguments.max_length
+    file = directory / "data" / "train.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    if len(lines) != count or len(json.loads(lines[0])["input_ids"]) != length:
+        model = AutoModelForCausalLM.from_pretrained(task.directory / "teacher", dtype=torch.float32)
+        start = torch.full((count, 1), DOCUMENT_BEGINS)
+        torch.manual_seed(0)
+        rows = model.generate(
+            start,
+            attention_mask=torch.ones_like(start),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=length,
+            min_new_tokens=length,
+            pad_token_id=DOCUMENT_BEGINS,
+        )[:, 1:].tolist()
+        train = [{"input_ids": row} for row in rows]
+        write_splits(directory / "data", {"train": train, "test": train[:1]})
+        (directory / "teacher").unlink(missing_ok=True)
+        (directory / "teacher").symlink_to((task.directory / "teacher").resolve())
+    return replace(task, directory=directory)
+
+
+def trained_in(row: Row, directory: Path) -> Path:
+    """Where a row's text and the teacher's cache are, in the directory of a [`Task`]."""
+    return directory / OWN_TEXT if METHODS[row.name].own_text else directory
+
+
+def make_caches(task: Task) -> None:
+    """
+    Make what the methods train on: the text that the original writes, and its cached log-probs.
+
+    Args:
+        task ([`Task`]):
+            What is trained.
+    """
+    own = {METHODS[name].own_text for name in task.arguments.methods if METHODS[name].learning_rate}
+    for trained in [write_own_text(task)] * (True in own) + [task] * (False in own):
+        make_cache(trained, student="teacher", bf16=task.arguments.bf16)
+
+
 def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
     """
     What makes the trained model: settings of [`TPUSFTConfig`] for a row.
@@ -161,7 +231,7 @@ def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
     if method.scale != "max":
         settings["qat_scale"] = method.scale
     if method.taught:
-        settings["kd_cache"] = str(arguments.work_dir / "cache")
+        settings["kd_cache"] = str(trained_in(row, arguments.work_dir) / "cache")
         settings |= {"kd_alpha": arguments.kd_alpha, "kd_temperature": arguments.kd_temperature}
     return settings
 
@@ -217,7 +287,10 @@ def make(row: Row, task: Task) -> tuple[PreTrainedModel, int]:
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-    trainer = make_trainer(task.directory, "teacher", arguments, **settings)
+    trainer = make_trainer(trained_in(row, task.directory), "teacher", arguments, **settings)
+    if METHODS[row.name].own_text:
+        for end in (trainer.model.get_input_embeddings(), trainer.model.get_output_embeddings()):
+            end.requires_grad_(False)
     trainer.train()
     trainer.save_model(str(run))
     del trainer
@@ -333,7 +406,7 @@ def main() -> None:
     task = (prepare_tiny if arguments.tiny else prepare_real)(arguments, arguments.work_dir)
     # What a model learns of the text that it trains on is not what rounding took.
     task.held_out.pop(TRAINED_ON, None)
-    make_cache(task, student="teacher", bf16=arguments.bf16)
+    make_caches(task)
     results = compare(task)
     kinds = task.held_out[VALIDATION] if arguments.validate else next(iter(task.held_out.values()))
     tokens = {

@@ -86,12 +86,17 @@ def describe(arguments: argparse.Namespace, methods: dict, tokens: dict[str, int
         if arguments.tiny
         else "SmolLM2-135M-Instruct, whose weights are the values of a 4-bit file (Q4_1 of llama.cpp)"
     )
-    text = (
-        "worked additions; other ones are held out"
-        if arguments.tiny
-        else "proceedings of a conference. The texts are those of the Canterbury corpus, code is functions of Python's "
-        "standard library"
-    )
+    trained = [methods[name] for name in arguments.methods if methods[name].learning_rate]
+    sources = ["worked additions" if arguments.tiny else "proceedings of a conference"]
+    sources *= not all(method.own_text for method in trained)
+    if any(method.own_text for method in trained):
+        sources.append(
+            "as own text what the original writes itself, sampled at temperature 1, with the embeddings and the head as they "
+            "were"
+        )
+    text = "; ".join(sources)
+    if not arguments.tiny:
+        text += ". The texts that are measured are those of the Canterbury corpus, code is functions of Python's standard library"
     rates = ", ".join(
         f"{methods[name].rates() if arguments.learning_rate is None else arguments.learning_rate} for {name}"
         for name in arguments.methods
@@ -109,7 +114,7 @@ def describe(arguments: argparse.Namespace, methods: dict, tokens: dict[str, int
         [
             f"- original, and teacher: {model}; rounded: all linear layers but the head, symmetrically, in groups of "
             f"{arguments.group_size}",
-            f"- trained on: {text}; {arguments.steps} steps of {arguments.batch_size} x {arguments.max_length} tokens, "
+            f"- trained on: {text}. {arguments.steps} steps of {arguments.batch_size} x {arguments.max_length} tokens, "
             f"{arguments.steps * arguments.batch_size * arguments.max_length:,} in all, the same for each",
             f"- adapters: LoRA, r={arguments.rank}, lora_alpha={arguments.rank}, on all linear layers; learning rates: {rates}; "
             "AdamW, cosine schedule",

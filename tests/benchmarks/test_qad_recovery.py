@@ -4,6 +4,7 @@ from functools import partial
 import kd_recovery
 import pytest
 import qad_recovery
+from datasets import load_dataset
 from qad_recovery import METHODS, Row
 from qad_recovery_tables import ORIGINAL, ROUNDED, describe, make_tables
 
@@ -12,14 +13,16 @@ from hf_tpu_ext.examples.tiny import make_arithmetic
 
 BESIDE, INSIDE = "recovery LoRA beside, cached teacher", "low-rank QAT, cached teacher"
 SEARCHED, NOT_TRAINED = "QAT, searched scales, cached teacher", "rounded only, searched scales"
-SHOWN = (NOT_TRAINED, BESIDE, INSIDE, SEARCHED)
+OWN = "QAT, searched scales, cached teacher, own text"
+SHOWN = (NOT_TRAINED, BESIDE, INSIDE, SEARCHED, OWN)
 
 
 def test_one_seed_of_every_row_comes_first():
     found = list(qad_recovery.rows(qad_recovery.parse_arguments(["--seeds", "2"])))
     assert found[:3] == [Row(bits, ROUNDED) for bits in (4, 3, 2)]
-    assert found[3:21] == [Row(bits, name) for bits in (4, 3, 2) for name in METHODS]
-    assert found[21:] == [Row(bits, name, 1) for bits in (4, 3) for name in (BESIDE, "QAT, cached teacher", SEARCHED)]
+    assert found[3:24] == [Row(bits, name) for bits in (4, 3, 2) for name in METHODS]
+    compared = (BESIDE, "QAT, cached teacher", SEARCHED, OWN)
+    assert found[24:] == [Row(bits, name, 1) for bits in (4, 3) for name in compared]
     assert len({row.directory for row in found}) == len(found)
 
 
@@ -51,17 +54,17 @@ def task(tmp_path, monkeypatch, xla):
     options = ["--tiny", "--teacher_steps=40", "--steps=8", "--seeds=1", "--bits", "3", "--no-bf16"]
     arguments = qad_recovery.parse_arguments([*options, "--methods", *SHOWN, "--work_dir", str(tmp_path)])
     task = qad_recovery.prepare_tiny(arguments, tmp_path)
-    qad_recovery.make_cache(task, student="teacher")
+    qad_recovery.make_caches(task)
     return task
 
 
 def test_whole_comparison_in_small(task, monkeypatch):
     results = qad_recovery.compare(task)
     assert list(results["int3"]) == [ROUNDED, *SHOWN]
-    (rounded,), (searched,), (beside,), (inside,), (trained,) = results["int3"].values()
+    (rounded,), (searched,), (beside,), (inside,), (trained,), (of_own_text,) = results["int3"].values()
     original = results[ORIGINAL]
     assert original["additions"]["kl"] == 0 and original["additions"]["loss"] < rounded["additions"]["loss"]
-    for brought_back in (beside, inside, searched):
+    for brought_back in (beside, inside, searched, of_own_text):
         assert brought_back["additions"]["kl"] < 0.9 * rounded["additions"]["kl"]
     assert trained["additions"]["kl"] < 0.9 * searched["additions"]["kl"]
     # Adapters inside the rounding are in the integers, those beside it are more to store.
@@ -73,6 +76,19 @@ def test_whole_comparison_in_small(task, monkeypatch):
     task.arguments.rank = 4
     with pytest.raises(NotImplementedError, match=NOT_TRAINED):
         qad_recovery.compare(task)
+
+
+def test_own_text_is_written_once(task):
+    rows = load_dataset("json", data_dir=str(task.directory / "own_text" / "data"))["train"]["input_ids"]
+    assert len(rows) == 8 * 4 and {len(row) for row in rows} == {128}
+    assert len({tuple(row) for row in rows}) > 1
+    file = task.directory / "own_text" / "data" / "train.jsonl"
+    written = file.stat().st_mtime_ns
+    assert qad_recovery.write_own_text(task).directory == task.directory / "own_text"
+    assert file.stat().st_mtime_ns == written
+    task.arguments.steps = 2
+    qad_recovery.write_own_text(task)
+    assert len(file.read_text().splitlines()) == 8
 
 
 def fail(row, task):

@@ -227,12 +227,20 @@ SLICES = [
     _slice("full", "v6e-256", 4, "data=16,fsdp=16"),
     _slice("LoRA", "v5e-16", 4, "data=4,fsdp=4", **LORA),
 ]
+# What rounding adds to a step.
+_INSIDE = {**LORA, "lora_r": "32", "qat_weight_dtype": "int4"}
+ROUNDED = [
+    _qwen3("LoRA, not rounded", **LORA | {"lora_r": "32"}),
+    _qwen3("int4, adapters inside, scale: max", **_INSIDE),
+    _qwen3("int4, adapters inside, scale: mse", **_INSIDE, qat_scale="mse"),
+]
 #: What may be made, and in which document a table is.
 TABLES = {
     "tpu_plans": (DOCUMENT, CASES),
     "slice_plans": (DOCUMENT, SLICES),
     "preference_plans": (DOCUMENT, PREFERENCES),
     "qlora_plans": (ROOT / "docs" / "quantization.md", FEW_BITS),
+    "qat_plans": (ROOT / "docs" / "quantization.md", ROUNDED),
 }
 
 # The page in README.md. The data is not read, so the number of steps is said.

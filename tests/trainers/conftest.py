@@ -31,6 +31,12 @@ def tiny_model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=2)
 
 
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory):
+    """Directory of a tiny model whose linear layers have blocks of bitsandbytes along their rows."""
+    return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, num_hidden_layers=3)
+
+
 def make_rows(count, seed=0, longest=40):
     rng = random.Random(seed)
     words = ["".join(rng.choice("abcdefgh ") for _ in range(rng.randint(2, longest // 2))) for _ in range(2 * count)]

@@ -7,8 +7,9 @@ from pathlib import Path
 import rollouts
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from preference import Case, trainer_for
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
@@ -16,6 +17,7 @@ from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
 
 MAX_STEPS = 8
 PREFERENCES = ("dpo", "kto", "reward")
+KINDS = ("sft", "qlora", "grpo", *PREFERENCES)
 SAVES = dict(save_strategy="steps", save_steps=2, save_total_limit=1, logging_steps=1, ema_decay=0.9)
 
 
@@ -33,8 +35,8 @@ def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Calla
 
     Args:
         kind (`str`):
-            `"sft"` trains a whole model; the names of [`PREFERENCES`] an adapter, over accumulated gradients; `"grpo"` an
-            adapter on completions that it writes, each for several steps.
+            `"sft"` trains a whole model; `"qlora"` an adapter beside packed weights of 4 bits; the names of [`PREFERENCES`] an
+            adapter, over accumulated gradients; `"grpo"` an adapter on completions that it writes, each for several steps.
         model_dir (`str` or `Path`):
             Directory of the model to start from.
         output_dir (`str` or `Path`):
@@ -42,7 +44,7 @@ def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Calla
         reach (`Callable`):
             Called with `"step N"` where a step begins, and with `"save N"` towards the end of a save.
     """
-    make = {"sft": _fine_tuning, "grpo": _completions}.get(kind, _preferences)
+    make = {"sft": _fine_tuning, "qlora": _fine_tuning, "grpo": _completions}.get(kind, _preferences)
     trainer = make(kind, str(model_dir), str(output_dir), [_StepBegins(reach)])
     save_rng_state = trainer._save_rng_state
 
@@ -72,12 +74,17 @@ def _fine_tuning(kind: str, model_dir: str, output_dir: str, callbacks: list[Tra
         run_report=False,
     )
     rows = [{"prompt": f"{n} to the fifth?", "completion": str(n**5)} for n in range(22)]
+    quantization, lora = None, None
+    if kind == "qlora":
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        lora = LoraConfig(target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
     return TPUSFTTrainer(
-        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, quantization_config=quantization),
         config,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         train_dataset=Dataset.from_list(rows),
         callbacks=callbacks,
+        peft_config=lora,
     )
 
 

@@ -45,12 +45,12 @@ def times(kind, name, steps, saves, marks=()):
     ("kind", "steps", "saves"),
     [
         times("sft", "twice", 1, 1),
-        *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in ("sft", "grpo", *kill_driver.PREFERENCES)),
+        *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in kill_driver.KINDS),
     ],
 )
-def test_killed_run_ends_with_the_same_weights(xla, tiny_model, tmp_path, kind, steps, saves):
+def test_killed_run_ends_with_the_same_weights(xla, tiny_model, wide_model, tmp_path, kind, steps, saves):
     """Killed at random moments of steps, and in saves: the checkpoint that was being written is left without its end."""
-    models = tiny_model if kind == "sft" else tmp_path
+    models = {"sft": tiny_model, "qlora": wide_model}.get(kind, tmp_path)
     moments = []
     kill_driver.train(kind, models, tmp_path / "undisturbed", moments.append)
 

@@ -12,7 +12,6 @@ from test_counts import train_and_count
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_tpu_ext import TPUTrainer
-from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.quantization.packed_linear import PackedLinear4bit, PackedLinear8bit
 from hf_tpu_ext.trainers.run_facts import find_facts
 
@@ -21,12 +20,6 @@ NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_qua
 FP4 = dict(load_in_4bit=True, bnb_4bit_quant_type="fp4")
 INT8 = dict(load_in_8bit=True)
 LORA = {"target_modules": "all-linear"}
-
-
-@pytest.fixture(scope="session")
-def wide_model(tmp_path_factory):
-    """Directory of a tiny model whose linear layers have blocks of bitsandbytes along their rows."""
-    return make_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, num_hidden_layers=3)
 
 
 @pytest.fixture
