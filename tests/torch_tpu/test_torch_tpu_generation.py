@@ -63,7 +63,8 @@ def test_a_token_is_one_program_and_few_are_waited_for(tpu, qwen):
         spent.append(tpu.counters() - before)
     # The tokens, and whether there are to be more after 16 and 32 of them.
     assert [each.reads for each in spent] == [3] * 3
-    assert spent[0].executions == spent[2].executions <= 40 + 5
+    # What a program is to change in place is made a tensor of its own before it is run for the first time.
+    assert spent[0].executions - 1 == spent[2].executions <= 40 + 5
     # Another declared length is another program of the prompts, and no other one.
     assert (spent[1].compiles, spent[2].compiles) == (1, 0)
 
