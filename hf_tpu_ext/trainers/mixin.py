@@ -207,7 +207,7 @@ class TPUTrainerMixin(
         """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
         return []
 
-    def _settings_of_programs(self) -> Hashable:
+    def settings_of_programs(self) -> Hashable:
         """What programs depend on besides tensors, arguments and the optimizer: another value, another program."""
         return None
 

@@ -82,7 +82,7 @@ class QuantizationMixin:
     def _has_adapters(self) -> bool:
         return unwrap_peft_model(self.model) is not self.model
 
-    def _settings_of_programs(self) -> Hashable:
+    def settings_of_programs(self) -> Hashable:
         return self.rounding is not None and self.rounding.on
 
     @contextmanager

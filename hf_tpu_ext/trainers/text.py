@@ -68,7 +68,7 @@ class TextGeneration:
         lengths = self._lengths or [max(map(len, prompts))]
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
         compiles = trainer.backend.compiles_functions and self._may_compile()
-        settings = unwrap_peft_model(trainer.model).generation_config.to_dict(), trainer._settings_of_programs()
+        settings = unwrap_peft_model(trainer.model).generation_config.to_dict(), trainer.settings_of_programs()
         made_for = lengths, settings, compiles
         if made_for != self._made_for:
             self._made_for = made_for

@@ -137,7 +137,7 @@ class CompiledSteps(EagerSteps):
         key = (
             self._under_way,
             state.settings(),
-            trainer._settings_of_programs(),
+            trainer.settings_of_programs(),
             tuple((name, value.shape, value.dtype) for name, value in tensors.items()),
             tuple((name, repr(value)) for name, value in others.items()),
         )
