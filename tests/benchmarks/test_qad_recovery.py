@@ -58,6 +58,7 @@ def task(tmp_path, monkeypatch, xla):
     return task
 
 
+@pytest.mark.slow
 def test_whole_comparison_in_small(task, monkeypatch):
     results = qad_recovery.compare(task)
     assert list(results["int3"]) == [ROUNDED, *SHOWN]
