@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch_tpu._internal.compile.compiler import StaticCompiler
 
 from ..hardware.topologies import Chip, find_chip
 from .base import Backend, map_tensors
@@ -288,6 +287,9 @@ class TorchTPUBackend(Backend):
         return run
 
     def _compile_graph(self, graph: GraphModule, given: Sequence[torch.Tensor]) -> Callable:
+        # Not above: this module is imported where torch_tpu is absent, too.
+        from torch_tpu._internal.compile.compiler import StaticCompiler
+
         graph, changed = changes_as_results(graph, given)
         with torch.no_grad():
             for place in changed:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_tpu_ext.backends import torch_tpu
 from hf_tpu_ext.backends.fully_sharded import is_split, whole
 from hf_tpu_ext.backends.process_ranks import cut_at_collectives
 
@@ -154,6 +153,7 @@ def test_exchanges_are_cut_out_of_a_graph(tpu):
 
 def test_a_compiled_function_changes_its_arguments_where_they_are(tpu):
     """And nothing else that shared memory with them: copies made before, which torch_tpu makes when one of the two changes."""
+    from torch_tpu._internal.compile.compiler import StaticCompiler
 
     def step(state, data):
         state["moment"].mul_(0.5).add_(data)
@@ -166,13 +166,13 @@ def test_a_compiled_function_changes_its_arguments_where_they_are(tpu):
     detached, viewed = state["weight"].detach(), state["moment"].view(-1)
     donated = []
     with pytest.MonkeyPatch.context() as patch:
-        compile_graph = torch_tpu.StaticCompiler.__call__
+        compile_graph = StaticCompiler.__call__
 
         def noted(self, *args, **kwargs):
             donated.append(kwargs["donated_inputs"])
             return compile_graph(self, *args, **kwargs)
 
-        patch.setattr(torch_tpu.StaticCompiler, "__call__", noted)
+        patch.setattr(StaticCompiler, "__call__", noted)
         run = tpu.compile_function(step, [state, data])
     for moment, weight in ((2.0, 0.0), (2.0, -2.0)):
         made = run(state, data)
