@@ -95,6 +95,7 @@ class PythonState:
         self._dicts: list[dict] = []
         # Where writes are not counted: what people are shown, and what reads the entries.
         self._uncounted: list[tuple[str, str, Callable[[], dict]]] = []
+        self._lists: list[list] = []
         self._sets: list[tuple[str, set, frozenset]] = []
         self._arrays: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._modules: list[nn.Module] = []
@@ -117,6 +118,7 @@ class PythonState:
         self._writes = list(map(dict_version, self._dicts))
         self._entries = list(map(self._watched, self._dicts))
         self._uncounted_entries = [read() for _, _, read in self._uncounted]
+        self._items = list(map(tuple, self._lists))
         self._classes = list(map(type, self._modules))
         self._of_parameters = list(map(_OF_PARAMETERS, self._parameters.values()))
         self._of_tensors = self._of_tensors_now()
@@ -141,10 +143,7 @@ class PythonState:
             self._visit_entries(value, name, _ENTRY)
         elif isinstance(value, list):
             self._names[id(value)] = name, _ENTRY
-            if value:
-                self._uncounted.append((name, _ENTRY, partial(_numbered, value)))
-            else:
-                self._empty.append(value)
+            (self._lists if value else self._empty).append(value)
             for index, item in enumerate(value):
                 self._visit(item, f"{name}[{index}]")
         elif isinstance(value, set):
@@ -222,6 +221,13 @@ class PythonState:
                 return change
             self._uncounted_entries[place] = entries
             self._is_outdated |= _has_other_collections(entries, noted)
+        for place, (items, noted) in enumerate(zip(self._lists, self._items, strict=True)):
+            if len(items) == len(noted) and all(map(is_, items, noted)):
+                continue
+            if (change := _compare(*self._names[id(items)], _numbered(items), _numbered(noted))) is not None:
+                return change
+            self._items[place] = tuple(items)
+            self._is_outdated |= _has_other_collections(_numbered(items), _numbered(noted))
         classes = list(map(type, self._modules))
         if classes != self._classes:
             changes = zip(self._modules, classes, self._classes, strict=True)
@@ -266,7 +272,7 @@ def _dict_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return gc.get_referents(namespace)[0] if isinstance(namespace, MappingProxyType) else namespace
 
 
-def _numbered(items: list[Any]) -> dict[int, Any]:
+def _numbered(items: Iterable[Any]) -> dict[int, Any]:
     return dict(enumerate(items))
 
 

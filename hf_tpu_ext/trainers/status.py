@@ -77,7 +77,7 @@ class StatusMixin:
 
     def _read_train_metrics(self, grad_norm: torch.Tensor | float | None = None) -> dict[str, float]:
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
-        with self.phase("device"):
+        with self.phase("device"), self.copies.not_made():
             fetched = self.backend.fetch(
                 {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.metrics.tensors("train")},
                 self.begin_read,
