@@ -168,6 +168,31 @@ def test_a_checkpoint_goes_on_in_any_number_of_processes(
 
 
 @pytest.mark.slow
+def test_eight_stop_and_one_goes_on_and_then_four(
+    tpu, tiny_model, runs, stock_of_ranks, as_trainer, same_logs, tmp_path
+):
+    """Two groups of four that hold parts, of which process 1 alone is told to stop; one that holds all; four that hold parts."""
+    from hf_tpu_ext import TPUSFTConfig
+
+    until_the_end = as_trainer(stock_of_ranks(**FULL).state.log_history[:-1])
+    config = {**FULL, "save_strategy": "steps", "save_steps": 4, "compile_step": "off"}
+
+    def rows(count):
+        return {"per_device_train_batch_size": count, "per_device_eval_batch_size": count}
+
+    eight = dict(config, mesh="data=2,fsdp=4", stop_at=2, **rows(1))
+    ranks, printed = on_ranks({"eight": eight}, tiny_model, tmp_path, count=8)
+    assert [rank["eight"]["step"] for rank in ranks] == [2] * 8
+    assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in printed
+    one = runs.ours(train=False, config_cls=TPUSFTConfig, output_dir=str(tmp_path / "one"), **{**config, **rows(8)})
+    one.train(resume_from_checkpoint=str(tmp_path / "eight" / "checkpoint-2"))
+    same_logs(as_trainer(one.state.log_history[:-1]), until_the_end)
+    four = dict(config, mesh="fsdp", resume=str(tmp_path / "one" / "checkpoint-4"), **rows(2))
+    ranks, _ = on_ranks({"four": four}, tiny_model, tmp_path, count=4)
+    same_logs(as_trainer(ranks[0]["four"]["log"][:-1]), until_the_end)
+
+
+@pytest.mark.slow
 def test_groups_of_processes_that_hold_parts(tpu, tiny_model, stock_of_ranks, as_trainer, same_logs, tmp_path):
     config = dict(FULL, mesh="data=2,fsdp=2", compile_step="off", per_device_train_batch_size=2)
     config["per_device_eval_batch_size"] = 2
