@@ -16,7 +16,7 @@ cpu_plugin.start()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback  # noqa: E402
 
 
 TRAINERS = Path(__file__).parents[1] / "trainers"
@@ -56,12 +56,13 @@ class Watcher(TrainerCallback):
             self.longest.append(self._trainer.watching.batch["attention_mask"].sum(1).max().item())
 
 
-def sft(model_dir, output_dir, lora=None, metrics=False, **config):
+def sft(model_dir, output_dir, lora=None, metrics=False, quantized=False, **config):
     runs = shared.Runs(model_dir, output_dir)
     runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
     kwargs = {"compute_metrics": logits_in_mean} if metrics else {}
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    if dist.get_rank():
+    quantization = BitsAndBytesConfig(load_in_4bit=True) if quantized else None
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, quantization_config=quantization)
+    if dist.get_rank() and not quantized:
         # What is not read from a file may be other weights in each process.
         with torch.no_grad():
             model.lm_head.weight += 1.0
