@@ -101,7 +101,7 @@ METHODS = {
     "QAT, labels": Method(3e-4, taught=False, at_four_bits=1e-4),
     "QAT, cached teacher": Method(3e-4, at_four_bits=1e-4),
     "QAT, searched scales, cached teacher": Method(3e-4, at_four_bits=1e-4, scale="mse"),
-    "QAT, searched scales, cached teacher, own text": Method(3e-4, at_four_bits=1e-4, scale="mse", own_text=True),
+    "QAT, searched scales, cached teacher, own text": Method(3e-4, at_four_bits=1.5e-4, scale="mse", own_text=True),
     "low-rank QAT, cached teacher": Method(2e-3, "inside", at_four_bits=5e-4),
 }
 #: What is run with several seeds: bits, and methods that are compared.

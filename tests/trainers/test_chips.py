@@ -50,13 +50,11 @@ SILENT = {
 ALL = {**RUNS, **SILENT, **DROPPING}
 BY_DEFAULT = {
     "data-accumulated",
-    "data-lora-accumulated",
     "fsdp-lora",
     "fsdp-accumulated",
     "both",
     "dropping-fsdp",
     "silent-data",
-    "silent-neftune",
     "silent-fsdp",
 }
 
