@@ -460,6 +460,7 @@ assert os.environ["XLA_USE_BF16"] == "1"
     )
 
 
+@pytest.mark.slow
 def test_several_local_devices_are_one_process_with_spmd(tmp_path):
     run_script(
         """
@@ -503,6 +504,7 @@ assert torch_xla.runtime.is_spmd() == ({expected} > 1)
         run_script(script.format(output_dir=tmp_path, num_chips=num_chips, expected=expected), **env)
 
 
+@pytest.mark.slow
 def test_several_chips_of_a_pretended_tpu_have_a_name(tmp_path):
     """Where one device stands for all chips, torch_xla refuses to say what it is and what it holds."""
     run_script(

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 SCRIPT = """
 import gc
@@ -111,6 +113,7 @@ assert torch.equal(found["short"].view(torch.uint8), backend.fetch(short).view(t
 """
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_on_four_chips(tmp_path):
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]

@@ -143,7 +143,9 @@ def test_scripts_are_watched_only_if_they_ask(switch, finders, monkeypatch):
     ("imports", "ours"),
     [
         ("from trl import DPOTrainer, SFTTrainer; from trl.trainer.kto_trainer import KTOTrainer", True),
-        ("from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", False),
+        pytest.param(
+            "from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", False, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_scripts_get_our_trainers_unless_they_choose(imports, ours):

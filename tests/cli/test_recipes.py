@@ -49,7 +49,7 @@ def check_run(output_dir, steps=4):
 
 
 #: Text of any form, an adapter, a pair. Full fine-tuning goes through the stock command below.
-BY_DEFAULT = ("pretrain_tinystories", "sft_lora_qwen3", "reward_qwen3")
+BY_DEFAULT = ("pretrain_tinystories",)
 
 
 @pytest.mark.parametrize(

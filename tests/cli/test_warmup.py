@@ -97,6 +97,10 @@ def test_run_after_warmup_misses_nothing(command, prepared, tmp_path):
     assert misses == 0 and found >= 4
     assert (tmp_path / "deeper" / "other" / "model.safetensors").exists()
 
+
+@pytest.mark.slow
+def test_other_rows_miss_and_a_cache_that_cannot_be_written_says_so(command, tmp_path):
+    command("warmup")
     (misses, _), _ = command("sft", per_device_train_batch_size=3, max_steps=1, eval_strategy="no")
     assert misses > 0
 

@@ -185,7 +185,8 @@ def test_template_that_adds_tokens(tiny, recipe, tmp_path, capsys):
     assert "changes the vocabulary, which the teacher's weights are not made for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("data", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data", "fsdp"])
 def test_eight_devices_make_the_same_cache(xla, tiny, recipe, prepared, tmp_path, mesh):
     argv = ["cache-teacher", "--config", recipe(), "--kd_teacher", str(tiny / "teacher"), "--kd_top_k", "16"]
     assert main([*argv, "--output_dir", str(tmp_path / "one")]) == 0

@@ -104,6 +104,7 @@ def run_doctor(*options, **variables):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, timeout=500)
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path):
     result = run_doctor("--json", str(tmp_path / "found.json"), HF_TPU_EXT_BACKEND="cpu", PYTHONIOENCODING="utf-8")
     assert result.returncode == 0, result.stdout + result.stderr

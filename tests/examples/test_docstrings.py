@@ -82,6 +82,7 @@ def test_pair_holds_the_source_without_docstring_and_comments(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_splits_share_no_module_source_or_sentence(data_dir):
     pairs = list(iter_pairs())
     assert len({pair.source for pair in pairs}) == len({pair.sentence for pair in pairs}) == len(pairs)

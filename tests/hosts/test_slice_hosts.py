@@ -121,6 +121,7 @@ except HostsDisagree as error:
         assert "must not stand behind a question which host this is" in message
 
 
+@pytest.mark.slow
 def test_all_stop_at_the_same_place(start):
     """The first place that none has passed, though each comes to it at its own pace, and whoever is told."""
     told, _, statuses = ends(

@@ -268,6 +268,7 @@ def test_the_model_is_eager_on_another_device(xla, load, in_slices):
     assert "attn_implementation" not in model.config.to_diff_dict()
 
 
+@pytest.mark.slow
 def test_rows_split_over_chips(tmp_path):
     """Where the partitioner splits rows over chips, each goes through the slices of its own, and nothing is exchanged."""
     done = subprocess.run(

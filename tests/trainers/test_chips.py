@@ -51,10 +51,9 @@ ALL = {**RUNS, **SILENT, **DROPPING}
 BY_DEFAULT = {
     "data-accumulated",
     "fsdp-lora",
-    "fsdp-accumulated",
     "both",
     "dropping-fsdp",
-    "silent-data",
+    "silent-neftune",
     "silent-fsdp",
 }
 

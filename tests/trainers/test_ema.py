@@ -318,9 +318,8 @@ CHIPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "fsdp" else [pytest.mark.slow]) for name in CHIPS]
-)
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.slow
 def test_eight_chips(runs, rows, on_devices, as_trainer, same_logs, tmp_path, name):
     """A run, and one that goes on from its checkpoint, in which averages come from a file."""
     config = dict(SETTINGS, **CHIPS[name], ema_warmup=True, ema_eval=True, max_steps=4, per_device_train_batch_size=2)

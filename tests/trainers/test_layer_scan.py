@@ -351,7 +351,7 @@ class Freezes(TrainerCallback):
         model.get_submodule("model.layers.1").requires_grad_(False)
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_layers_that_are_no_longer_alike_leave_the_loop(runs, same_logs, make, caplog, accumulation):
     config = dict(max_steps=9, gradient_accumulation_steps=accumulation, kwargs={"callbacks": [Freezes()]})
     model = make()

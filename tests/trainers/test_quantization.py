@@ -97,13 +97,16 @@ def test_upstreams_trainer_with_torchaos_prepared_model(runs, train, activations
             kd_teacher="base",
             qat_scale="mse",
         ),
-        dict(
-            lora=ALL_LINEAR,
-            bf16=True,
-            qat_adapters="beside",
-            qat_activation_dtype="int8",
-            qat_quantize_embedding=True,
-            gradient_accumulation_steps=2,
+        pytest.param(
+            dict(
+                lora=ALL_LINEAR,
+                bf16=True,
+                qat_adapters="beside",
+                qat_activation_dtype="int8",
+                qat_quantize_embedding=True,
+                gradient_accumulation_steps=2,
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["full", "searched", "inside", "beside"],

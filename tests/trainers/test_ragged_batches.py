@@ -299,6 +299,7 @@ def test_the_last_step_of_an_epoch_with_accumulation(trained):
     assert trained(make_model, texts(**targets), gradient_accumulation_steps=2, num_train_epochs=2) == OWN_SHAPE
 
 
+@pytest.mark.slow
 def test_chips_that_cannot_share_a_batch_compute_all_of_it(tmp_path):
     driver = Path(__file__).with_name("ragged_driver.py")
     environment = {**os.environ, "CPU_NUM_DEVICES": "8", "PJRT_DEVICE": "CPU"}

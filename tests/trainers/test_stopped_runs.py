@@ -90,7 +90,7 @@ def assert_same_end(output_dir, undisturbed):
 @pytest.mark.parametrize(
     ("names", "kills"),
     [
-        (["SIGTERM", "SIGKILL"], 3),
+        pytest.param(["SIGTERM", "SIGKILL"], 3, marks=pytest.mark.slow),
         pytest.param(["SIGKILL"], 50, marks=pytest.mark.slow),
         pytest.param(["SIGTERM"], 50, marks=pytest.mark.slow),
     ],
