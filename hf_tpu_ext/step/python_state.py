@@ -94,8 +94,7 @@ class PythonState:
         self._of_modules: dict[int, bool] = {}
         self._dicts: list[dict] = []
         # Where writes are not counted: what people are shown, and what reads the entries.
-        self._uncounted: list[tuple[str, str, Callable[[], dict]]] = []
-        self._lists: list[list] = []
+        self._uncounted: list[tuple[str, str, Callable[[], dict | tuple]]] = []
         self._sets: list[tuple[str, set, frozenset]] = []
         self._arrays: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._modules: list[nn.Module] = []
@@ -118,7 +117,6 @@ class PythonState:
         self._writes = list(map(dict_version, self._dicts))
         self._entries = list(map(self._watched, self._dicts))
         self._uncounted_entries = [read() for _, _, read in self._uncounted]
-        self._items = list(map(tuple, self._lists))
         self._classes = list(map(type, self._modules))
         self._of_parameters = list(map(_OF_PARAMETERS, self._parameters.values()))
         self._of_tensors = self._of_tensors_now()
@@ -143,7 +141,10 @@ class PythonState:
             self._visit_entries(value, name, _ENTRY)
         elif isinstance(value, list):
             self._names[id(value)] = name, _ENTRY
-            (self._lists if value else self._empty).append(value)
+            if value:
+                self._uncounted.append((name, _ENTRY, partial(tuple, value)))
+            else:
+                self._empty.append(value)
             for index, item in enumerate(value):
                 self._visit(item, f"{name}[{index}]")
         elif isinstance(value, set):
@@ -214,20 +215,14 @@ class PythonState:
                 return change
             self._writes[place] = writes[place]
         for place, (name, form, read) in enumerate(self._uncounted):
-            entries, noted = read(), self._uncounted_entries[place]
-            if _is_same(entries, noted):
+            now, before = read(), self._uncounted_entries[place]
+            if _is_same(now, before):
                 continue
+            entries, noted = _by_key(now), _by_key(before)
             if (change := _compare(name, form, entries, noted)) is not None:
                 return change
-            self._uncounted_entries[place] = entries
+            self._uncounted_entries[place] = now
             self._is_outdated |= _has_other_collections(entries, noted)
-        for place, (items, noted) in enumerate(zip(self._lists, self._items, strict=True)):
-            if len(items) == len(noted) and all(map(is_, items, noted)):
-                continue
-            if (change := _compare(*self._names[id(items)], _numbered(items), _numbered(noted))) is not None:
-                return change
-            self._items[place] = tuple(items)
-            self._is_outdated |= _has_other_collections(_numbered(items), _numbered(noted))
         classes = list(map(type, self._modules))
         if classes != self._classes:
             changes = zip(self._modules, classes, self._classes, strict=True)
@@ -272,18 +267,22 @@ def _dict_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return gc.get_referents(namespace)[0] if isinstance(namespace, MappingProxyType) else namespace
 
 
-def _numbered(items: Iterable[Any]) -> dict[int, Any]:
-    return dict(enumerate(items))
+def _by_key(entries: dict[Any, Any] | tuple) -> dict[Any, Any]:
+    """Entries by what they are found with: those of a list by their number."""
+    return dict(enumerate(entries)) if isinstance(entries, tuple) else entries
 
 
 def _pick(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: entries.get(name, _ABSENT) for name in names}
 
 
-def _is_same(entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> bool:
-    """Whether keys and values are the same objects. There may be hundreds, and mostly they are."""
-    pairs = (entries.keys(), noted.keys()), (entries.values(), noted.values())
-    return len(entries) == len(noted) and all(all(map(is_, mine, theirs)) for mine, theirs in pairs)
+def _is_same(entries: dict[Any, Any] | tuple, noted: dict[Any, Any] | tuple) -> bool:
+    """Whether the entries, and their keys, are the same objects. There may be hundreds, and mostly they are."""
+    if len(entries) != len(noted):
+        return False
+    if isinstance(entries, tuple):
+        return all(map(is_, entries, noted))
+    return all(map(is_, entries, noted)) and all(map(is_, entries.values(), noted.values()))
 
 
 def _has_other_collections(entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> bool:

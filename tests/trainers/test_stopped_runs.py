@@ -87,13 +87,10 @@ def assert_same_end(output_dir, undisturbed):
     assert not list(output_dir.glob("_tmp-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "kills"),
-    [
-        pytest.param(["SIGTERM", "SIGKILL"], 3, marks=pytest.mark.slow),
-        pytest.param(["SIGKILL"], 50, marks=pytest.mark.slow),
-        pytest.param(["SIGTERM"], 50, marks=pytest.mark.slow),
-    ],
+    [(["SIGTERM", "SIGKILL"], 3), (["SIGKILL"], 50), (["SIGTERM"], 50)],
     ids=["slice", "SIGKILL", "SIGTERM"],
 )
 def test_random_moments(tmp_path, names, kills):
