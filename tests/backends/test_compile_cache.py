@@ -233,6 +233,7 @@ def test_too_late(tmp_path):
     assert use is None and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_directory_of_the_runtime_itself(tmp_path):
     said, use = in_a_process(tmp_path / "ours", XLA_PERSISTENT_CACHE_PATH=str(tmp_path / "theirs"))
     assert said[str(tmp_path / "ours")] == [

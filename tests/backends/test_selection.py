@@ -347,6 +347,7 @@ def test_upstream_leaves_torch_xla_alone_and_child_processes_choose_anew(before,
 # ---- What needs a process of its own ----
 
 
+@pytest.mark.slow
 def test_a_device_that_there_is_not_is_told_to_whoever_would_use_it(tmp_path):
     run_script(
         """
@@ -417,6 +418,7 @@ moments = [value for state in trainer.optimizer.state.values() for name, value i
 """
 
 
+@pytest.mark.slow
 def test_upstream_imported_before_and_a_config_made_before(tmp_path):
     """torch_xla's own import has set PJRT_DEVICE=CPU by then, and the config stands on the XLA device."""
     run_script(
@@ -523,6 +525,7 @@ assert backend.memory_per_chip is None
     )
 
 
+@pytest.mark.slow
 def test_a_launcher_on_a_slice_is_refused():
     run_script(
         """

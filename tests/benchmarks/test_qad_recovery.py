@@ -79,6 +79,7 @@ def test_whole_comparison_in_small(task, monkeypatch):
         qad_recovery.compare(task)
 
 
+@pytest.mark.slow
 def test_own_text_is_written_once(task):
     rows = load_dataset("json", data_dir=str(task.directory / "own_text" / "data"))["train"]["input_ids"]
     assert len(rows) == 8 * 4 and {len(row) for row in rows} == {128}

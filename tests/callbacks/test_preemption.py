@@ -58,6 +58,7 @@ def test_second_signal_does_what_it_did_before(monkeypatch):
     assert handlers() == before
 
 
+@pytest.mark.slow
 def test_second_sigterm_ends_the_process():
     code = """
 import signal, time

@@ -110,6 +110,7 @@ def test_a_value_that_means_nothing_is_told(value, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err == f"hf_tpu_ext: HF_TPU_EXT={value.lower()!r} in the environment {allowed}\n"
 
 
+@pytest.mark.slow
 def test_variable_of_the_process_switches_off(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env:\n  HF_TPU_EXT: 1\n")
@@ -119,6 +120,7 @@ def test_variable_of_the_process_switches_off(tmp_path):
     assert "hf_tpu_ext" not in stock.stdout + stock.stderr
 
 
+@pytest.mark.slow
 def test_stock_command_with_an_unknown_key(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env:\n  HF_TPU_EXT: 1\nlerning_rate: 1.0e-4\n")

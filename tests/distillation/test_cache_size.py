@@ -38,6 +38,7 @@ def write_made_up(directory, vocab_size=2**15, top_k=128, compact=False, tokens=
     return logits, rows, writer.finish()
 
 
+@pytest.mark.slow
 def test_bytes_per_token(tmp_path):
     _, _, manifest = write_made_up(tmp_path / "plain", tokens=2048)
     assert manifest.bytes_per_token <= 780

@@ -105,6 +105,7 @@ except (OSError, HostsDisagree) as error:
     assert told == [other, [["OSError", "disk full"]], other]
 
 
+@pytest.mark.slow
 def test_hosts_at_different_places_are_told_where_each_is(start):
     told, _, _ = ends(
         start(

@@ -82,6 +82,14 @@ def test_hosts_train_what_one_process_does(name, start_slice, teacher, tmp_path)
         same_checkpoints(tmp_path / "slice" / run / "checkpoint-5", tmp_path / "alone" / run / "checkpoint-5")
 
 
+def test_the_inner_axis_stays_within_a_host(start_slice, tmp_path):
+    spec = {"grouped": dict(mesh="data=2,fsdp=2", max_steps=1, output_dir=str(tmp_path))}
+    slice_ = start_slice(TWO, spec, "grouped")
+    for of_host in slice_.run():
+        assert of_host["grouped"]["mesh"] == [[0, 2], [1, 3]]
+    assert "2 hosts of 2 chips: data crosses hosts, fsdp stays within one" in slice_.output(0)
+
+
 def same_checkpoints(mine, other):
     assert sorted(path.name for path in mine.iterdir()) == sorted(path.name for path in other.iterdir())
     for path in mine.glob("*.safetensors"):

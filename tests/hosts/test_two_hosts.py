@@ -27,8 +27,7 @@ SAVED = dict(
 
 @pytest.fixture(scope="module")
 def two(start_slice):
-    grouped = dict(mesh="data=2,fsdp=2", max_steps=1)
-    slice_ = start_slice(TWO, {"saved": dict(SAVED), "grouped": grouped}, "two")
+    slice_ = start_slice(TWO, {"saved": dict(SAVED)}, "two")
     return slice_.run(), slice_
 
 
@@ -46,13 +45,12 @@ def test_all_log_what_one_process_logs(two, one):
         assert of_host["saved"]["replays"] == two[0][0]["saved"]["replays"] > 0
 
 
-def test_the_inner_axis_stays_within_a_host(two):
+def test_chips_of_a_host_are_neighbours(two):
     for of_host in two[0]:
-        assert of_host["saved"]["mesh"] == [[0, 2, 1, 3]] and of_host["grouped"]["mesh"] == [[0, 2], [1, 3]]
+        assert of_host["saved"]["mesh"] == [[0, 2, 1, 3]]
     output = two[1].output(0)
     assert "4 chips on 2 hosts" in output and "global batch size 8 (1 per chip x 2" in output
     assert "2 hosts of 2 chips: fsdp crosses hosts" in output
-    assert "2 hosts of 2 chips: data crosses hosts, fsdp stays within one" in output
 
 
 def test_one_writes_and_speaks(two):

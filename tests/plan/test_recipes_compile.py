@@ -1,7 +1,7 @@
 """
 Every recipe, with a tiny model, compiles for a v5e-8, into the programs that it was seen to compile into.
 
-    HF_TPU_EXT_WRITE_GOLDEN=1 pytest tests/plan/test_recipes_compile.py
+    HF_TPU_EXT_WRITE_GOLDEN=1 pytest -m slow tests/plan/test_recipes_compile.py
 
 writes down what it compiles into now. What changed is then seen in the difference of `golden/`.
 """
@@ -57,17 +57,8 @@ def without_instructions(summary):
     }
 
 
-#: The one that is compiled by default: two programs, and a chip's weights whole.
-BY_DEFAULT = "sft_full_qwen3"
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem == BY_DEFAULT else [pytest.mark.slow])
-        for path in RECIPES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     kind = recipe.stem.partition("_")[0]
     command = [kind] if kind in ("pretrain", "dpo", "reward", "kto", "grpo", "distillation") else []

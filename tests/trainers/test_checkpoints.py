@@ -57,7 +57,10 @@ def assert_logits_close(logits, trained):
 # ---- Resuming on the same device ----
 
 
-@pytest.mark.parametrize("lora", [None, {"lora_dropout": 0.1}], ids=["full", "lora-dropout"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({"lora_dropout": 0.1}, id="lora-dropout")],
+)
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_resumes_bit_for_bit(runs, same_logs, tmp_path, accumulation, lora):
     """In mid-epoch and between two epochs. The run that was never stopped saves nothing: a save changes nothing."""

@@ -67,9 +67,14 @@ def for_each(names):
 
 @pytest.fixture(scope="module")
 def eight(tiny_model, on_devices, tmp_path_factory):
-    """The runs by default, each with its name, and what they printed."""
-    spec = {name: config for name, config in ALL.items() if name in BY_DEFAULT}
-    return on_devices(8, tiny_model, spec, tmp_path_factory.mktemp("eight"))
+    """The runs by default, each with its name, and what they printed; and the last checkpoint of the one that saves."""
+    directory = tmp_path_factory.mktemp("eight")
+    first = dict(EVALUATED, max_steps=4, eval_steps=2, save_strategy="steps", save_steps=4, save_only_model=False)
+    first |= {"logging_steps": 2, "output_dir": str(directory / "run"), "shows": True}
+    # One that takes it up.
+    spec = {"first": first, "second": {**first, "resume": True, "max_steps": 6}}
+    spec |= {name: config for name, config in ALL.items() if name in BY_DEFAULT}
+    return *on_devices(8, tiny_model, spec, directory), directory / "run/checkpoint-4"
 
 
 @pytest.fixture(scope="module")
@@ -190,14 +195,14 @@ def test_gradients_wait_on_their_chip_where_that_is_the_same_step(result, name):
 
 
 def test_the_start_says_why_gradients_do_not_wait(eight):
-    _, output = eight
+    _, output, _ = eight
     assert (
         "neftune_noise_alpha would draw the same random numbers" in output and "not once per optimizer step" in output
     )
 
 
 def test_the_start_says_how_chips_share_the_work(eight):
-    _, output = eight
+    _, output, _ = eight
     assert "8 chips" in output
     assert "global batch size 64 (2 per chip x 4 gradient accumulation steps x 8 chips)" in output
     assert "  data parallel (mesh data=8)\n" in output
@@ -205,22 +210,10 @@ def test_the_start_says_how_chips_share_the_work(eight):
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in output
 
 
-@pytest.fixture(scope="module")
-def saved(tiny_model, on_devices, tmp_path_factory):
-    """A run of 4 steps, and one that takes it up."""
-    directory = tmp_path_factory.mktemp("saved")
-    first = dict(EVALUATED, max_steps=4, eval_steps=2, save_strategy="steps", save_steps=4, save_only_model=False)
-    first |= {"logging_steps": 2, "output_dir": str(directory / "run"), "shows": True}
-    results, output = on_devices(
-        8, tiny_model, {"first": first, "second": {**first, "resume": True, "max_steps": 6}}, directory
-    )
-    return results, output, directory / "run/checkpoint-4"
-
-
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_arguments_stay_as_they_were_given(saved, name):
+def test_arguments_stay_as_they_were_given(eight, name):
     """In every callback and after the run, and in what a tracker records. What a process takes at once is upstream's word for all."""
-    results, output, _ = saved
+    results, output, _ = eight
     assert results[name]["sizes"] == [[2, 1]]
     reported = results[name]["reported"]
     assert (reported["per_device_train_batch_size"], reported["per_device_eval_batch_size"]) == (2, 1)
@@ -232,8 +225,8 @@ def test_arguments_stay_as_they_were_given(saved, name):
     assert "do not match" not in output
 
 
-def test_what_is_saved_has_the_arguments_as_they_were_given(saved):
-    *_, checkpoint = saved
+def test_what_is_saved_has_the_arguments_as_they_were_given(eight):
+    *_, checkpoint = eight
     arguments = torch.load(checkpoint / "training_args.bin", weights_only=False)
     assert type(arguments) is TPUSFTConfig
     assert (arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size) == (2, 1)

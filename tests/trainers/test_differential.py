@@ -17,8 +17,8 @@ from hf_tpu_ext.trainers.batches import BatchesMixin
 from hf_tpu_ext.trainers.layers import LayerScan
 
 
-SEEDS, BY_DEFAULT = 300, 10
-PREFERENCE_SEEDS, PREFERENCES_BY_DEFAULT = 100, 2
+SEEDS, BY_DEFAULT = 300, 5
+PREFERENCE_SEEDS, PREFERENCES_BY_DEFAULT = 100, 1
 STEP_BY_STEP = dict(step_replay=False, scan_layers="off")
 
 

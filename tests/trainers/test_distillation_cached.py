@@ -49,7 +49,7 @@ def make_cache(runs, teacher, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("top_k", "temperature"), [(32, 2.0), (VOCABULARY, 1.0)])
+@pytest.mark.parametrize(("top_k", "temperature"), [pytest.param(32, 2.0, marks=pytest.mark.slow), (VOCABULARY, 1.0)])
 def test_the_cache_stands_for_the_teacher(distil, make_cache, teacher, top_k, temperature):
     config = dict(kd_temperature=temperature, kd_top_k=top_k, kd_alpha=0.9, eval_strategy="steps", eval_steps=4)
     cached = distil(kd_cache=make_cache(top_k=top_k), kd_preload=True, **config)

@@ -116,7 +116,7 @@ def test_it_is_pytorchs_in_float64_and_costs_no_execution(runs, config):
     assert max((weights[name] - average).abs().max() for name, average in mine.items()) > 1e-4
 
 
-@pytest.mark.parametrize("own", ["sgd", "adamw"])
+@pytest.mark.parametrize("own", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_another_optimizer_updates_it_in_the_same_program(runs, own):
     config = dict(SETTINGS, learning_rate=0.1, logging_steps=100, warmup_steps=0, max_steps=6)
     kwargs = {} if own == "sgd" else {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3, "foreach": False})}
@@ -183,7 +183,7 @@ def test_preference_trainers(xla, tmp_path, kind):
 # ---- Evaluation ----
 
 
-@pytest.mark.parametrize("scan_layers", ["on", "off"])
+@pytest.mark.parametrize("scan_layers", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_evaluation_of_the_average(runs, same_logs, scan_layers):
     config = dict(SETTINGS, ema_eval=True, eval_strategy="steps", eval_steps=3, max_steps=7)
     ours = runs.ours(config_cls=TPUSFTConfig, scan_layers=scan_layers, **config)

@@ -55,7 +55,7 @@ def train_pairs(xla, runs):
         pytest.param(CPO, CPOTrainer, CPOConfig, {}, "nll_loss", id="cpo"),
         pytest.param(CPO, CPOTrainer, CPOConfig, SIMPO, "rewards/margins", id="simpo", marks=pytest.mark.slow),
         pytest.param(ORPO, ORPOTrainer, ORPOConfig, {}, "log_odds_ratio", id="orpo", marks=pytest.mark.slow),
-        pytest.param(TPO, TPOTrainer, TPOConfig, {}, "rewards/margins", id="tpo"),
+        pytest.param(TPO, TPOTrainer, TPOConfig, {}, "rewards/margins", id="tpo", marks=pytest.mark.slow),
     ],
 )
 def test_pairs(train_pairs, ours, stock, config_cls, settings, metric):

@@ -76,7 +76,11 @@ def logged():
     ("model", "config"),
     [
         (dict(), dict(max_steps=10, show_samples=1)),
-        (dict(family="llama"), dict(max_steps=10, lora={"target_modules": "all-linear"}, step_replay=False)),
+        pytest.param(
+            dict(family="llama"),
+            dict(max_steps=10, lora={"target_modules": "all-linear"}, step_replay=False),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(dict(), dict(lora={"use_dora": True}, gradient_accumulation_steps=2), marks=pytest.mark.slow),
         pytest.param(dict(), dict(scan_layers="on", rematerialization="dots"), marks=ONE_CHIP),
         pytest.param(dict(), dict(kd_teacher="base"), marks=pytest.mark.slow),

@@ -44,7 +44,7 @@ def times(kind, name, steps, saves, marks=()):
 @pytest.mark.parametrize(
     ("kind", "steps", "saves"),
     [
-        times("sft", "twice", 1, 1),
+        times("sft", "once", 0, 1),
         *(times(kind, "five-times", 3, 2, pytest.mark.slow) for kind in kill_driver.KINDS),
     ],
 )

@@ -85,7 +85,7 @@ def test_setting_is_upstreams(runs, scanned, same_logs, make, config):
 
 
 @pytest.mark.parametrize("scan_layers", ["on", pytest.param("off", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["full", "dots"])
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "dots"])
 def test_adapters_in_the_layers_own_products_are_upstreams(runs, make, same_logs, monkeypatch, policy, scan_layers):
     traced = []
     upstream = adapters.instead_of_product
@@ -204,7 +204,7 @@ def test_adapters_are_saved_and_resumed(scanned, same_steps, make, tmp_path):
     same_steps(resumed, whole)
 
 
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param({}, id="lora")])
 def test_the_best_model_is_loaded(runs, scanned, make, lora):
     every_step = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
     # The best is the first, then.
@@ -300,6 +300,7 @@ def test_yaml_reads_on_and_off_as_booleans():
         TPUSFTConfig("x", scan_layers="yes")
 
 
+@pytest.mark.slow
 def test_the_base_as_a_teacher(scanned, same_logs, make):
     """The same stack, with its adapters switched off."""
     config = dict(lora={}, kd_teacher="base", max_steps=3, learning_rate=1e-2, warmup_steps=0)

@@ -47,7 +47,12 @@ def losses(trainer):
 
 @pytest.mark.parametrize(
     ("settings", "scan_layers"),
-    [(NF4, "off"), pytest.param(NF4, "on", marks=pytest.mark.slow), (FP4, "on"), (INT8, "on")],
+    [
+        (NF4, "off"),
+        pytest.param(NF4, "on", marks=pytest.mark.slow),
+        pytest.param(FP4, "on", marks=pytest.mark.slow),
+        (INT8, "on"),
+    ],
     ids=["nf4", "nf4-scan", "fp4-scan", "int8-scan"],
 )
 def test_losses_are_those_of_bitsandbytes_on_the_eager_cpu(quantized, settings, scan_layers):

@@ -175,7 +175,9 @@ def test_rounds_after_some_steps(runs, train):
 
 
 @pytest.mark.parametrize("scale", [pytest.param("max", marks=pytest.mark.slow), "mse"])
-@pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "inside"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param(ALL_LINEAR, id="inside")]
+)
 def test_resumed_bit_for_bit(train, lora, scale):
     config = dict(lora=lora, qat_scale=scale, qat_fake_quant_after_n_steps=1)
     config |= dict(max_steps=4, save_strategy="steps", save_steps=2)

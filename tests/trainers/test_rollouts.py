@@ -67,11 +67,13 @@ CASES = {
         rewards=(of_length, of_letters, asynchronous),
         evaluates=True,
     ),
-    "grpo-lora": Case("grpo", {**ACCUMULATED, **REFERENCE, "num_iterations": 2}, lora="new", conversation=True),
     "grpo-reward-model": Case("grpo", {"steps_per_generation": 2}, rewards=("model", of_length), evaluates=True),
     # Of `trl.experimental`, with `TPUGRPOTrainer` before it.
     "gmpo": Case("gmpo", {**REUSED, **REFERENCE}, evaluates=True),
     "rloo": Case("rloo", {**REUSED, **REFERENCE}, evaluates=True),
+}
+MORE = {
+    "grpo-lora": Case("grpo", {**ACCUMULATED, **REFERENCE, "num_iterations": 2}, lora="new", conversation=True),
     "rloo-many": Case(
         "rloo",
         {
@@ -87,8 +89,6 @@ CASES = {
         lora="given",
         conversation=True,
     ),
-}
-MORE = {
     **{f"grpo-loss-{name}": grpo(loss_type=name, **REUSED, **more) for name, more in LOSSES.items()},
     **{f"grpo-loss-{name}-accumulated": grpo(loss_type=name, **ACCUMULATED, **more) for name, more in LOSSES.items()},
     **{

@@ -29,7 +29,7 @@ def wide_heads(tmp_path_factory):
         ("qwen3", {"packing": True}, {"scan_layers": "on"}),
         ("qwen3", {}, {"scan_layers": "on", "rematerialization": "dots"}),
         ("mistral", {"gradient_checkpointing": False}, {}),
-        ("mistral", {}, {"scan_layers": "off", "rematerialization": "dots"}),
+        pytest.param("mistral", {}, {"scan_layers": "off", "rematerialization": "dots"}, marks=pytest.mark.slow),
     ],
     ids=["packed-scan-full", "scan-dots", "window-none", "window-dots"],
 )
@@ -46,6 +46,7 @@ def test_same_numbers_and_counts(runs, wide_heads, same_logs, capsys, model, cha
     assert int(summary[1]) == executions
 
 
+@pytest.mark.slow
 def test_lora_in_bfloat16_stays_near(runs, wide_heads):
     """With autocast, where eager attention rounds scores and the kernel does not."""
     runs.model_dir = wide_heads["qwen3"]

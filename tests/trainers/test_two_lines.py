@@ -91,11 +91,12 @@ def train(xla, runs, reference_model):
     [
         (Reward, RewardTrainer, RewardConfig, {"center_rewards_coefficient": 0.01}),
         (DPO, DPOTrainer, DPOConfig, {}),
-        (
+        pytest.param(
             DPO,
             DPOTrainer,
             DPOConfig,
             {"lora": True, "gradient_accumulation_steps": 2, "loss_type": ["sigmoid", "sft"]},
+            marks=pytest.mark.slow,
         ),
         (KTO, KTOTrainer, KTOConfig, {}),
     ],
