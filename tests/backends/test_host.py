@@ -83,6 +83,7 @@ def test_the_host_is_left_alone_without_a_tpu(xla):
     assert xla.prepare_host() == []
 
 
+@pytest.mark.slow
 def test_hugepages_are_enabled_for_a_tpu_before_its_runtime_starts(tmp_path):
     path = tmp_path / "enabled"
     path.write_text("always [madvise] never\n")

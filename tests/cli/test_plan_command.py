@@ -162,18 +162,6 @@ def test_does_not_fit(plan):
     assert planned["derived"]["fits"] is False
 
 
-def test_without_the_compiler(plan, tmp_path):
-    empty = tmp_path / "python"
-    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    empty.chmod(0o755)
-    status, page, planned = plan("--seq-lengths", "64", "--compiler", empty)
-    assert status == 2
-    assert "UNKNOWN whether it fits" in page
-    assert "jax 0.7.1 is not installed" in page
-    assert "pip install 'hf_tpu_ext[plan]'" in page
-    assert planned["programs"] == []
-
-
 BAD_INPUT = {
     "topology": (["--topology", "v5e-17", "--seq-lengths", "64"], ["v5e-16", "v5e-8", "v5e-1"]),
     "no_tokens": (["--seq-lengths", "0"], ["--seq-lengths 0", "at least one token"]),
@@ -209,22 +197,38 @@ def refused(prepared, tmp_path_factory):
     directory = tmp_path_factory.mktemp("refused")
     common = ["--model_name_or_path", str(prepared / "model"), "--max_length", "64"]
     common += ["--output_dir", str(directory / "run"), "--json", str(directory / "plan.json")]
+    empty = tmp_path_factory.mktemp("empty") / "python"
+    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    empty.chmod(0o755)
+    cases = {name: argv for name, (argv, _) in BAD_INPUT.items()}
+    cases["without the compiler"] = ["--seq-lengths", "64", "--compiler", str(empty)]
+    cases["without the compiler"] += ["--json", str(empty.with_name("plan.json"))]
     done = subprocess.run(
         [sys.executable, "-c", PLAN_ALL],
-        input=json.dumps([[*common, *argv] for argv, _ in BAD_INPUT.values()]),
+        input=json.dumps([[*common, *argv] for argv in cases.values()]),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(BAD_INPUT, json.loads(done.stdout), strict=True)), directory
+    return dict(zip(cases, json.loads(done.stdout), strict=True)), directory, empty.with_name("plan.json")
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input(refused, case):
-    told, directory = refused
+    told, directory, _ = refused
     status, printed = told[case]
     assert status == 2
     assert not list(directory.iterdir())
     assert "Traceback" not in printed
     for words in BAD_INPUT[case][1]:
         assert words in printed
+
+
+def test_without_the_compiler(refused):
+    told, _, planned = refused
+    status, page = told["without the compiler"]
+    assert status == 2
+    assert "UNKNOWN whether it fits" in page
+    assert "jax 0.7.1 is not installed" in page
+    assert "pip install 'hf_tpu_ext[plan]'" in page
+    assert json.loads(planned.read_text())["programs"] == []

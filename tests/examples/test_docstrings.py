@@ -130,6 +130,7 @@ def test_folder_without_sources_is_an_error_with_the_fix(tmp_path):
         make_docstrings(tmp_path / "data", stdlib_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_quickstart_is_ready_only_when_all_is_there(tmp_path, monkeypatch):
     # The model itself is made in test_smollm2.py, which is slow.
     def offline(output_dir):

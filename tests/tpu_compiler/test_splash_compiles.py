@@ -33,10 +33,7 @@ OTHERS = {
         ("v5e-1", {}),
         pytest.param("v6e-1", {}, marks=pytest.mark.slow),
         pytest.param("v5p-2", {}, marks=pytest.mark.slow),
-        *(
-            pytest.param("v5e-1", changes, marks=[] if name == "window" else pytest.mark.slow)
-            for name, changes in OTHERS.items()
-        ),
+        *(pytest.param("v5e-1", changes, marks=pytest.mark.slow) for changes in OTHERS.values()),
     ],
     ids=["v5e-1", "v6e-1", "v5p-2", *OTHERS],
 )

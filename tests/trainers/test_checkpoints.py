@@ -185,6 +185,7 @@ assert "torch_xla" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_torch_xla_reads_what_was_saved(runs, tmp_path, monkeypatch):
     full = runs.ours(max_steps=2, output_dir=str(tmp_path / "full"), **EVERY_STEP)
     adapter = runs.ours(lora={}, max_steps=2, output_dir=str(tmp_path / "adapter"), **EVERY_STEP)

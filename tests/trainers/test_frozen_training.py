@@ -98,6 +98,7 @@ def test_numbers_are_those_of_float32_weights(train, exact, logged, capsys, mode
     assert trainers[0].watch.recompiles == 0
 
 
+@pytest.mark.slow
 def test_a_teacher_too(train, exact, logged, capsys):
     teacher = str(exact(hidden_size=48, num_hidden_layers=1))
     runs = []

@@ -97,6 +97,7 @@ def test_what_the_student_writes(xla, models, writes, tmp_path):
     assert logged_after(resumed, 4) == logged_after(trainer, 4) != []
 
 
+@pytest.mark.slow
 def test_upstreams_config_and_its_devices(xla, models, monkeypatch):
     """A plain config, on XLA and on the eager CPU, where every method is upstream's."""
     plain = case(steps=4)

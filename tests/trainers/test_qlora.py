@@ -51,7 +51,7 @@ def losses(trainer):
         (NF4, "off"),
         pytest.param(NF4, "on", marks=pytest.mark.slow),
         pytest.param(FP4, "on", marks=pytest.mark.slow),
-        (INT8, "on"),
+        pytest.param(INT8, "on", marks=pytest.mark.slow),
     ],
     ids=["nf4", "nf4-scan", "fp4-scan", "int8-scan"],
 )

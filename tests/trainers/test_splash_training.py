@@ -27,7 +27,7 @@ def wide_heads(tmp_path_factory):
     ("model", "changes", "compiled"),
     [
         ("qwen3", {"packing": True}, {"scan_layers": "on"}),
-        ("qwen3", {}, {"scan_layers": "on", "rematerialization": "dots"}),
+        pytest.param("qwen3", {}, {"scan_layers": "on", "rematerialization": "dots"}, marks=pytest.mark.slow),
         ("mistral", {"gradient_checkpointing": False}, {}),
         pytest.param("mistral", {}, {"scan_layers": "off", "rematerialization": "dots"}, marks=pytest.mark.slow),
     ],

@@ -156,7 +156,9 @@ def make_trainer(runs, name, callbacks=(), **config):
     return runs.trainer(TPUSFTTrainer, config, callbacks=list(callbacks)), config
 
 
-@pytest.mark.parametrize("step_replay", [None, False], ids=["replayed", "traced"])
+@pytest.mark.parametrize(
+    "step_replay", [pytest.param(None, id="replayed"), pytest.param(False, id="traced", marks=pytest.mark.slow)]
+)
 def test_copies_between_runs_keep_their_values(runs, step_replay):
     """Without any code of one's own in the runs."""
 
