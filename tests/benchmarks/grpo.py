@@ -12,6 +12,7 @@ kept in the work directory, and not run again; `--only ours` or `--only stock` r
 """
 
 import json
+import os
 import random
 import re
 import statistics
@@ -21,14 +22,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, LoraConfig
-from tables import make_parser, publish, versions
-from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
-from hf_tpu_ext import TPUGRPOTrainer
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from peft import AutoPeftModelForCausalLM, LoraConfig  # noqa: E402
+from tables import make_parser, publish, versions  # noqa: E402
+from transformers import AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from hf_tpu_ext import TPUGRPOTrainer  # noqa: E402
 
 
 ROOT = Path(__file__).parents[2]

@@ -12,6 +12,7 @@ supervised fine-tuning over as many tokens, by the CPU time of the process. The 
 differs by more than 1e-4, or a step of DPO takes more than 1.5 of the CPU time of the other.
 """
 
+import os
 import random
 import resource
 import statistics
@@ -22,15 +23,18 @@ from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig
-from tables import make_parser, publish, versions
-from tqdm.auto import tqdm
-from transformers import AutoTokenizer, TrainerCallback
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
 
-from hf_tpu_ext import TPUDPOTrainer, TPURewardTrainer, TPUSFTTrainer
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig  # noqa: E402
+from tables import make_parser, publish, versions  # noqa: E402
+from tqdm.auto import tqdm  # noqa: E402
+from transformers import AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig  # noqa: E402
+
+from hf_tpu_ext import TPUDPOTrainer, TPURewardTrainer, TPUSFTTrainer  # noqa: E402
 
 
 ROOT = Path(__file__).parents[2]
