@@ -1,6 +1,5 @@
 """Training on completions that the model writes itself: GRPO, RLOO, distillation on-policy."""
 
-import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -304,14 +303,10 @@ class RolloutMixin(RolloutCheckpoints):
     def training_step(self, model, inputs, num_items_in_batch=None):
         if not self.backend.static_shapes:
             return super().training_step(model, inputs, num_items_in_batch)
-        began = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        # Upstream's `training_step` would count so, which a step that is replayed or compiled whole does not come by.
+        # Upstream's `training_step` would count so, which a step that is replayed or compiled whole does not come by. It would
+        # log its own time as `step_time`, too: that of a step is known where its program has run.
         self._step += 1
-        self._current_train_step_time += time.perf_counter() - began
-        if self._step % self.current_gradient_accumulation_steps == 0:
-            self._metrics["train"]["step_time"].append(self._current_train_step_time)
-            self._current_train_step_time = 0.0
         return loss
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> Tensor:
