@@ -225,6 +225,7 @@ def test_host_stores_and_finds_again(tmp_path):
     assert program.stat().st_size > 100
 
 
+@pytest.mark.slow
 def test_too_late(tmp_path):
     said, use = in_a_process("compile", tmp_path)
     assert said[str(tmp_path)] == [

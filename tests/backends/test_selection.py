@@ -558,6 +558,7 @@ def test_hosts_of_a_slice_are_counted_before_the_runtime_starts(chip_variables, 
     assert hosts_of_slice("TPU") == 1
 
 
+@pytest.mark.slow
 def test_autograd_that_ran_before_the_runtime_is_told():
     run_script(
         """

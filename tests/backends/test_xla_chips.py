@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 
@@ -83,6 +84,7 @@ assert backend.memory_per_chip is None and "CPU" in backend.device_name
 """
 
 
+@pytest.mark.slow
 def test_eight_chips():
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
     result = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)

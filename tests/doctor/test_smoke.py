@@ -125,6 +125,7 @@ def test_this_machine_with_xla(chips):
     assert ("4 chips have the gradient of one device" in sync) == (chips == 4)
 
 
+@pytest.mark.slow
 def test_the_training_tells_what_is_wrong(monkeypatch):
     """No result is exactly that of eager float32."""
     monkeypatch.setenv("HF_TPU_EXT_BACKEND", "cpu")

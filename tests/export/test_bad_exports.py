@@ -169,6 +169,7 @@ def test_no_room(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_disk_full_in_the_middle(run_dir):
     """A file may not grow beyond what is left: here the limit of the process, which the kernel enforces alike."""
 

@@ -154,7 +154,8 @@ with hosts.together("training"):
 """
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_that_is_killed_ends_the_others(start, lost):
     processes = start(WORK)
     for process in processes:

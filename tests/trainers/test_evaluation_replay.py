@@ -149,6 +149,7 @@ class Halves(TrainerCallback):
             model.model.norm.weight.mul_(0.5)
 
 
+@pytest.mark.slow
 def test_callbacks_between_batches_and_steps(make):
     """Training and evaluation in turns, with a callback that changes weights within an evaluation."""
     logs = []

@@ -170,6 +170,7 @@ def test_inexact_weights_and_float32_computation_stay_float32(runs, train):
             assert trainer.frozen.lines() == []
 
 
+@pytest.mark.slow
 def test_checkpoints_are_those_of_float32_weights(train, exact, logged, tmp_path):
     """With embeddings, which PEFT saves where there are more of them than the base has."""
     saved, trainers = [], []

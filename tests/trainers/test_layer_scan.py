@@ -330,6 +330,7 @@ class LooksAtLayers(TrainerCallback):
         )
 
 
+@pytest.mark.slow
 def test_callbacks_see_the_layers_as_they_are(runs, make, same_logs):
     # With the usual epsilon, gradients of 0 but for rounding move weights as much as others do.
     config = dict(max_steps=4, save_strategy="steps", save_steps=2, adam_epsilon=1e-2)

@@ -2,7 +2,10 @@
 
 import os
 
+import pytest
 
+
+@pytest.mark.slow
 def test_workers_change_nothing(runs, same_logs):
     """Two epochs, and an evaluation in each: processes are forked four times, from the second on beside a running program."""
     schedule = {"max_steps": 11, "eval_strategy": "steps", "eval_steps": 5}

@@ -359,6 +359,7 @@ def test_a_first_step_unlike_the_others_and_an_operator_that_xla_lacks(xla, tmp_
     assert says is None or says in caplog.text
 
 
+@pytest.mark.slow
 def test_a_loss_set_in_the_middle_of_a_run_is_used(runs, same_logs, caplog):
     """And the optimizer's state, cleared in the middle of a run, is made anew."""
 

@@ -196,6 +196,7 @@ def left_on(model):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_leaves_nothing_to_the_next(runs, same_logs):
     logs = []
     for name, config in {"ours": {"rematerialization": "mlp"}, "stock": {}}.items():
