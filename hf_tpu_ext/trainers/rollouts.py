@@ -301,12 +301,11 @@ class RolloutMixin(RolloutCheckpoints):
     # ---- Steps ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if not self.backend.static_shapes:
-            return super().training_step(model, inputs, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        # Upstream's `training_step` would count so, which a step that is replayed or compiled whole does not come by. It would
-        # log its own time as `step_time`, too: that of a step is known where its program has run.
-        self._step += 1
+        if self.backend.static_shapes:
+            # Upstream's `training_step` would count so, which a step that is replayed or compiled whole does not come by. It
+            # would log its own time as `step_time`, too: that of a step is known where its program has run.
+            self._step += 1
         return loss
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> Tensor:
