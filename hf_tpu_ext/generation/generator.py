@@ -103,6 +103,7 @@ class Generator:
         self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
+        self._cache_argument = _cache_argument(plain)
         self._run = run
         self._compiles = compiles and backend.compiles_functions
         # What was compiled whole, the weights that it is given, and what the model computed by then.
@@ -215,7 +216,7 @@ class Generator:
     def _call(
         self, name: str, shape: tuple[int, int], trace: Callable[..., list[Tensor]], data: dict[str, Any]
     ) -> list[Tensor]:
-        run = _call_it if self._run is None else partial(self._run, name, shape)
+        run = (lambda run: run()) if self._run is None else partial(self._run, name, shape)
         if self.replay is None:
             made = trace(**data)
             run(run=self._backend.end_step)
@@ -334,8 +335,8 @@ class Generator:
             input_ids=ids,
             attention_mask=attention,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_argument: cache},
             **cut,
         )
         return output.logits[:, -1]
@@ -360,6 +361,12 @@ class _Rows(NamedTuple):
     history: Tensor
 
 
+def _cache_argument(model: nn.Module) -> str | None:
+    """The argument that takes keys and values: `cache`, or `past_key_values` before transformers 5.24."""
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in arguments), None)
+
+
 def _check_model(model: nn.Module) -> None:
     """Refuse models whose state between two tokens is not keys and values alone (`ValueError`)."""
     config = unwrap_peft_model(model).config
@@ -370,6 +377,8 @@ def _check_model(model: nn.Module) -> None:
         reason = "is an encoder and a decoder"
     elif other:
         reason = f"has layers of type {', '.join(other)}"
+    elif _cache_argument(unwrap_peft_model(model)) is None:
+        reason = "takes neither `cache` nor `past_key_values`"
     elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         reason = f"has an adapter of type {model.active_peft_config.peft_type.value}, which adds to prompts"
     if reason is not None:
@@ -384,10 +393,6 @@ def _repeat(tensor: Tensor, prompts: int, copies: int) -> Tensor:
     if copies == 1:
         return tensor
     return tensor.unflatten(0, (prompts, 1, -1)).expand(-1, copies, *[-1] * tensor.ndim).flatten(0, 2)
-
-
-def _call_it(run: Callable[[], Any]) -> Any:
-    return run()
 
 
 def _all(finished: Tensor) -> Tensor:

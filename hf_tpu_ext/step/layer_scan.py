@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import Cache
 
 from ..backends.base import Backend
 from .activation_checkpointing import Dots
@@ -269,9 +270,12 @@ class LayerStack(nn.ModuleList):
     def _run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         # For a step, others may stand in their place.
         weights = [_get(self._template, name) for name in self._names]
-        cache = kwargs.get("past_key_values")
+        # By type: upstream has renamed the argument, in transformers 5.24, and a cache inside a loop crashes torch_xla.
+        cache_name, cache = next(
+            ((name, value) for name, value in kwargs.items() if isinstance(value, Cache)), ("", None)
+        )
         if isinstance(cache, StaticKeyValueCache) and cache.index is None:
-            return self._run_prompt(hidden, weights, cache, kwargs)
+            return self._run_prompt(hidden, weights, cache_name, kwargs)
         if cache is not None or self._rematerialization == "none":
             # Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every turn.
             layers = [self._template] * len(self) if cache is None else self._layers
@@ -286,11 +290,12 @@ class LayerStack(nn.ModuleList):
         return _LayerLoop.apply(call, self._in_turn, keeps_dots, blocks, kwargs, hidden, *weights)
 
     def _run_prompt(
-        self, hidden: Tensor, weights: Sequence[Tensor], cache: StaticKeyValueCache, kwargs: dict[str, Any]
+        self, hidden: Tensor, weights: Sequence[Tensor], cache_name: str, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Run the layers on a prompt, whose keys and values go into a cache."""
+        """Run the layers on a prompt, whose keys and values go into the cache that is among `kwargs`."""
+        cache = kwargs.pop(cache_name)
         # The loop would compute anew in each turn what it does not carry.
-        leaves, form = tree_flatten({name: value for name, value in kwargs.items() if value is not cache})
+        leaves, form = tree_flatten(kwargs)
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
 
         def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
@@ -301,7 +306,7 @@ class LayerStack(nn.ModuleList):
             )
             of_layer = StaticKeyValueCache(self._backend, 1, cache.length)
             parts = dict(zip((*self._names, *self._made), self._in_turn(hidden, entries), strict=True))
-            hidden = functional_call(self._template, parts, (hidden,), {**named, "past_key_values": of_layer})
+            hidden = functional_call(self._template, parts, (hidden,), {**named, cache_name: of_layer})
             return (hidden, shared), of_layer.tensors
 
         carry = (hidden, tuple(compress(leaves, is_tensor)))

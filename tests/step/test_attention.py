@@ -32,13 +32,9 @@ def config(implementation):
 
 
 def make(kind, implementation, attention_mask, position_ids=None, device="cpu"):
-    kwargs = {} if kind == "bidirectional" else {"past_key_values": None, "position_ids": position_ids}
-    return MAKERS[kind](
-        config=config(implementation),
-        inputs_embeds=torch.zeros(2, LENGTH, 4, device=device),
-        attention_mask=attention_mask,
-        **kwargs,
-    )
+    # The name of the fourth, the cache, depends on the version of transformers.
+    further = () if kind == "bidirectional" else (None, position_ids)
+    return MAKERS[kind](config(implementation), torch.zeros(2, LENGTH, 4, device=device), attention_mask, *further)
 
 
 def allowed(mask):
