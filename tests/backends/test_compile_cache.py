@@ -201,6 +201,7 @@ def in_a_process(*argv, **env):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_host_stores_and_finds_again(tmp_path):
     cache, other, below_a_file = tmp_path / "cache", tmp_path / "other", Path(__file__) / "cache"
     said, use = in_a_process("auto", "off", below_a_file, cache, cache, "auto", other, "off")

@@ -141,13 +141,12 @@ def test_scripts_are_watched_only_if_they_ask(switch, finders, monkeypatch):
     assert len(sys.meta_path) == before + finders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("imports", "ours"),
     [
         ("from trl import DPOTrainer, SFTTrainer; from trl.trainer.kto_trainer import KTOTrainer", True),
-        pytest.param(
-            "from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", False, marks=pytest.mark.slow
-        ),
+        ("from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", False),
     ],
 )
 def test_scripts_get_our_trainers_unless_they_choose(imports, ours):

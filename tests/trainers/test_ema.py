@@ -116,7 +116,8 @@ def test_it_is_pytorchs_in_float64_and_costs_no_execution(runs, config):
     assert max((weights[name] - average).abs().max() for name, average in mine.items()) > 1e-4
 
 
-@pytest.mark.parametrize("own", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("own", ["sgd", "adamw"])
 def test_another_optimizer_updates_it_in_the_same_program(runs, own):
     config = dict(SETTINGS, learning_rate=0.1, logging_steps=100, warmup_steps=0, max_steps=6)
     kwargs = {} if own == "sgd" else {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3, "foreach": False})}

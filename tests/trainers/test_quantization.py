@@ -63,9 +63,8 @@ def prepared_by_torchao(runs, activations=False, scale=1.0):
     return model
 
 
-@pytest.mark.parametrize(
-    "activations", [pytest.param(False, id="weights", marks=pytest.mark.slow), pytest.param(True, id="activations")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])
 def test_upstreams_trainer_with_torchaos_prepared_model(runs, train, activations):
     """From the second step on, a last bit decides about integers: as far apart as runs are whose weights differ in it."""
     pytest.importorskip("torchao")

@@ -218,8 +218,8 @@ def start_dropout(model, **kwargs):
         # The counter of a frozen weight stands still from its first step on.
         (freeze, None, ["unfrozen", "optimizer"]),
         (other_betas, None, ["optimizer"]),
-        (clip_harder, None, ["args.max_grad_norm is 0.001, and was 1.0"]),
-        (replace_parameter, None, ["replaced", "optimizer"]),
+        pytest.param(clip_harder, None, ["args.max_grad_norm is 0.001, and was 1.0"], marks=pytest.mark.slow),
+        pytest.param(replace_parameter, None, ["replaced", "optimizer"], marks=pytest.mark.slow),
         (scale_lora, {}, ["scaling"]),
         (start_dropout, None, ["layers.0.self_attn.attention_dropout is 0.3, and was 0.0"]),
     ],

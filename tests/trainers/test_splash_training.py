@@ -28,7 +28,7 @@ def wide_heads(tmp_path_factory):
     [
         ("qwen3", {"packing": True}, {"scan_layers": "on"}),
         pytest.param("qwen3", {}, {"scan_layers": "on", "rematerialization": "dots"}, marks=pytest.mark.slow),
-        ("mistral", {"gradient_checkpointing": False}, {}),
+        pytest.param("mistral", {"gradient_checkpointing": False}, {}, marks=pytest.mark.slow),
         pytest.param("mistral", {}, {"scan_layers": "off", "rematerialization": "dots"}, marks=pytest.mark.slow),
     ],
     ids=["packed-scan-full", "scan-dots", "window-none", "window-dots"],
