@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .importing import without_garbage_collection
+
 
 if TYPE_CHECKING:
     from .generation import generate
@@ -53,5 +55,6 @@ def __getattr__(name: str):
     # The backend has to be chosen before transformers and accelerate are imported, and PyTorch's autoload imports this
     # package in every process that imports torch: so nothing is imported until a trainer is asked for.
     if name in __all__:
-        return getattr(import_module(".generation" if name == "generate" else ".trainers", __name__), name)
+        with without_garbage_collection():
+            return getattr(import_module(".generation" if name == "generate" else ".trainers", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from ..importing import without_garbage_collection
 from .base import Backend
 from .cpu import CPUBackend
 from .cuda import CUDABackend
@@ -25,6 +26,7 @@ _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
 _chosen: dict[str, Backend] = {}
 
 
+@without_garbage_collection()
 def select_backend(name: str | None = None, num_chips: int | None = None) -> Backend:
     """
     Choose the accelerator for this process. Neither a device nor the XLA runtime is started.

@@ -3,6 +3,7 @@
 import os
 import sys
 
+from ..importing import without_garbage_collection
 from .recipe import OptionParser, read_recipe
 
 
@@ -25,10 +26,11 @@ def start_processes(argv: list[str]) -> int | None:
     parser = OptionParser()
     parser.add_argument("--num_chips", type=int, default=recipe.values.get("num_chips"))
     asked, _ = parser.parse_known_args(recipe.argv)
-    # Imported here: PyTorch comes with it, and reads the environment.
-    from ..backends.selection import prepare_processes
+    with without_garbage_collection():
+        # Imported here: PyTorch comes with it, and reads the environment.
+        from ..backends.selection import prepare_processes
 
-    count = prepare_processes(recipe.values.get("backend"), asked.num_chips)
+        count = prepare_processes(recipe.values.get("backend"), asked.num_chips)
     return None if count == 1 else _run(count, argv)
 
 

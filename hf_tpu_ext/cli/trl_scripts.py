@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from ..importing import without_garbage_collection
 from .autoload import TRAINERS
 from .recipe import Recipe, RecipeParser, open_recipe
 
@@ -100,16 +101,17 @@ class TRLScript:
         Returns:
             `tuple`: The arguments of the script.
         """
-        import trl
+        with without_garbage_collection():
+            import trl
 
-        from .. import trainers
-        from ..trainers.checkpoints import leaving_no_empty_dir
-        from ..trainers.setting_checks import check_recipe
+            from .. import trainers
+            from ..trainers.checkpoints import leaving_no_empty_dir
+            from ..trainers.setting_checks import check_recipe
 
+            script = importlib.import_module(f"trl.scripts.{self.command}")
         name = TRAINERS[self.command]
         trainer_cls = vars(trainers)[f"TPU{name}"]
         config_cls = vars(trainers)[f"TPU{name.removesuffix('Trainer')}Config"]
-        script = importlib.import_module(f"trl.scripts.{self.command}")
         script_cls = vars(script)[self.arguments] if self.rewards else trl.ScriptArguments
         dataclass_types = (script_cls, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
         arguments = RecipeParser(dataclass_types, title, description).parse(recipe)

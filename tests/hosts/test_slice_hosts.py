@@ -73,6 +73,7 @@ def test_one_host_has_nobody_to_ask():
         hosts.raise_together("here", OSError("full"))
 
 
+@pytest.mark.slow
 def test_each_gets_the_values_of_all(start):
     told, _, statuses = ends(
         start(

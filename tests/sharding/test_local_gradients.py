@@ -126,6 +126,7 @@ def failed():
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_eight_chips(failed, name):
     assert name not in failed, failed[name]

@@ -233,7 +233,9 @@ def in_slices(xla, monkeypatch):
     return in_slices
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("keeps_dots", [None, False, True], ids=["none", "full", "dots"])
 def test_layers_one_by_one_and_as_a_loop(xla, load, in_slices, keeps_dots, dtype):
     loss, gradients, program = forward_and_backward(xla, load(), keeps_dots, dtype)

@@ -217,7 +217,7 @@ def test_an_optimizer_of_ones_own_is_saved_from_the_host(runs, xla):
 
 
 @pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.parametrize("optim", ["adamw_torch", pytest.param("adamw_torch_fused", marks=pytest.mark.slow)])
 def test_checkpoint_of_stock_on_cpu_resumes_on_xla(runs, same_logs, tmp_path, monkeypatch, optim, lora):
     """With one read per log and one at the end: nothing of the loaded optimizer state is read in a step."""
     mapped = []

@@ -17,8 +17,8 @@ from hf_tpu_ext.trainers.batches import BatchesMixin
 from hf_tpu_ext.trainers.layers import LayerScan
 
 
-SEEDS, BY_DEFAULT = 300, 5
-PREFERENCE_SEEDS, PREFERENCES_BY_DEFAULT = 100, 1
+SEEDS, BY_DEFAULT = 300, 3
+PREFERENCE_SEEDS = 100
 STEP_BY_STEP = dict(step_replay=False, scan_layers="off")
 
 
@@ -75,13 +75,8 @@ def test_users_code_trains_as_upstreams(train, seed):
     check(train, draw_case(seed))
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.slow] if seed >= PREFERENCES_BY_DEFAULT else [])
-        for seed in range(PREFERENCE_SEEDS)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(PREFERENCE_SEEDS))
 def test_preferences_train_as_upstreams(train, seed):
     check(train, draw_preferences(seed))
 

@@ -67,13 +67,13 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
     [
         dict(lora={}),
         dict(lora={}, rematerialization="dots", learning_rate=1e-2),
-        dict(rematerialization="dots", max_grad_norm=0.5),
+        pytest.param(dict(rematerialization="dots", max_grad_norm=0.5), marks=pytest.mark.slow),
         # Not a loop: stacked parameters of unrolled layers.
         dict(rematerialization="none", gradient_accumulation_steps=2, max_steps=3),
-        dict(rematerialization="none", lora={}, learning_rate=1e-2),
+        pytest.param(dict(rematerialization="none", lora={}, learning_rate=1e-2), marks=pytest.mark.slow),
         dict(gradient_accumulation_steps=2, max_steps=3),
         dict(packing=True, packing_strategy="wrapped", max_steps=3),
-        dict(step_replay=False, max_steps=3),
+        pytest.param(dict(step_replay=False, max_steps=3), marks=pytest.mark.slow),
     ],
     ids=lambda config: "-".join(f"{key}={value}" for key, value in config.items()),
 )

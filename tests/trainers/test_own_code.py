@@ -240,7 +240,15 @@ class AtEveryStep(TrainerCallback):
         pass
 
 
-@pytest.mark.parametrize("config", [{}, {"label_smoothing_factor": 0.1}, {"packing": True}, {"lora": {}}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"lora": {}},
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"packing": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_compared_does_not_change_by_itself(runs, monkeypatch, config):
     """With logs and evaluations in between: what is written to, and looked at again, is whether modules train."""
     looked = []

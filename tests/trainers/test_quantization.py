@@ -87,7 +87,7 @@ def test_upstreams_trainer_with_torchaos_prepared_model(runs, train, activations
     "config",
     [
         dict(),
-        dict(qat_scale="mse"),
+        pytest.param(dict(qat_scale="mse"), marks=pytest.mark.slow),
         dict(
             lora=ALL_LINEAR,
             bf16=True,

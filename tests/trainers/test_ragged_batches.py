@@ -259,7 +259,14 @@ def said_of(messages, reason):
     assert all(reason in message and "dataloader_drop_last=True" in message for message in said)
 
 
-@pytest.mark.parametrize("case", NOT_ALIKE)
+# By default one of each kind.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in ("several classes", "contrastive", "pooled") else [])
+        for case in NOT_ALIKE
+    ],
+)
 def test_rows_that_would_count_are_not_added(trained, case, caplog):
     make_model, targets, reason = NOT_ALIKE[case]
     # With other targets, upstream evaluates only what it is told about.

@@ -312,10 +312,14 @@ class ChangesNumber(TPUSFTTrainer):
     "config, says",
     [
         ({"cls": OwnLoss}, "OwnLoss overrides compute_loss"),
-        ({"callbacks": lambda: [ScaleGradients()]}, "on_pre_optimizer_step"),
+        pytest.param({"callbacks": lambda: [ScaleGradients()]}, "on_pre_optimizer_step", marks=pytest.mark.slow),
         ({"optim": "sgd"}, "SGD takes its learning rate"),
         ({"cls": KeepLoss, "step_replay": True}, "not part of the training state"),
-        ({"cls": SendsNumber, "step_replay": True}, "a host-to-device transfer within a step"),
+        pytest.param(
+            {"cls": SendsNumber, "step_replay": True},
+            "a host-to-device transfer within a step",
+            marks=pytest.mark.slow,
+        ),
         ({"cls": ChangesNumber, "step_replay": True}, "has changed"),
     ],
     ids=["subclass", "callback", "sgd", "keeps a tensor", "sends a number", "changes a number"],
