@@ -100,6 +100,9 @@ class RolloutMixin(RolloutCheckpoints):
             longest = most
         multiple = self.pad_to_multiple_of or 1
         declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
+        if not self.pad_to_multiple_of and all(set(of_rows) == {longest} for of_rows in lengths.values()):
+            # Prompts of one length need no pads at all.
+            declared = longest
         return self._prompt_buckets(longest, declared, lengths.get("train_dataset"))
 
     def _prompt_buckets(self, longest: int, declared: int, of_rows: list[int] | None) -> list[int]:
