@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from rollouts import (
     LONGEST,
     OURS,
@@ -178,6 +179,20 @@ def test_upstreams_config_and_its_devices(xla, models, monkeypatch):
         trainer.train()
         assert trainer.backend.name == ("cpu" if settings else "xla")
         assert_same_numbers(trainer.state.log_history, reference.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "length"),
+    [
+        (["abcde", "fghij"], {}, 5),
+        (["abcde", "fghi"], {}, 8),
+        (["abcde", "fghij"], {"pad_to_multiple_of": 16}, 16),
+        (["abcde", "fghij"], {"max_prompt_length": 24}, 5),
+    ],
+)
+def test_prompts_of_one_length_are_not_padded(xla, models, texts, settings, length):
+    rows = Dataset.from_dict({"prompt": texts * 4})
+    assert trainer_for(Case("grpo", settings), models, ours=True, train_dataset=rows).lengths == [length]
 
 
 def assert_compiled(case, trainer):
