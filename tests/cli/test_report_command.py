@@ -8,6 +8,10 @@ from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 
 
+# Two runs by the command line; `tests/report` has the pages.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two runs on the eager CPU, by the command line."""

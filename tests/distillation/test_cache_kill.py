@@ -26,7 +26,8 @@ def build_and_kill(arguments, kill_at, delay):
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 10])
 def test_killed_build_is_the_same_byte_for_byte(xla, tiny_teacher, rows, tmp_path, kills):
     rows.save_to_disk(tmp_path / "rows")
     arguments = (tiny_teacher, tmp_path / "rows")

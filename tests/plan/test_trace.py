@@ -40,23 +40,21 @@ def programs(model, tmp_path):
 LORA = {"r": 4, "lora_dropout": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         {"gradient_accumulation_steps": 2, "lora": LORA, "bf16": True, "ema_decay": 0.9},
-        pytest.param(
-            {
-                "quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
-                "lora": LORA,
-                "scan_layers": "on",
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"quantized": {"load_in_8bit": True}, "lora": LORA}, marks=pytest.mark.slow),
-        pytest.param({"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA}, marks=pytest.mark.slow),
-        pytest.param({"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
-        pytest.param({"chips": 4, "mesh": "fsdp", "rematerialization": "dots"}, marks=pytest.mark.slow),
+        {
+            "quantized": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+            "lora": LORA,
+            "scan_layers": "on",
+        },
+        {"quantized": {"load_in_8bit": True}, "lora": LORA},
+        {"chips": 8, "mesh": "data=2,fsdp=4", "lora": LORA},
+        {"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5},
+        {"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2},
+        {"chips": 4, "mesh": "fsdp", "rematerialization": "dots"},
     ],
     ids=lambda settings: "-".join(f"{key}={value}" for key, value in settings.items() if key != "lora"),
 )

@@ -52,7 +52,7 @@ def train_pairs(xla, runs):
 @pytest.mark.parametrize(
     "ours, stock, config_cls, settings, metric",
     [
-        pytest.param(CPO, CPOTrainer, CPOConfig, {}, "nll_loss", id="cpo"),
+        pytest.param(CPO, CPOTrainer, CPOConfig, {}, "nll_loss", id="cpo", marks=pytest.mark.slow),
         pytest.param(CPO, CPOTrainer, CPOConfig, SIMPO, "rewards/margins", id="simpo", marks=pytest.mark.slow),
         pytest.param(ORPO, ORPOTrainer, ORPOConfig, {}, "log_odds_ratio", id="orpo", marks=pytest.mark.slow),
         pytest.param(TPO, TPOTrainer, TPOConfig, {}, "rewards/margins", id="tpo", marks=pytest.mark.slow),

@@ -102,7 +102,8 @@ def assert_same_files(ours, theirs):
     assert_same([mine[name] for name in sorted(mine)], [other[name] for name in sorted(mine)], ours)
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param({}, marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
 def test_weights_are_copied_held_saved_and_used(tied_runs, tmp_path, lora):
     callbacks = {name: CopyAll(tmp_path / f"{name} in run") for name in ("stock", "ours")}
     trainers = {
