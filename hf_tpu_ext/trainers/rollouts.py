@@ -36,7 +36,7 @@ class RolloutArguments(ExtensionArguments):
         default=None,
         metadata={
             "help": "Length that prompts are padded to on XLA; a longer prompt is an error. Default: that of the longest prompt "
-            "of the datasets, rounded up. A streaming dataset needs it."
+            "of the datasets, rounded up unless all are as long. A streaming dataset needs it."
         },
     )
 
@@ -98,11 +98,12 @@ class RolloutMixin(RolloutCheckpoints):
         if streams or (most is not None and vars(self).get("rollout_func") is not None):
             # The prompts are not known, or may become others.
             longest = most
-        multiple = self.pad_to_multiple_of or 1
-        declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
-        if not self.pad_to_multiple_of and all(set(of_rows) == {longest} for of_rows in lengths.values()):
+        if not self.pad_to_multiple_of and all(min(of_rows) == longest for of_rows in lengths.values()):
             # Prompts of one length need no pads at all.
             declared = longest
+        else:
+            multiple = self.pad_to_multiple_of or 1
+            declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
         return self._prompt_buckets(longest, declared, lengths.get("train_dataset"))
 
     def _prompt_buckets(self, longest: int, declared: int, of_rows: list[int] | None) -> list[int]:

@@ -181,7 +181,7 @@ def table(measured: dict[str, list[dict[str, Any]]], steps: int, learning_rate: 
         f"![Mean reward of each step](assets/{PICTURE.name})",
         "",
         f"{steps} steps of {PROMPTS_PER_STEP} prompts with {GENERATIONS} completions of at most {MAX_COMPLETION} tokens, learning "
-        f"rate {learning_rate:g}; means over {seeds} seed{'s' * (seeds > 1)}, with the least and the largest. {versions()}.",
+        f"rate {learning_rate:g}{f'; means over {seeds} seeds, with the least and the largest' if seeds > 1 else ''}. {versions()}.",
         "",
         f"| | mean reward of the first {ENDS} steps | of the last {ENDS} | right, last {ENDS} | an equation alone, last {ENDS} | "
         "held-out sums right, before | after | wall time of a step | CPU time of a step | of the run |",

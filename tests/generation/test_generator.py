@@ -278,6 +278,17 @@ def test_models_with_another_state_are_refused(xla):
         Generator(model, xla, GenerationConfig(**GREEDY), [8])
 
 
+def test_a_model_that_takes_no_cache_is_refused(qwen):
+    class WithoutCache(type(qwen.model)):
+        def forward(self, input_ids, **kwargs):
+            raise AssertionError("is not called")
+
+    with torch.device("meta"):
+        model = WithoutCache(qwen.model.config)
+    with pytest.raises(ValueError, match="WithoutCache takes neither `cache` nor `past_key_values`"):
+        Generator(model, qwen.backend, GenerationConfig(**GREEDY), [8])
+
+
 def test_prompts_that_do_not_fit_are_refused(qwen):
     generator = Generator(qwen.model, qwen.backend, GenerationConfig(**GREEDY), [8])
     with pytest.raises(ValueError, match="Prompt 1 has 9 tokens, and the declared length of prompts is 8"):
