@@ -19,6 +19,7 @@ from transformers.masking_utils import (
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from .shared_prompts import attend_each_row, mask_each_row
 from .sliced_attention import SLICE_ELEMENTS, sliced_attention
 from .splash_attention import splash_attention, why_no_splash
 from .token_mask import TokenMask, make_token_mask
@@ -55,7 +56,7 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
         `ValueError`: Splash attention is asked for and not there. The message says what to type.
     """
     for name, function in _IMPLEMENTATIONS.items():
-        AttentionInterface.register(name, partial(function, backend))
+        AttentionInterface.register(name, partial(attend_each_row, partial(function, backend)))
         AttentionMaskInterface.register(name, eager_mask)
     # The kernel is for TPU. Elsewhere it is interpreted, which is slow.
     asked = wanted == "splash" or (wanted == "auto" and backend.kernels.platform == "tpu")
@@ -93,6 +94,11 @@ def attention_to_load_with(asked: str | None, traced: bool = True) -> tuple[str,
 def is_sliced(model: nn.Module) -> bool:
     """Whether a transformers model goes through its attention in slices."""
     return model.config._attn_implementation in (_SLICED_EAGER, _SLICED)
+
+
+def takes_shared_prompts(model: nn.Module) -> bool:
+    """Whether a transformers model goes through an attention that knows of [`~hf_tpu_ext.step.shared_prompts.SharedPrompts`]."""
+    return model.config._attn_implementation in (_SLICED, _SPLASH)
 
 
 def scores_at_once(count: int, sliced: bool) -> int:
@@ -152,7 +158,9 @@ def static_masks(segment_ids: torch.Tensor | None = None, sdpa: bool = False) ->
     look up for it are replaced meanwhile.
     """
     names = ("eager", *_IMPLEMENTATIONS)
-    ALL_MASK_ATTENTION_FUNCTIONS.update({name: partial(_static_mask, name, segment_ids=segment_ids) for name in names})
+    for name in names:
+        make_mask = partial(_static_mask, name, segment_ids=segment_ids)
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(mask_each_row, make_mask)
     if sdpa:
         names = (*names, "sdpa")
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_static_sdpa_mask, segment_ids=segment_ids)

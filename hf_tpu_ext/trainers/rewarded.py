@@ -10,16 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..data import round_up_length
 from ..step.looped_head import head_wrapped_by
 from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
+from ..step.shared_prompts import SharedPrompts, prompts_shared
 from .passes import Passes
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rewarded_arguments import count_rows_of_chips
 from .rollouts import RolloutMixin, join_completions
+from .shared_prompts import are_in_groups, by_prompt, why_prompts_apart
 from .upstream import upstream_names
 
+
+logger = logging.get_logger(__name__)
 
 #: What the watch calls the programs of log-probabilities and rewards, which run beside the training steps.
 SCORING, REFERENCE, REWARD = "scoring pass", "reference pass", "reward pass"
@@ -46,8 +51,18 @@ class RewardedMixin(RolloutMixin):
 
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
+        #: Whether layers read a prompt of a training batch once for all its completions.
+        self.shares_prompts = False
         if not self.backend.static_shapes:
             return
+        if self.backend.traces_steps:
+            reason = why_prompts_apart(self, self.model)
+            self.shares_prompts = reason is None
+            self.compiled.changes.append(
+                "layers read a prompt once for all its completions"
+                if reason is None
+                else f"layers read a prompt again for each of its completions: {reason}"
+            )
         length = self.lengths[-1] + self.max_completion_length
         for index, function in enumerate(self.reward_funcs):
             if isinstance(function, PreTrainedModel):
@@ -107,12 +122,14 @@ class RewardedMixin(RolloutMixin):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, *args, **kwargs
     ):
-        compute = partial(super()._get_per_token_logps_and_entropies, model)
+        compute = super()._get_per_token_logps_and_entropies
         if not self.backend.static_shapes:
-            return compute(input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
+            return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
         if input_ids.device.type == self.backend.device.type:
-            with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape)):
-                return compute(input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
+            if self.shares_prompts and self.model.training and why_prompts_apart(self, model) is None:
+                return self._score_shared(compute, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+            with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape, None)):
+                return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
         split = input_ids.shape[1] - logits_to_keep
         batch = {
             "prompt_ids": input_ids[:, :split],
@@ -120,6 +137,7 @@ class RewardedMixin(RolloutMixin):
             "completion_ids": input_ids[:, split:],
             "completion_mask": attention_mask[:, split:],
         }
+        self._check_groups(batch)
         batch = self._pad_batch(batch, self._width_of(batch))
         ids, mask = join_completions(batch)
         is_reference = _with_adapter_of_reference.get() or model is self.ref_model
@@ -131,6 +149,35 @@ class RewardedMixin(RolloutMixin):
             batch_size * self.backend.num_chips,
         )
         return scored[:, :logits_to_keep], None, None
+
+    def _score_shared(
+        self,
+        compute: Callable,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        kept: int,
+        *args,
+        **kwargs,
+    ) -> tuple[Tensor | None, ...]:
+        """What `compute` finds for rows in groups of a prompt, whose prompts go through the layers once."""
+        length, group = input_ids.shape[1], self.num_generations
+        shared = SharedPrompts(length - kept, group)
+        ids, mask = shared.pack(input_ids), shared.pack(attention_mask)
+        # Upstream leaves positions to the model, which counts those of a row.
+        placed = partial(model, position_ids=shared.positions(length, ids.device))
+        with head_wrapped_by(partial(_only_completions, group * kept, ids.shape, shared)), prompts_shared(shared):
+            found = compute(placed, ids, mask, group * kept, None, *args, **kwargs)
+        return tuple(None if value is None else value.unflatten(1, (group, kept)).flatten(0, 1) for value in found)
+
+    def _check_groups(self, batch: dict[str, Tensor]) -> None:
+        """Have layers read each prompt with its completion from here on, where those of a batch do not come in groups."""
+        if self.shares_prompts and self.model.training and not are_in_groups(batch, self.num_generations):
+            self.shares_prompts = False
+            logger.warning(
+                "Layers read a prompt again for each of its completions from here on: code of yours gave the completions of a prompt "
+                "other prompts."
+            )
 
     def _score(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), self.compute_loss_context_manager(), self.models_compiled():
@@ -144,13 +191,17 @@ class RewardedMixin(RolloutMixin):
         with super()._on_host(), upstream_names(type(self), use_adapter=_note_reference):
             yield
 
-    def _agree_on(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        if self.backend.hosts.count == 1:
-            return batch
-        # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
-        own = batch["advantages"]
-        agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
-        return {**batch, "advantages": torch.tensor(agreed, dtype=own.dtype)}
+    def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        if self.backend.hosts.count > 1:
+            # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
+            own = batch["advantages"]
+            agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
+            batch = {**batch, "advantages": torch.tensor(agreed, dtype=own.dtype)}
+        if self.shares_prompts and self.model.training:
+            # Upstream has shuffled them.
+            batch = by_prompt(batch)
+            self._check_groups(batch)
+        return batch
 
     # ---- Rewards ----
 
@@ -196,17 +247,19 @@ def _note_reference(model: nn.Module, adapter_name: str | None, use_adapter: Cal
             _with_adapter_of_reference.reset(token)
 
 
-def _only_completions(kept: int, shape: torch.Size, score: Callable) -> Callable:
+def _only_completions(kept: int, shape: torch.Size, shared: SharedPrompts | None, score: Callable) -> Callable:
     """
-    Have the head score the last `kept` tokens of rows, whose ids are of `shape`. Upstream leaves out the scores of prompts
-    later, where it cannot leave out the tokens.
+    Have the head score the last `kept` tokens of rows, packed ones if they are `shared`, whose ids are of `shape`. Upstream leaves
+    out the scores of prompts later, where it cannot leave out the tokens.
     """
     rows, length = shape[0], shape[1] - 1
 
     def score_completions(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *settings: Any
     ) -> tuple:
-        hidden = hidden.view(rows, length, -1)[:, length - kept :].reshape(rows * kept, -1)
+        hidden = hidden.view(rows, length, -1)
+        hidden = hidden[:, length - kept :] if shared is None else shared.before_completions(hidden)
+        hidden = hidden.reshape(rows * kept, -1)
         targets = targets.view(rows, length)[:, length - kept :].reshape(-1)
         return tuple(
             None if value is None else pad(value.view(rows, kept), (length - kept, 0)).view(-1)

@@ -209,15 +209,15 @@ class RolloutMixin(RolloutCheckpoints):
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
         # As long for all processes.
         (width,) = self.backend.ranks.most([self._width_of(batch)])
-        batch = self._pad_batch(self._agree_on(batch), width)
+        batch = self._pad_batch(self._arrange_rows(batch), width)
         self._count_tokens(batch)
         rows, prompt = batch["prompt_ids"].shape
         sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0, beside=beside)
         self.watching.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
         return sent
 
-    def _agree_on(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """The batch that all hosts of a slice train on."""
+    def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """A batch on the host as it is trained on, on all hosts of a slice alike."""
         return batch
 
     @contextmanager

@@ -270,7 +270,7 @@ def test_only_completions_are_scored():
         given.append((hidden.flatten().tolist(), targets.tolist()))
         return targets + 100, None
 
-    found, nothing = _only_completions(kept, torch.Size([rows, length]), score)(hidden, None, None, targets)
+    found, nothing = _only_completions(kept, torch.Size([rows, length]), None, score)(hidden, None, None, targets)
     assert given == [([1, 2, 3, 5, 6, 7], [1, 2, 3, 5, 6, 7])] and nothing is None
     assert found.tolist() == [0, 101, 102, 103, 0, 105, 106, 107]
 

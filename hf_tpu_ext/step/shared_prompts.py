@@ -1,0 +1,112 @@
+"""Several completions of a prompt in one row: layers read the prompt once, and attention sees each completion by itself."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .token_mask import TokenMask
+
+
+class SharedPrompts(NamedTuple):
+    """
+    How rows that begin with the same prompt are one row: the prompt, and then all completions of it.
+
+    Args:
+        length (`int`):
+            Tokens of a prompt.
+        completions (`int`):
+            How many completions a prompt has.
+    """
+
+    length: int
+    completions: int
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """
+        From `(prompts * completions, length + completion, ...)` to `(prompts, length + completions * completion, ...)`. Of the
+        rows of a prompt, which come one after the other, the first has the prompt that is kept.
+        """
+        rows = rows.unflatten(0, (-1, self.completions))
+        return torch.cat([rows[:, 0, : self.length], rows[:, :, self.length :].flatten(1, 2)], 1)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The rows that [`~SharedPrompts.pack`] has packed."""
+        prompts = packed[:, None, : self.length].expand(-1, self.completions, *[-1] * (packed.ndim - 1))
+        completions = packed[:, self.length :].unflatten(1, (self.completions, -1))
+        return torch.cat([prompts, completions], 2).flatten(0, 1)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """The position in its own row of each token of a packed row: `(1, packed length)`; `length` is that of a row."""
+        return self.pack(torch.arange(length, device=device).expand(self.completions, -1))
+
+    def before_completions(self, hidden: Tensor) -> Tensor:
+        """
+        The hidden states that predict the tokens of completions: `(prompts, completions * completion, hidden_size)`, given those
+        of all tokens of packed rows but the last. Each completion begins after the prompt.
+        """
+        grouped = hidden[:, self.length - 1 :].unflatten(1, (self.completions, -1))
+        last_of_prompt = grouped[:, :1, :1].expand(-1, self.completions, -1, -1)
+        return torch.cat([last_of_prompt, grouped[:, :, 1:]], 2).flatten(1, 2)
+
+
+class SharedPromptsMask(NamedTuple):
+    """The attention mask of rows, each with its prompt, whose first dimension is split into prompts and completions."""
+
+    mask: Tensor | TokenMask
+    shared: SharedPrompts
+
+
+_shared: ContextVar[SharedPrompts | None] = ContextVar("shared_prompts", default=None)
+
+
+@contextmanager
+def prompts_shared(shared: SharedPrompts) -> Iterator[None]:
+    """Within this context, models are given packed rows."""
+    token = _shared.set(shared)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def mask_each_row(make_mask: Callable, *, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Any:
+    """What `make_mask` makes for [`~transformers.AttentionMaskInterface`]; of packed rows, for each completion by itself."""
+    shared, attention_mask = _shared.get(), kwargs.pop("attention_mask", None)
+    if shared is None:
+        return make_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs
+        )
+    attention_mask = shared.unpack(attention_mask)
+    rows, length = attention_mask.shape
+    mask = make_mask(batch_size=rows, q_length=length, kv_length=length, attention_mask=attention_mask, **kwargs)
+    return SharedPromptsMask(_map(mask, lambda tensor: tensor.unflatten(0, (batch_size, -1))), shared)
+
+
+def attend_each_row(
+    attend: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | TokenMask | SharedPromptsMask | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """
+    What `attend` computes for [`~transformers.AttentionInterface`]; of packed rows, for each completion after its prompt, as if
+    the rows were not packed.
+    """
+    if not isinstance(attention_mask, SharedPromptsMask):
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    mask, shared = attention_mask
+    # Heads come before tokens.
+    query, key, value = (shared.unpack(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value))
+    output, _ = attend(module, query, key, value, _map(mask, lambda tensor: tensor.flatten(0, 1)), **kwargs)
+    return shared.pack(output), None
+
+
+def _map(mask: Tensor | TokenMask, change: Callable[[Tensor], Tensor]) -> Tensor | TokenMask:
+    return mask._replace(documents=change(mask.documents)) if isinstance(mask, TokenMask) else change(mask)

@@ -1,0 +1,63 @@
+"""Whether layers read a prompt once for all completions of it that are in a batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
+
+from ..sharding.local_gradients import draws_random_numbers
+from ..step.attention import takes_shared_prompts
+from .layers import VERIFIED
+
+
+def why_prompts_apart(trainer, model: nn.Module) -> str | None:
+    """Why a model is to read a prompt once for each of its completions, as half a sentence."""
+    args, group = trainer.args, trainer.num_generations
+    if args.steps_per_generation > 1:
+        return f"they are in several batches with steps_per_generation={args.steps_per_generation}"
+    if trainer._train_batch_size % (group * trainer.backend.num_chips):
+        return (
+            f"per_device_train_batch_size={args.per_device_train_batch_size} is no multiple of num_generations={group}"
+        )
+    # It may look at the rows of a batch.
+    return trainer.own_code_in_step("train") or _why_not_by_token(model)
+
+
+def _why_not_by_token(model: nn.Module) -> str | None:
+    base = unwrap_peft_model(model)
+    # Beside attention, each token is computed by itself, with its position.
+    if not isinstance(base, PreTrainedModel) or base.config.get_text_config().model_type not in VERIFIED:
+        return f"{type(base).__name__} may compute with other tokens than those that attention sees"
+    if not takes_shared_prompts(base):
+        return f"the attention of {type(base).__name__} is its own"
+    if isinstance(model, PeftModel):
+        for config in model.peft_config.values():
+            if type(config) is not LoraConfig or config.alora_invocation_tokens:
+                return f"an adapter of type {type(config).__name__} may be another at each token"
+    if (setting := draws_random_numbers(model)) is not None:
+        return f"with {setting} they are read with other random numbers"
+    if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
+        return "with dropout (as lora_dropout) they are read with other random numbers"
+    return None
+
+
+def by_prompt(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch on the host with the rows of a prompt one after the other, otherwise in the order that they have."""
+    prompts = torch.cat([batch["prompt_ids"] * batch["prompt_mask"], batch["prompt_mask"]], 1)
+    _, numbers = torch.unique(prompts, dim=0, return_inverse=True)
+    order = numbers.argsort(stable=True)
+    return {
+        key: value[order] if isinstance(value, Tensor) and value.ndim and len(value) == len(order) else value
+        for key, value in batch.items()
+    }
+
+
+def are_in_groups(batch: Mapping[str, Any], group: int) -> bool:
+    """Whether each `group` of rows of a batch, one after the other, has the same prompt."""
+    prompts = torch.stack([batch["prompt_ids"] * batch["prompt_mask"], batch["prompt_mask"]])
+    groups = prompts.unflatten(1, (-1, group))
+    return bool(groups.eq(groups[:, :, :1]).all())
