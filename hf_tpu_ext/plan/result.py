@@ -11,7 +11,7 @@ from ..atomic_write import write_atomically
 from ..generation.generator import DECODE, PREFILL
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
-from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from ..step.replay import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
 from .hlo_cost import Cost
 from .hlo_parts import ATTENTION
 from .programs import KEPT, CompiledProgram, Generations
@@ -211,6 +211,7 @@ class Plan:
             # An evaluation generates for as many rows as it has.
             if (
                 is_training
+                or program.kind.endswith(OF_EVALUATION)
                 or rows > self.generations.rows
                 or (program.kind in (PREFILL, DECODE) and rows != self.generations.rows)
             ):

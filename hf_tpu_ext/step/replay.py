@@ -26,6 +26,8 @@ _TENSOR = object()
 
 #: The micro-step with the optimizer's update, and those before it that only add to the gradients.
 OPTIMIZER_STEP, MICRO_STEP = "training step", "micro-step"
+#: What is appended to the kind of a program beside the steps where that of an evaluation is another one.
+OF_EVALUATION = " of an evaluation"
 
 
 def warn_not_replayed(reason: str, training: bool = True) -> None:

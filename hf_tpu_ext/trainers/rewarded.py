@@ -1,6 +1,6 @@
 """Training on the completions that are rewarded: what is computed of them beside the training steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..data import round_up_length
 from ..step.looped_head import head_wrapped_by
 from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
+from ..step.replay import OF_EVALUATION
 from ..step.shared_prompts import SharedPrompts, prompts_shared
 from .passes import Passes
 from .reward_functions import RewardsOnDevice, check_rewards
@@ -51,7 +52,7 @@ class RewardedMixin(RolloutMixin):
 
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
-        #: Whether layers read a prompt of a training batch once for all its completions.
+        #: Whether layers read a prompt once for all its completions.
         self.shares_prompts = False
         if not self.backend.static_shapes:
             return
@@ -79,6 +80,9 @@ class RewardedMixin(RolloutMixin):
     def _end_run(self) -> None:
         super()._end_run()
         self.passes.forget()
+
+    def settings_of_programs(self) -> Hashable:
+        return super().settings_of_programs(), self.shares_prompts
 
     # ---- Passes of a model ----
 
@@ -126,7 +130,7 @@ class RewardedMixin(RolloutMixin):
         if not self.backend.static_shapes:
             return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
         if input_ids.device.type == self.backend.device.type:
-            if self.shares_prompts and self.model.training and why_prompts_apart(self, model) is None:
+            if self._group > 1 and why_prompts_apart(self, model) is None:
                 return self._score_shared(compute, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape, None)):
                 return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
@@ -141,8 +145,12 @@ class RewardedMixin(RolloutMixin):
         batch = self._pad_batch(batch, self._width_of(batch))
         ids, mask = join_completions(batch)
         is_reference = _with_adapter_of_reference.get() or model is self.ref_model
+        kind = REFERENCE if is_reference else SCORING
+        if self.shares_prompts and self._group != self.num_generations:
+            # Another program, of rows of the same shape.
+            kind += OF_EVALUATION
         scored = self.run_passes(
-            REFERENCE if is_reference else SCORING,
+            kind,
             model,
             {"input_ids": ids, "attention_mask": mask},
             partial(self._score, model),
@@ -161,7 +169,7 @@ class RewardedMixin(RolloutMixin):
         **kwargs,
     ) -> tuple[Tensor | None, ...]:
         """What `compute` finds for rows in groups of a prompt, whose prompts go through the layers once."""
-        length, group = input_ids.shape[1], self.num_generations
+        length, group = input_ids.shape[1], self._group
         shared = SharedPrompts(length - kept, group)
         ids, mask = shared.pack(input_ids), shared.pack(attention_mask)
         # Upstream leaves positions to the model, which counts those of a row.
@@ -170,9 +178,17 @@ class RewardedMixin(RolloutMixin):
             found = compute(placed, ids, mask, group * kept, None, *args, **kwargs)
         return tuple(None if value is None else value.unflatten(1, (group, kept)).flatten(0, 1) for value in found)
 
+    @property
+    def _group(self) -> int:
+        """How many completions layers read their prompt once for."""
+        if not self.shares_prompts or self.model.training:
+            return self.num_generations if self.shares_prompts else 1
+        group = self.num_generations_eval
+        return 1 if self.args.eval_batch_size % (group * self.backend.num_chips) else group
+
     def _check_groups(self, batch: dict[str, Tensor]) -> None:
         """Have layers read each prompt with its completion from here on, where those of a batch do not come in groups."""
-        if self.shares_prompts and self.model.training and not are_in_groups(batch, self.num_generations):
+        if self._group > 1 and not are_in_groups(batch, self._group):
             self.shares_prompts = False
             logger.warning(
                 "Layers read a prompt again for each of its completions from here on: code of yours gave the completions of a prompt "
@@ -200,7 +216,7 @@ class RewardedMixin(RolloutMixin):
         if self.shares_prompts and self.model.training:
             # Upstream has shuffled them.
             batch = by_prompt(batch)
-            self._check_groups(batch)
+        self._check_groups(batch)
         return batch
 
     # ---- Rewards ----

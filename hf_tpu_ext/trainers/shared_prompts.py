@@ -24,7 +24,7 @@ def why_prompts_apart(trainer, model: nn.Module) -> str | None:
             f"per_device_train_batch_size={args.per_device_train_batch_size} is no multiple of num_generations={group}"
         )
     # It may look at the rows of a batch.
-    return trainer.own_code_in_step("train") or _why_not_by_token(model)
+    return trainer.own_code_in_step("train" if trainer.model.training else "eval") or _why_not_by_token(model)
 
 
 def _why_not_by_token(model: nn.Module) -> str | None:

@@ -339,4 +339,5 @@ class TrainingSteps(TrainerCallback):
 
     def _settings(self) -> Any:
         callbacks = self._trainer.callback_handler.callbacks
-        return id(self._optimizer), self._optimizer.settings(), tuple(map(id, callbacks))
+        settings = self._trainer.settings_of_programs()
+        return id(self._optimizer), self._optimizer.settings(), tuple(map(id, callbacks)), settings

@@ -27,6 +27,8 @@ from hf_tpu_ext.trainers.rewarded import _only_completions
 REUSED = {"num_iterations": 2, "steps_per_generation": 2}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 REFERENCE = {"beta": 0.04}
+# All completions of two prompts in a step: layers read these once.
+SHARED = {"per_device_train_batch_size": 8}
 SYNCED = {**REFERENCE, "sync_ref_model": True, "ref_model_sync_steps": 3}
 
 
@@ -68,6 +70,7 @@ CASES = {
         rewards=(of_length, of_letters, asynchronous),
         evaluates=True,
     ),
+    "grpo-shared": Case("grpo", {**SHARED, **REFERENCE, "loss_type": "grpo", "num_iterations": 2}, evaluates=True),
     "grpo-reward-model": Case("grpo", {"steps_per_generation": 2}, rewards=("model", of_length), evaluates=True),
     # Of `trl.experimental`, with `TPUGRPOTrainer` before it.
     "gmpo": Case("gmpo", {**REUSED, **REFERENCE}, evaluates=True),
@@ -92,6 +95,30 @@ MORE = {
     ),
     **{f"grpo-loss-{name}": grpo(loss_type=name, **REUSED, **more) for name, more in LOSSES.items()},
     **{f"grpo-loss-{name}-accumulated": grpo(loss_type=name, **ACCUMULATED, **more) for name, more in LOSSES.items()},
+    **{
+        f"grpo-loss-{name}-shared": grpo(loss_type=name, **SHARED, **REFERENCE, **more)
+        for name, more in LOSSES.items()
+    },
+    "grpo-shared-loop": Case("grpo", {**SHARED, **REFERENCE, "scan_layers": "on"}, lora="given"),
+    "grpo-shared-accumulated": grpo(**SHARED, **ACCUMULATED, steps_per_generation=1),
+    "grpo-shared-buckets": Case("grpo", {**SHARED, "max_prompt_length": 64, "length_buckets": [8, 64]}, steps=16),
+    "grpo-shared-many": grpo(
+        **SHARED,
+        **SYNCED,
+        top_entropy_quantile=0.4,
+        entropy_coef=0.01,
+        mask_truncated_completions=True,
+        temperature=0.7,
+    ),
+    "grpo-shared-evaluated": Case("grpo", {**SHARED, **REFERENCE, "num_generations_eval": 2}, evaluates=True),
+    "grpo-shared-evaluated-alone": Case(
+        "grpo", {**REFERENCE, "num_generations_eval": 1, "per_device_eval_batch_size": 3}, evaluates=True
+    ),
+    "grpo-shared-evaluated-alike": Case(
+        "grpo", {**REFERENCE, "num_generations_eval": 2, "per_device_eval_batch_size": 4}, evaluates=True
+    ),
+    "gmpo-shared": Case("gmpo", {**SHARED, **REFERENCE}, evaluates=True),
+    "rloo-shared": Case("rloo", {**SHARED, **REFERENCE, "num_iterations": 2}, lora="given", evaluates=True),
     **{
         f"grpo-sequence-{name}": grpo(loss_type=name, importance_sampling_level="sequence", **REUSED)
         for name in LOSSES
@@ -165,6 +192,7 @@ def test_every_number_is_upstreams(xla, models, name):
     case = {**CASES, **MORE}[name]
     reference = train(case, models, ours=False)
     trainer = train(case, models, ours=True)
+    assert trainer.shares_prompts == (trainer.args.steps_per_generation == 1 and case.model == "qwen3")
     assert_same_numbers(trainer.state.log_history, reference.state.log_history)
     assert_compiled(case, trainer)
 

@@ -1,0 +1,117 @@
+"""When layers read a prompt once for all its completions; what is not known to allow it is trained as upstream trains it."""
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig
+from rollouts import OURS, Case, OurGRPO, assert_same_numbers, train, trainer_for
+
+from hf_tpu_ext.trainers.shared_prompts import are_in_groups, by_prompt
+
+
+ONCE, AGAIN = "layers read a prompt once", "layers read a prompt again"
+
+
+class OwnLoss(OurGRPO):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        # The last row of each group is left out: the others are in no groups any more.
+        kept = [row for row in range(len(inputs["prompt_ids"])) if row % 4 != 3]
+        inputs = {key: value[kept] if value.ndim else value for key, value in inputs.items()}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.mark.parametrize(
+    ("case", "given", "words"),
+    [
+        (Case("grpo"), {}, None),
+        (Case("rloo", lora="new"), {}, None),
+        (Case("grpo", {"steps_per_generation": 2}), {}, "several batches with steps_per_generation=2"),
+        (Case("grpo", model="qwen3_moe"), {}, "Qwen3MoeForCausalLM may compute with other tokens"),
+        (
+            Case("grpo"),
+            {"peft_config": LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, target_modules="all-linear")},
+            "with dropout",
+        ),
+        (
+            Case("grpo"),
+            {"peft_config": IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj"], feedforward_modules=[])},
+            "IA3Config",
+        ),
+    ],
+)
+def test_when(xla, models, case, given, words):
+    trainer = trainer_for(case, models, ours=True, **given)
+    said = [line for line in trainer.compiled.changes if line.startswith((ONCE, AGAIN))]
+    assert trainer.shares_prompts == (words is None) and len(said) == 1
+    assert said[0].startswith(ONCE if words is None else AGAIN) and (words or "") in said[0]
+
+
+def test_code_of_the_users_that_reads_rows(xla, models, monkeypatch):
+    case = Case("grpo", {"per_device_train_batch_size": 8}, steps=4)
+    monkeypatch.setitem(OURS, "grpo", (OwnLoss, OURS["grpo"][1]))
+    trainer = train(case, models, ours=True)
+    assert not trainer.shares_prompts
+    assert any("compute_loss" in line for line in trainer.compiled.changes if line.startswith(AGAIN))
+
+
+def test_dropout_that_is_switched_on_later(xla, models):
+    """A callback or the caller may change the model after the trainer was made: then it trains as upstream, too."""
+    case = Case("grpo", steps=2)
+    trainer = trainer_for(case, models, ours=True)
+    assert trainer.shares_prompts
+    trainer.model.config.attention_dropout = 0.1
+    shapes = set()
+    norm = trainer.model.model.norm
+    forward = norm.forward
+    norm.forward = lambda hidden: (shapes.add(tuple(hidden.shape[:2])), forward(hidden))[1]
+    trainer.train()
+    rows, length = 4, trainer.step_lengths[0]
+    assert shapes == {(rows, length)}
+
+
+@pytest.mark.parametrize("from_generation", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rollout_func_that_gives_completions_other_prompts(xla, models, from_generation, caplog):
+    """From then on the prompts of a batch are read with each completion, and every number stays upstream's."""
+
+    def rollouts():
+        made = 0
+
+        def write(prompts, trainer):
+            nonlocal made
+            changes = made >= from_generation
+            made += 1
+            tokens = [
+                trainer._tokenizer(prompt)["input_ids"] + [70 + row] * (changes and row % 3)
+                for row, prompt in enumerate(prompts)
+            ]
+            return {
+                "prompt_ids": tokens,
+                "completion_ids": [[71 + row % 7] * (1 + row % 5) for row in range(len(prompts))],
+                "logprobs": None,
+            }
+
+        return write
+
+    settings = {"per_device_train_batch_size": 8, "max_prompt_length": 64, "beta": 0.04}
+    case = Case("grpo", settings, steps=6)
+    reference = train(case, models, ours=False, rollout_func=rollouts())
+    with caplog.at_level("WARNING", logger="hf_tpu_ext"):
+        trainer = train(case, models, ours=True, rollout_func=rollouts())
+    assert_same_numbers(trainer.state.log_history, reference.state.log_history)
+    assert not trainer.shares_prompts and trainer.counted[-1].compiles == 0
+
+
+def test_rows_of_a_prompt_come_one_after_the_other():
+    ids = torch.tensor([[0, 7], [5, 6], [0, 7], [9, 7], [5, 6], [9, 7]])
+    # A pad token may be a token, too.
+    mask = torch.tensor([[0, 1], [1, 1], [0, 1], [0, 1], [1, 1], [0, 1]])
+    batch = {"prompt_ids": ids, "prompt_mask": mask, "advantages": torch.arange(6.0), "num_items": torch.tensor(6)}
+    assert not are_in_groups(batch, 2)
+    found = by_prompt(batch)
+    assert are_in_groups(found, 2) and found["num_items"] == 6
+    assert found["advantages"].tolist() == [0, 2, 3, 5, 1, 4]
+    assert not are_in_groups(found, 3)
