@@ -19,6 +19,7 @@ if __name__ == "__main__":
         results[name] = {
             "log": trainer.state.log_history,
             "mesh": trainer.chips.mesh,
+            "shares_prompts": trainer.shares_prompts,
             "recompiles": trainer.watch.recompiles,
             "rows": [trainer.generation_rows, trainer._train_batch_size],
             "steps": [[step.executions, step.reads, step.fallbacks, step.replays] for step in trainer.counted],

@@ -63,6 +63,26 @@ def test_eight_devices(xla, tmp_path):
 
 
 @pytest.mark.slow
+def test_eight_devices_read_prompts_once(xla, tmp_path):
+    """Each chip has all completions of its prompts, with whole weights, with parts of them, and with gradients that stay on it."""
+    rows = {"num_generations": 2, "num_generations_eval": 2, "beta": 0.04, "num_iterations": 2}
+    meshes = {"data": {}, "fsdp": {"mesh": "fsdp"}, "accumulated": {"gradient_accumulation_steps": 2}}
+    spec = {}
+    for name, settings in meshes.items():
+        settings = {**rows, **settings, "steps_per_generation": 1, "per_device_train_batch_size": 2}
+        spec[name] = {"kind": "grpo", "settings": {**settings, "per_device_eval_batch_size": 1}, "evaluates": True}
+    for name, found in train_on_eight(spec, tmp_path, rows=(16, 16)).items():
+        assert found["shares_prompts"]
+        settings = {
+            **spec[name]["settings"],
+            "per_device_train_batch_size": 16,
+            "per_device_eval_batch_size": 8,
+        }
+        reference = train(Case("grpo", settings, evaluates=True), tmp_path, ours=False)
+        assert_same_numbers(found["log"], reference.state.log_history)
+
+
+@pytest.mark.slow
 def test_eight_devices_write_what_one_writes(xla, tmp_path, monkeypatch):
     settings = {**ROWS, "num_generations": 4, "temperature": 0.8}
     spec = {"kind": "grpo", "settings": {**settings, "per_device_train_batch_size": 1}, "evaluates": True}
