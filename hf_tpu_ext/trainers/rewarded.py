@@ -21,7 +21,7 @@ from .passes import Passes
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rewarded_arguments import count_rows_of_chips
 from .rollouts import RolloutMixin, join_completions
-from .shared_prompts import are_in_groups, by_prompt, why_prompts_apart
+from .shared_prompts import are_in_groups, by_prompt, sharing_asked, shuffle_groups, why_prompts_apart
 from .upstream import upstream_names
 
 
@@ -55,15 +55,12 @@ class RewardedMixin(RolloutMixin):
         #: Whether layers read a prompt once for all its completions.
         self.shares_prompts = False
         if not self.backend.static_shapes:
+            if sharing_asked(self.args) == "on":
+                self.compiled.changes.append(
+                    f"share_prompts=on has no effect on {self.backend.name}: it applies to XLA"
+                )
             return
-        if self.backend.traces_steps:
-            reason = why_prompts_apart(self, self.model)
-            self.shares_prompts = reason is None
-            self.compiled.changes.append(
-                "layers read a prompt once for all its completions"
-                if reason is None
-                else f"layers read a prompt again for each of its completions: {reason}"
-            )
+        self._decide_sharing()
         length = self.lengths[-1] + self.max_completion_length
         for index, function in enumerate(self.reward_funcs):
             if isinstance(function, PreTrainedModel):
@@ -72,6 +69,20 @@ class RewardedMixin(RolloutMixin):
                 self.reward_funcs[index] = RewardsOnDevice(
                     self, function, kind, round_up_length(length + 16, 2 * length)
                 )
+
+    def _decide_sharing(self) -> None:
+        if self.backend.traces_steps:
+            reason = why_prompts_apart(self, self.model)
+        else:
+            reason = f"steps are not traced on {self.backend.name}"
+        if reason is not None and sharing_asked(self.args) == "on":
+            raise ValueError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
+        self.shares_prompts = reason is None
+        self.compiled.changes.append(
+            "layers read a prompt once for all its completions"
+            if reason is None
+            else f"layers read a prompt again for each of its completions: {reason}"
+        )
 
     def _models_beside(self) -> list[nn.Module]:
         # The reference runs beside the steps, too.
@@ -204,7 +215,10 @@ class RewardedMixin(RolloutMixin):
 
     @contextmanager
     def _on_host(self) -> Iterator[None]:
-        with super()._on_host(), upstream_names(type(self), use_adapter=_note_reference):
+        names = {"use_adapter": _note_reference}
+        if self.shares_prompts and sharing_asked(self.args) == "on":
+            names["shuffle_sequence_dict"] = partial(shuffle_groups, self.num_generations)
+        with super()._on_host(), upstream_names(type(self), **names):
             yield
 
     def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

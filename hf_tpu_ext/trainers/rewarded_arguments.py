@@ -1,7 +1,7 @@
 """Rows of a generation of GRPO and RLOO, which are those of all chips."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
@@ -13,13 +13,28 @@ from .rollouts import RolloutArguments
 @dataclass
 class RewardedArguments(RolloutArguments):
     """
-    What the trainers that compare completions take: [`RolloutArguments`].
+    What the trainers that compare completions take besides [`RolloutArguments`].
 
     Upstream checks, and completes, the rows of a generation when the arguments are made, by the number of processes. On TPU chips
     count, which are known when the trainer is made: [`count_rows_of_chips`] does it then.
     """
 
+    share_prompts: str = field(
+        default="auto",
+        metadata={
+            "help": "Have layers read a prompt once for all of its completions in a batch on XLA. 'auto': where upstream leaves them "
+            "together, with steps_per_generation=1. 'on': with more, too; a generation is then shuffled by prompts, not by "
+            "completions, so that other rows meet in a batch than upstream's. 'off': never.",
+            "choices": ["auto", "on", "off"],
+        },
+    )
+
     def __post_init__(self):
+        if isinstance(self.share_prompts, bool):
+            # YAML reads an unquoted on as true.
+            self.share_prompts = "on" if self.share_prompts else "off"
+        if self.share_prompts not in ("auto", "on", "off"):
+            raise ValueError(f"Unknown share_prompts={self.share_prompts!r}. Allowed: auto, on, off.")
         backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
         given, steps = self.generation_batch_size, self.steps_per_generation
         # Both are refused by upstream.

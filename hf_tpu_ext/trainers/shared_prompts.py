@@ -1,24 +1,35 @@
 """Whether layers read a prompt once for all completions of it that are in a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.attention import takes_shared_prompts
 from .layers import VERIFIED
+from .rewarded_arguments import RewardedArguments
+
+
+def sharing_asked(args: TrainingArguments) -> str:
+    """What `share_prompts` is: `"auto"` in upstream's own arguments."""
+    return args.share_prompts if isinstance(args, RewardedArguments) else RewardedArguments.share_prompts
 
 
 def why_prompts_apart(trainer, model: nn.Module) -> str | None:
     """Why a model is to read a prompt once for each of its completions, as half a sentence."""
-    args, group = trainer.args, trainer.num_generations
-    if args.steps_per_generation > 1:
-        return f"they are in several batches with steps_per_generation={args.steps_per_generation}"
+    args, group, asked = trainer.args, trainer.num_generations, sharing_asked(trainer.args)
+    if asked == "off":
+        return "share_prompts=off"
+    if args.steps_per_generation > 1 and asked == "auto":
+        return (
+            f"they are shuffled over several batches with steps_per_generation={args.steps_per_generation} "
+            "(share_prompts=on shuffles whole prompts)"
+        )
     if trainer._train_batch_size % (group * trainer.backend.num_chips):
         return (
             f"per_device_train_batch_size={args.per_device_train_batch_size} is no multiple of num_generations={group}"
@@ -53,6 +64,15 @@ def by_prompt(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value[order] if isinstance(value, Tensor) and value.ndim and len(value) == len(order) else value
         for key, value in batch.items()
+    }
+
+
+def shuffle_groups(group: int, batch: dict[str, Any], shuffle_sequence_dict: Callable) -> dict[str, Any]:
+    """Upstream's shuffle of the rows of a generation, by which each `group` of them stays together."""
+    is_of_rows = {key: isinstance(value, Tensor) and value.ndim > 0 for key, value in batch.items()}
+    groups = {key: value.unflatten(0, (-1, group)) if is_of_rows[key] else value for key, value in batch.items()}
+    return {
+        key: value.flatten(0, 1) if is_of_rows[key] else value for key, value in shuffle_sequence_dict(groups).items()
     }
 
 

@@ -179,7 +179,7 @@ def trainer_for(case: Case, base: Path, ours: bool, **given):
         config["run_report"] = False
     if case.evaluates:
         config |= {"eval_strategy": "steps", "eval_steps": 3}
-    of_package = {*ExtensionArguments.__dataclass_fields__, "max_prompt_length"}
+    of_package = {*ExtensionArguments.__dataclass_fields__, "max_prompt_length", "share_prompts"}
     config |= {key: value for key, value in case.settings.items() if ours or key not in of_package}
     directory = _model_dir(base, case.model)
     torch.manual_seed(0)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from peft import IA3Config, LoraConfig
+from refusals import refused
 from rollouts import OURS, Case, OurGRPO, assert_same_numbers, train, trainer_for
 
+from hf_tpu_ext import TPUGRPOConfig
 from hf_tpu_ext.trainers.shared_prompts import are_in_groups, by_prompt
 
 
@@ -29,7 +31,13 @@ def models(tmp_path_factory):
     [
         (Case("grpo"), {}, None),
         (Case("rloo", lora="new"), {}, None),
-        (Case("grpo", {"steps_per_generation": 2}), {}, "several batches with steps_per_generation=2"),
+        (
+            Case("grpo", {"steps_per_generation": 2}),
+            {},
+            "several batches with steps_per_generation=2 (share_prompts=on",
+        ),
+        (Case("grpo", {"steps_per_generation": 2, "share_prompts": True}), {}, None),
+        (Case("grpo", {"share_prompts": "off"}), {}, "share_prompts=off"),
         (Case("grpo", model="qwen3_moe"), {}, "Qwen3MoeForCausalLM may compute with other tokens"),
         (
             Case("grpo"),
@@ -48,6 +56,39 @@ def test_when(xla, models, case, given, words):
     said = [line for line in trainer.compiled.changes if line.startswith((ONCE, AGAIN))]
     assert trainer.shares_prompts == (words is None) and len(said) == 1
     assert said[0].startswith(ONCE if words is None else AGAIN) and (words or "") in said[0]
+
+
+def test_wanted_and_not_possible(xla, models):
+    settings = {"share_prompts": "on", "per_device_train_batch_size": 2, "steps_per_generation": 2}
+    refused(
+        ["share_prompts='on'", "per_device_train_batch_size=2", "num_generations=4", "set it to 'auto'"],
+        lambda: trainer_for(Case("grpo", settings), models, ours=True),
+    )
+    refused(["share_prompts='yes'", "auto, on, off"], lambda: TPUGRPOConfig("out", share_prompts="yes"))
+    eager = trainer_for(Case("grpo", {"share_prompts": "on", "use_cpu": True}), models, ours=True)
+    assert "share_prompts=on has no effect on cpu: it applies to XLA" in eager.compiled.changes
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("grpo", {"num_iterations": 2, "beta": 0.04, "share_prompts": "on", "steps_per_generation": 2}),
+        pytest.param(
+            Case("rloo", {"gradient_accumulation_steps": 2, "share_prompts": "on"}, lora="new"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_whole_prompts_are_shuffled(xla, models, monkeypatch, case):
+    """Every number is that of upstream's trainer, had it shuffled so."""
+    trainer = train(case, models, ours=True)
+    assert trainer.shares_prompts
+
+    def shuffle(batch):
+        rows = (torch.randperm(2)[:, None] * 4 + torch.arange(4)).flatten()
+        return {key: value[rows] if value is not None and value.ndim else value for key, value in batch.items()}
+
+    monkeypatch.setattr(f"trl.trainer.{case.kind}_trainer.shuffle_sequence_dict", shuffle)
+    assert_same_numbers(trainer.state.log_history, train(case, models, ours=False).state.log_history)
 
 
 def test_code_of_the_users_that_reads_rows(xla, models, monkeypatch):
