@@ -25,19 +25,45 @@ class SharedPrompts(NamedTuple):
     length: int
     completions: int
 
-    def pack(self, rows: Tensor) -> Tensor:
+    def pack(self, rows: Tensor, dim: int = 1) -> Tensor:
         """
-        From `(prompts * completions, length + completion, ...)` to `(prompts, length + completions * completion, ...)`. Of the
-        rows of a prompt, which come one after the other, the first has the prompt that is kept.
+        From `(prompts * completions, length + completion, ...)` to `(prompts, length + completions * completion, ...)`, or with
+        tokens in another dimension than the second. Of the rows of a prompt, which come one after the other, the first has the
+        prompt that is kept.
         """
-        rows = rows.unflatten(0, (-1, self.completions))
-        return torch.cat([rows[:, 0, : self.length], rows[:, :, self.length :].flatten(1, 2)], 1)
+        prompts, completions = self._parts(rows, dim)
+        return torch.cat([prompts[:, 0], completions.movedim(1, dim).flatten(dim, dim + 1)], dim)
 
-    def unpack(self, packed: Tensor) -> Tensor:
+    def unpack(self, packed: Tensor, dim: int = 1) -> Tensor:
         """The rows that [`~SharedPrompts.pack`] has packed."""
-        prompts = packed[:, None, : self.length].expand(-1, self.completions, *[-1] * (packed.ndim - 1))
-        completions = packed[:, self.length :].unflatten(1, (self.completions, -1))
-        return torch.cat([prompts, completions], 2).flatten(0, 1)
+        prompts, completions = self._packed_parts(packed, dim)
+        return torch.cat(
+            [prompts.expand(-1, self.completions, *[-1] * (packed.ndim - 1)), completions], dim + 1
+        ).flatten(0, 1)
+
+    def pack_gradient(self, gradient: Tensor, dim: int = 1) -> Tensor:
+        """The gradient of packed rows, given that of the rows that [`~SharedPrompts.unpack`] has made of them."""
+        prompts, completions = self._parts(gradient, dim)
+        return torch.cat([prompts.sum(1), completions.movedim(1, dim).flatten(dim, dim + 1)], dim)
+
+    def unpack_gradient(self, gradient: Tensor, dim: int = 1) -> Tensor:
+        """The gradient of rows, given that of what [`~SharedPrompts.pack`] has made of them."""
+        prompts, completions = self._packed_parts(gradient, dim)
+        others = torch.zeros_like(prompts).expand(-1, self.completions - 1, *[-1] * (gradient.ndim - 1))
+        return torch.cat([torch.cat([prompts, others], 1), completions], dim + 1).flatten(0, 1)
+
+    def _parts(self, rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Prompts and completions of rows: `(prompts, completions, ...)`."""
+        rows = rows.unflatten(0, (-1, self.completions))
+        return rows.narrow(dim + 1, 0, self.length), rows.narrow(
+            dim + 1, self.length, rows.shape[dim + 1] - self.length
+        )
+
+    def _packed_parts(self, packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Prompts `(prompts, 1, ...)` and completions `(prompts, completions, ...)` of packed rows."""
+        completions = packed.narrow(dim, self.length, packed.shape[dim] - self.length)
+        completions = completions.unflatten(dim, (self.completions, -1)).movedim(dim, 1)
+        return packed.narrow(dim, 0, self.length)[:, None], completions
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """The position in its own row of each token of a packed row: `(1, packed length)`; `length` is that of a row."""
@@ -51,6 +77,32 @@ class SharedPrompts(NamedTuple):
         grouped = hidden[:, self.length - 1 :].unflatten(1, (self.completions, -1))
         last_of_prompt = grouped[:, :1, :1].expand(-1, self.completions, -1, -1)
         return torch.cat([last_of_prompt, grouped[:, :, 1:]], 2).flatten(1, 2)
+
+
+class _Unpack(torch.autograd.Function):
+    """[`~SharedPrompts.unpack`]. Autograd would add up gradients of its parts, each as large as all of them."""
+
+    @staticmethod
+    def forward(ctx, packed: Tensor, shared: SharedPrompts, dim: int) -> Tensor:
+        ctx.shared, ctx.dim = shared, dim
+        return shared.unpack(packed, dim)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shared.pack_gradient(gradient, ctx.dim), None, None
+
+
+class _Pack(torch.autograd.Function):
+    """[`~SharedPrompts.pack`], likewise."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, shared: SharedPrompts) -> Tensor:
+        ctx.shared = shared
+        return shared.pack(rows)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.shared.unpack_gradient(gradient), None
 
 
 class SharedPromptsMask(NamedTuple):
@@ -102,10 +154,10 @@ def attend_each_row(
     if not isinstance(attention_mask, SharedPromptsMask):
         return attend(module, query, key, value, attention_mask, **kwargs)
     mask, shared = attention_mask
-    # Heads come before tokens.
-    query, key, value = (shared.unpack(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value))
+    # Heads come before tokens, and after them.
+    query, key, value = (_Unpack.apply(tensor, shared, 2) for tensor in (query, key, value))
     output, _ = attend(module, query, key, value, _map(mask, lambda tensor: tensor.flatten(0, 1)), **kwargs)
-    return shared.pack(output), None
+    return _Pack.apply(output.flatten(2), shared).unflatten(2, output.shape[2:]), None
 
 
 def _map(mask: Tensor | TokenMask, change: Callable[[Tensor], Tensor]) -> Tensor | TokenMask:

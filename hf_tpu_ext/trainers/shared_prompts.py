@@ -35,7 +35,8 @@ def why_prompts_apart(trainer, model: nn.Module) -> str | None:
             f"per_device_train_batch_size={args.per_device_train_batch_size} is no multiple of num_generations={group}"
         )
     # It may look at the rows of a batch.
-    return trainer.own_code_in_step("train" if trainer.model.training else "eval") or _why_not_by_token(model)
+    own_code = trainer.own_code_in_step("train" if trainer.model.training else "eval")
+    return own_code or _why_not_by_token(model) or (_why_random(model) if asked == "auto" else None)
 
 
 def _why_not_by_token(model: nn.Module) -> str | None:
@@ -49,11 +50,18 @@ def _why_not_by_token(model: nn.Module) -> str | None:
         for config in model.peft_config.values():
             if type(config) is not LoraConfig or config.alora_invocation_tokens:
                 return f"an adapter of type {type(config).__name__} may be another at each token"
-    if (setting := draws_random_numbers(model)) is not None:
-        return f"with {setting} they are read with other random numbers"
-    if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
-        return "with dropout (as lora_dropout) they are read with other random numbers"
     return None
+
+
+def _why_random(model: nn.Module) -> str | None:
+    setting = draws_random_numbers(model)
+    if setting is None and any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
+        setting = "dropout (as lora_dropout)"
+    if setting is None:
+        return None
+    return (
+        f"with {setting} each has other random numbers (share_prompts=on has the same for all completions of a prompt)"
+    )
 
 
 def by_prompt(batch: Mapping[str, Any]) -> dict[str, Any]:

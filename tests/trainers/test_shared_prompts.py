@@ -42,7 +42,12 @@ def models(tmp_path_factory):
         (
             Case("grpo"),
             {"peft_config": LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, target_modules="all-linear")},
-            "with dropout",
+            "with dropout (as lora_dropout) each has other random numbers (share_prompts=on",
+        ),
+        (
+            Case("grpo", {"share_prompts": "on"}),
+            {"peft_config": LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.1, target_modules="all-linear")},
+            None,
         ),
         (
             Case("grpo"),
