@@ -82,7 +82,8 @@ class Recipe:
             "output_dir": f"runs/smoke/{Path(self.path or 'command_line').stem}",
         }
         if "num_generations" in self.values:
-            self.values["num_generations"] = 4
+            # All completions of a prompt fit into a batch.
+            self.values["num_generations"] = self.values["per_device_train_batch_size"] = 4
         if "max_completion_length" in self.values:
             self.values["max_completion_length"] = 16
         if "teacher_model_name_or_path" in self.values:

@@ -31,39 +31,35 @@ class SharedPrompts(NamedTuple):
         tokens in another dimension than the second. Of the rows of a prompt, which come one after the other, the first has the
         prompt that is kept.
         """
-        prompts, completions = self._parts(rows, dim)
-        return torch.cat([prompts[:, 0], completions.movedim(1, dim).flatten(dim, dim + 1)], dim)
+        prompts, completions = self._parts_of_rows(rows, dim)
+        return torch.cat([prompts[:, 0], completions], dim)
 
     def unpack(self, packed: Tensor, dim: int = 1) -> Tensor:
         """The rows that [`~SharedPrompts.pack`] has packed."""
-        prompts, completions = self._packed_parts(packed, dim)
-        return torch.cat(
-            [prompts.expand(-1, self.completions, *[-1] * (packed.ndim - 1)), completions], dim + 1
-        ).flatten(0, 1)
+        prompts, completions = self._parts_of_packed(packed, dim)
+        prompts = prompts.expand(-1, self.completions, *[-1] * (packed.ndim - 1))
+        return torch.cat([prompts, completions], dim + 1).flatten(0, 1)
 
     def pack_gradient(self, gradient: Tensor, dim: int = 1) -> Tensor:
         """The gradient of packed rows, given that of the rows that [`~SharedPrompts.unpack`] has made of them."""
-        prompts, completions = self._parts(gradient, dim)
-        return torch.cat([prompts.sum(1), completions.movedim(1, dim).flatten(dim, dim + 1)], dim)
+        prompts, completions = self._parts_of_rows(gradient, dim)
+        return torch.cat([prompts.sum(1), completions], dim)
 
     def unpack_gradient(self, gradient: Tensor, dim: int = 1) -> Tensor:
         """The gradient of rows, given that of what [`~SharedPrompts.pack`] has made of them."""
-        prompts, completions = self._packed_parts(gradient, dim)
+        prompts, completions = self._parts_of_packed(gradient, dim)
         others = torch.zeros_like(prompts).expand(-1, self.completions - 1, *[-1] * (gradient.ndim - 1))
         return torch.cat([torch.cat([prompts, others], 1), completions], dim + 1).flatten(0, 1)
 
-    def _parts(self, rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Prompts and completions of rows: `(prompts, completions, ...)`."""
-        rows = rows.unflatten(0, (-1, self.completions))
-        return rows.narrow(dim + 1, 0, self.length), rows.narrow(
-            dim + 1, self.length, rows.shape[dim + 1] - self.length
-        )
+    def _parts_of_rows(self, rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """The prompt of each row, `(prompts, completions, length, ...)`, and the completions as packed rows have them."""
+        prompts, completions = rows.unflatten(0, (-1, self.completions)).tensor_split([self.length], dim + 1)
+        return prompts, completions.movedim(1, dim).flatten(dim, dim + 1)
 
-    def _packed_parts(self, packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Prompts `(prompts, 1, ...)` and completions `(prompts, completions, ...)` of packed rows."""
-        completions = packed.narrow(dim, self.length, packed.shape[dim] - self.length)
-        completions = completions.unflatten(dim, (self.completions, -1)).movedim(dim, 1)
-        return packed.narrow(dim, 0, self.length)[:, None], completions
+    def _parts_of_packed(self, packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Prompts, `(prompts, 1, length, ...)`, and completions, `(prompts, completions, completion, ...)`."""
+        prompts, completions = packed.tensor_split([self.length], dim)
+        return prompts[:, None], completions.unflatten(dim, (self.completions, -1)).movedim(dim, 1)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """The position in its own row of each token of a packed row: `(1, packed length)`; `length` is that of a row."""

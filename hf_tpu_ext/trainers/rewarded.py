@@ -52,15 +52,9 @@ class RewardedMixin(RolloutMixin):
 
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
-        #: Whether layers read a prompt once for all its completions.
-        self.shares_prompts = False
-        if not self.backend.static_shapes:
-            if sharing_asked(self.args) == "on":
-                self.compiled.changes.append(
-                    f"share_prompts=on has no effect on {self.backend.name}: it applies to XLA"
-                )
-            return
         self._decide_sharing()
+        if not self.backend.static_shapes:
+            return
         length = self.lengths[-1] + self.max_completion_length
         for index, function in enumerate(self.reward_funcs):
             if isinstance(function, PreTrainedModel):
@@ -71,11 +65,17 @@ class RewardedMixin(RolloutMixin):
                 )
 
     def _decide_sharing(self) -> None:
-        if self.backend.traces_steps:
-            reason = why_prompts_apart(self, self.model)
-        else:
-            reason = f"steps are not traced on {self.backend.name}"
-        if reason is not None and sharing_asked(self.args) == "on":
+        asked = sharing_asked(self.args)
+        #: Whether layers read a prompt once for all its completions.
+        self.shares_prompts = False
+        if not self.backend.traces_steps:
+            if asked == "on":
+                self.compiled.changes.append(
+                    f"share_prompts=on has no effect on {self.backend.name}: it is for torch_xla"
+                )
+            return
+        reason = why_prompts_apart(self, self.model)
+        if reason is not None and asked == "on":
             raise ValueError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
         self.shares_prompts = reason is None
         self.compiled.changes.append(
@@ -192,13 +192,15 @@ class RewardedMixin(RolloutMixin):
     @property
     def _group(self) -> int:
         """How many completions layers read their prompt once for."""
-        if not self.shares_prompts or self.model.training:
-            return self.num_generations if self.shares_prompts else 1
+        if not self.shares_prompts:
+            return 1
+        if self.model.training:
+            return self.num_generations
         group = self.num_generations_eval
         return 1 if self.args.eval_batch_size % (group * self.backend.num_chips) else group
 
     def _check_groups(self, batch: dict[str, Tensor]) -> None:
-        """Have layers read each prompt with its completion from here on, where those of a batch do not come in groups."""
+        """Have layers read a prompt with each completion from here on, where those of a batch do not come in groups."""
         if self._group > 1 and not are_in_groups(batch, self._group):
             self.shares_prompts = False
             logger.warning(

@@ -4,7 +4,7 @@ Plans of GRPO, and of on-policy distillation, by the compiler for TPU:
     python tests/benchmarks/grpo_plans.py --write-docs
 
 Qwen2.5-0.5B with LoRA, 8 prompts with 8 completions in an optimizer step of a chip, prompts of 256 and completions of 512
-tokens, micro-steps of 16 completions, full rematerialization; of distillation 64 prompts with a completion each. Nothing ran on a TPU: memory and cycles are what the compiler says, and
+tokens, micro-steps of 16 completions, whose layers read a prompt once, full rematerialization; of distillation 64 prompts with a completion each. Nothing ran on a TPU: memory and cycles are what the compiler says, and
 generation is the time where no completion ends early.
 """
 
@@ -24,14 +24,23 @@ PROMPT, COMPLETION = 256, 512
 SETTINGS = LORA | {
     "reward_funcs": "recipes.rewards.same_number",
     "num_generations": "8",
+    "share_prompts": "on",
     "max_completion_length": str(COMPLETION),
     "per_device_train_batch_size": "16",
     "gradient_accumulation_steps": "4",
     "max_steps": "1000",
 }
-OF_REWARDS = ("reward_funcs", "num_generations")
+OF_REWARDS = ("reward_funcs", "num_generations", "share_prompts")
 CASES = [
     Case("LoRA", "Qwen2.5-0.5B", "v5e-1", PROMPT, SETTINGS, command="grpo"),
+    Case(
+        "LoRA, share_prompts: off",
+        "Qwen2.5-0.5B",
+        "v5e-1",
+        PROMPT,
+        SETTINGS | {"share_prompts": "off"},
+        command="grpo",
+    ),
     Case("LoRA, beta: 0.04", "Qwen2.5-0.5B", "v5e-1", PROMPT, SETTINGS | {"beta": "0.04"}, command="grpo"),
     Case("LoRA", "Qwen2.5-0.5B", "v5e-8", PROMPT, SETTINGS, command="grpo"),
     Case(

@@ -37,10 +37,26 @@ def test_packed_rows():
     assert packed.shape == (PROMPTS, LENGTH + COMPLETIONS * TOKENS)
     assert packed[1].tolist() == [*ids[3, :LENGTH], *ids[3, LENGTH:], *ids[4, LENGTH:], *ids[5, LENGTH:]]
     assert torch.equal(SHARED.unpack(packed), ids)
-    wide = ids[..., None].expand(-1, -1, 2)
-    assert torch.equal(SHARED.unpack(SHARED.pack(wide)), wide)
+    # With heads before tokens.
+    heads = torch.stack([ids, -ids], 1)[..., None]
+    assert torch.equal(SHARED.pack(heads, 2).squeeze(-1), torch.stack([packed, -packed], 1))
+    assert torch.equal(SHARED.unpack(SHARED.pack(heads, 2), 2), heads)
     positions = SHARED.positions(LENGTH + TOKENS, torch.device("cpu"))
     assert positions.tolist() == [[*range(LENGTH), *[*range(LENGTH, LENGTH + TOKENS)] * COMPLETIONS]]
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_gradients_are_those_of_autograd(dim):
+    rows = torch.randn(PROMPTS * COMPLETIONS, 4, 4, 3, dtype=torch.float64).requires_grad_()
+    shared = SharedPrompts(1, COMPLETIONS)
+    packed = shared.pack(rows, dim)
+    gradient = torch.randn_like(packed)
+    assert torch.equal(shared.unpack_gradient(gradient, dim), torch.autograd.grad(packed, rows, gradient)[0])
+    packed = packed.detach().requires_grad_()
+    unpacked = shared.unpack(packed, dim)
+    gradient = torch.randn_like(unpacked)
+    (expected,) = torch.autograd.grad(unpacked, packed, gradient)
+    torch.testing.assert_close(shared.pack_gradient(gradient, dim), expected)
 
 
 def test_what_is_before_each_completion():
@@ -70,19 +86,23 @@ def packed_logits(xla, model):
     return model.lm_head(before).view(PROMPTS * COMPLETIONS, TOKENS, -1)
 
 
-FAMILIES = [
-    *((family, {}, "none", None) for family in VERIFIED if family != "qwen3"),
+CASES = [
     ("qwen3", {}, None, None),
-    ("mistral", {"sliding_window": 4}, "full", None),
-    ("qwen3", {}, "dots", None),
     # Masks by token: scores in slices, and the kernel.
     ("mistral", {"sliding_window": 4}, "full", "slices"),
     ("qwen3", WIDE_HEADS, "full", "splash"),
+]
+MORE = [
+    *((family, {}, "none", None) for family in VERIFIED if family != "qwen3"),
+    ("mistral", {"sliding_window": 4}, "full", None),
+    ("qwen3", {}, "dots", None),
     ("mistral", {"sliding_window": 4, **WIDE_HEADS}, None, "splash"),
 ]
 
 
-@pytest.mark.parametrize(("family", "sizes", "policy", "wanted"), FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "sizes", "policy", "wanted"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_numbers_are_those_of_a_row_for_each(xla, tmp_path, monkeypatch, family, sizes, policy, wanted):
     """Logits and gradients, compared with those of whole rows by eager attention on CPU."""
     model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, family, **SIZES | sizes))

@@ -71,7 +71,7 @@ def test_wanted_and_not_possible(xla, models):
     )
     refused(["share_prompts='yes'", "auto, on, off"], lambda: TPUGRPOConfig("out", share_prompts="yes"))
     eager = trainer_for(Case("grpo", {"share_prompts": "on", "use_cpu": True}), models, ours=True)
-    assert "share_prompts=on has no effect on cpu: it applies to XLA" in eager.compiled.changes
+    assert "share_prompts=on has no effect on cpu: it is for torch_xla" in eager.compiled.changes
 
 
 @pytest.mark.parametrize(
