@@ -46,7 +46,7 @@ def test_packed_rows():
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_gradients_are_those_of_autograd(dim):
+def test_gradients_are_those_of_autograd(xla, dim):
     rows = torch.randn(PROMPTS * COMPLETIONS, 4, 4, 3, dtype=torch.float64).requires_grad_()
     shared = SharedPrompts(1, COMPLETIONS)
     packed = shared.pack(rows, dim)
