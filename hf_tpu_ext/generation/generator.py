@@ -185,8 +185,7 @@ class Generator:
     def _count_copies(self, ids: Tensor, mask: Tensor, copies: int) -> int:
         if len(ids) % (copies * self._backend.num_chips):
             return 1
-        groups = torch.stack([ids, mask]).unflatten(1, (-1, copies))
-        return copies if groups.eq(groups[:, :, :1]).all() else 1
+        return copies if are_in_groups(ids, mask, copies) else 1
 
     @contextmanager
     def _released(self):
@@ -386,6 +385,12 @@ def _check_model(model: nn.Module) -> None:
             f"{type(unwrap_peft_model(model)).__name__} {reason}, which cannot generate in programs of static shape. Allowed are "
             "decoders with full or sliding attention, with LoRA or without. Generate with the model on CPU or CUDA."
         )
+
+
+def are_in_groups(ids: Tensor, mask: Tensor, group: int) -> bool:
+    """Whether prompts on the host, padded alike, are the same in each `group` of rows one after the other."""
+    groups = torch.stack([ids, mask]).unflatten(1, (-1, group))
+    return bool(groups.eq(groups[:, :, :1]).all())
 
 
 def _repeat(tensor: Tensor, prompts: int, copies: int) -> Tensor:

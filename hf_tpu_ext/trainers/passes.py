@@ -53,7 +53,7 @@ class Passes:
         """
         trainer = self._trainer
         run_traced = partial(trainer.end_program, kind, f"step {trainer.state.global_step + 1}")
-        key = kind, model.training, trainer.settings_of_programs()
+        key = kind, model.training
         if key not in self._replays:
             self._replays[key] = self._make_replay(model)
         replay = self._replays[key]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data import round_up_length
+from ..generation.generator import are_in_groups
 from ..step.looped_head import head_wrapped_by
 from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from ..step.replay import OF_EVALUATION
@@ -21,7 +22,7 @@ from .passes import Passes
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rewarded_arguments import count_rows_of_chips
 from .rollouts import RolloutMixin, join_completions
-from .shared_prompts import are_in_groups, by_prompt, sharing_asked, shuffle_groups, why_prompts_apart
+from .shared_prompts import leave_in_order, sharing_asked, shuffle_groups, why_prompts_apart
 from .upstream import upstream_names
 
 
@@ -201,7 +202,7 @@ class RewardedMixin(RolloutMixin):
 
     def _check_groups(self, batch: dict[str, Tensor]) -> None:
         """Have layers read a prompt with each completion from here on, where those of a batch do not come in groups."""
-        if self._group > 1 and not are_in_groups(batch, self._group):
+        if self._group > 1 and not are_in_groups(batch["prompt_ids"], batch["prompt_mask"], self._group):
             self.shares_prompts = False
             logger.warning(
                 "Layers read a prompt again for each of its completions from here on: code of yours gave the completions of a prompt "
@@ -218,8 +219,9 @@ class RewardedMixin(RolloutMixin):
     @contextmanager
     def _on_host(self) -> Iterator[None]:
         names = {"use_adapter": _note_reference}
-        if self.shares_prompts and sharing_asked(self.args) == "on":
-            names["shuffle_sequence_dict"] = partial(shuffle_groups, self.num_generations)
+        if self.shares_prompts:
+            whole = self.args.steps_per_generation == 1
+            names["shuffle_sequence_dict"] = leave_in_order if whole else partial(shuffle_groups, self.num_generations)
         with super()._on_host(), upstream_names(type(self), **names):
             yield
 
@@ -229,9 +231,6 @@ class RewardedMixin(RolloutMixin):
             own = batch["advantages"]
             agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
             batch = {**batch, "advantages": torch.tensor(agreed, dtype=own.dtype)}
-        if self.shares_prompts and self.model.training:
-            # Upstream has shuffled them.
-            batch = by_prompt(batch)
         self._check_groups(batch)
         return batch
 

@@ -1,9 +1,8 @@
 """Whether layers read a prompt once for all completions of it that are in a batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
@@ -64,15 +63,10 @@ def _why_random(model: nn.Module) -> str | None:
     )
 
 
-def by_prompt(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch on the host with the rows of a prompt one after the other, otherwise in the order that they have."""
-    prompts = torch.cat([batch["prompt_ids"] * batch["prompt_mask"], batch["prompt_mask"]], 1)
-    _, numbers = torch.unique(prompts, dim=0, return_inverse=True)
-    order = numbers.argsort(stable=True)
-    return {
-        key: value[order] if isinstance(value, Tensor) and value.ndim and len(value) == len(order) else value
-        for key, value in batch.items()
-    }
+def leave_in_order(batch: dict[str, Any], shuffle_sequence_dict: Callable) -> dict[str, Any]:
+    """In place of upstream's shuffle of a generation that is one batch: as many random numbers are drawn."""
+    shuffle_sequence_dict(batch)
+    return batch
 
 
 def shuffle_groups(group: int, batch: dict[str, Any], shuffle_sequence_dict: Callable) -> dict[str, Any]:
@@ -82,10 +76,3 @@ def shuffle_groups(group: int, batch: dict[str, Any], shuffle_sequence_dict: Cal
     return {
         key: value.flatten(0, 1) if is_of_rows[key] else value for key, value in shuffle_sequence_dict(groups).items()
     }
-
-
-def are_in_groups(batch: Mapping[str, Any], group: int) -> bool:
-    """Whether each `group` of rows of a batch, one after the other, has the same prompt."""
-    prompts = torch.stack([batch["prompt_ids"] * batch["prompt_mask"], batch["prompt_mask"]])
-    groups = prompts.unflatten(1, (-1, group))
-    return bool(groups.eq(groups[:, :, :1]).all())

@@ -273,12 +273,13 @@ class TrainingSteps(TrainerCallback):
         runs. The others are as in [`StepReplay`]; `settings` are by default the dtypes of the models.
         """
         trainer = self._trainer
+        own = partial(dtypes_of, models) if settings is None else settings
         return StepReplay(
             trainer.backend,
             models,
             state=state,
             note=partial(self.note_python_state, models, methods=methods),
-            settings=partial(dtypes_of, models) if settings is None else settings,
+            settings=lambda: (own(), trainer.settings_of_programs()),
             why_not=why_not,
             copies=trainer.copies.context,
             assume_pure=trainer.compiled.step_replay is True,
@@ -339,5 +340,4 @@ class TrainingSteps(TrainerCallback):
 
     def _settings(self) -> Any:
         callbacks = self._trainer.callback_handler.callbacks
-        settings = self._trainer.settings_of_programs()
-        return id(self._optimizer), self._optimizer.settings(), tuple(map(id, callbacks)), settings
+        return id(self._optimizer), self._optimizer.settings(), tuple(map(id, callbacks))

@@ -5,9 +5,11 @@ import torch
 from peft import IA3Config, LoraConfig
 from refusals import refused
 from rollouts import OURS, Case, OurGRPO, assert_same_numbers, train, trainer_for
+from trl.trainer.utils import shuffle_sequence_dict
 
 from hf_tpu_ext import TPUGRPOConfig
-from hf_tpu_ext.trainers.shared_prompts import are_in_groups, by_prompt
+from hf_tpu_ext.generation.generator import are_in_groups
+from hf_tpu_ext.trainers.shared_prompts import leave_in_order
 
 
 ONCE, AGAIN = "layers read a prompt once", "layers read a prompt again"
@@ -119,8 +121,12 @@ def test_dropout_that_is_switched_on_later(xla, models):
     assert shapes == {(rows, length)}
 
 
-@pytest.mark.parametrize("from_generation", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rollout_func_that_gives_completions_other_prompts(xla, models, from_generation, caplog):
+@pytest.mark.parametrize(
+    ("from_generation", "evaluates"),
+    # The last: after an evaluation that has been replayed, and before another one.
+    [(0, False), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(8, True, marks=pytest.mark.slow)],
+)
+def test_a_rollout_func_that_gives_completions_other_prompts(xla, models, from_generation, evaluates, caplog):
     """From then on the prompts of a batch are read with each completion, and every number stays upstream's."""
 
     def rollouts():
@@ -143,21 +149,29 @@ def test_a_rollout_func_that_gives_completions_other_prompts(xla, models, from_g
         return write
 
     settings = {"per_device_train_batch_size": 8, "max_prompt_length": 64, "beta": 0.04}
-    case = Case("grpo", settings, steps=6)
+    case = Case("grpo", settings, steps=6, evaluates=evaluates)
     reference = train(case, models, ours=False, rollout_func=rollouts())
     with caplog.at_level("WARNING", logger="hf_tpu_ext"):
         trainer = train(case, models, ours=True, rollout_func=rollouts())
     assert_same_numbers(trainer.state.log_history, reference.state.log_history)
-    assert not trainer.shares_prompts and trainer.counted[-1].compiles == 0
+    assert not trainer.shares_prompts and (evaluates or trainer.counted[-1].compiles == 0)
 
 
-def test_rows_of_a_prompt_come_one_after_the_other():
-    ids = torch.tensor([[0, 7], [5, 6], [0, 7], [9, 7], [5, 6], [9, 7]])
+def test_prompts_in_groups():
     # A pad token may be a token, too.
-    mask = torch.tensor([[0, 1], [1, 1], [0, 1], [0, 1], [1, 1], [0, 1]])
-    batch = {"prompt_ids": ids, "prompt_mask": mask, "advantages": torch.arange(6.0), "num_items": torch.tensor(6)}
-    assert not are_in_groups(batch, 2)
-    found = by_prompt(batch)
-    assert are_in_groups(found, 2) and found["num_items"] == 6
-    assert found["advantages"].tolist() == [0, 2, 3, 5, 1, 4]
-    assert not are_in_groups(found, 3)
+    ids = torch.tensor([[0, 7], [0, 7], [0, 7], [9, 7], [5, 6], [5, 6]])
+    mask = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [1, 1], [1, 1]])
+    assert are_in_groups(ids[:2], mask[:2], 2) and are_in_groups(ids[4:], mask[4:], 2)
+    assert not are_in_groups(ids, mask, 2) and not are_in_groups(ids, mask, 3)
+    mask[1, 0] = 1
+    assert not are_in_groups(ids[:2], mask[:2], 2)
+
+
+def test_an_order_that_is_left_takes_as_many_random_numbers():
+    batch = {"prompt_ids": torch.arange(8)[:, None], "num_items": torch.tensor(8)}
+    torch.manual_seed(0)
+    shuffle_sequence_dict(batch)
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    assert leave_in_order(batch, shuffle_sequence_dict=shuffle_sequence_dict) is batch
+    assert torch.equal(torch.rand(1), after)
