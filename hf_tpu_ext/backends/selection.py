@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from ..hardware.topologies import Chip
 from ..importing import without_garbage_collection
 from .base import Backend
 from .cpu import CPUBackend
@@ -110,10 +111,10 @@ def choose_before_upstream() -> None:
             _accept_bf16()
 
 
-def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = ()) -> Backend:
+def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Chip | None = None) -> Backend:
     """
     From now on choose XLA by which programs are traced for TPU chips, and none is run. `hosts` are the chips of each host,
-    where there are several.
+    where there are several, and `chip` is their kind.
     """
     if not has_torch_xla():
         where = ", in an environment of its own, beside that of torch_tpu" if has_torch_tpu() else ""
@@ -123,7 +124,7 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = ()) -> Backe
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla_tracing import TracingBackend
 
-    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips, hosts)
+    _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips, hosts, chip)
     return select_backend("xla")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..hardware.topologies import Chip
 from .hosts import Hosts
 from .program import Program
 from .xla import XLABackend
@@ -92,10 +93,10 @@ class TracingBackend(XLABackend):
 
     What is placed, sent or computed has a shape and a dtype only. So a model needs no memory, and its parameters may
     be on the meta device. Numbers that are read are 0. The XLA runtime of this process is started with `num_chips`
-    devices. `hosts` are the chips of each host, where there are several.
+    devices. `hosts` are the chips of each host, where there are several, and `chip` is their kind.
     """
 
-    def __init__(self, num_chips: int, hosts: Sequence[Sequence[int]] = ()):
+    def __init__(self, num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Chip | None = None):
         super().__init__(f"programs are traced for {num_chips} TPU chips", "CPU")
         super().use_chips(num_chips, "num_chips")
         # Autograd starts a thread for each device, and counts them with 8 bits: of 128 to 256 it finds none. A backward pass
@@ -108,6 +109,7 @@ class TracingBackend(XLABackend):
         # One that traces for all of them.
         self._slice = Hosts()
         self._slice.chips = hosts
+        self._chip = chip
         self._shardings = WeakIdKeyDictionary()
         self._written: dict[tuple, str] = {}
         # By the identity of a buffer, the tensor that it was made for. Buffers are kept, for identities to stay theirs.
@@ -124,6 +126,10 @@ class TracingBackend(XLABackend):
     @property
     def hosts(self) -> Hosts:
         return self._slice
+
+    @property
+    def chip(self) -> Chip | None:
+        return self._chip
 
     def _check_autograd(self, device: torch.device) -> None:
         # It has no need of the device's thread.

@@ -100,7 +100,8 @@ def run(argv: list[str]) -> int:
     from ..plan.search import search
     from ..plan.trace import trace_run
 
-    backend = select_tracing(topology.num_chips, topology.hosts if topology.num_hosts > 1 else ())
+    hosts = topology.hosts if topology.num_hosts > 1 else ()
+    backend = select_tracing(topology.num_chips, hosts, topology.chip)
     backend.kernels.python = options.compiler
     recipe.values["backend"] = backend.name
     with tempfile.TemporaryDirectory() as directory:

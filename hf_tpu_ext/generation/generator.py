@@ -21,6 +21,7 @@ from ..step.attention import static_masks
 from ..step.module_settings import settings_of
 from ..step.replay import StepReplay
 from ..step.static_cache import StaticKeyValueCache
+from .copied_weights import CopiedWeights
 from .sampling import Sampler, count_until_end
 
 
@@ -118,6 +119,10 @@ class Generator:
         """What programs read and change besides the model; always in the same order."""
         return self._state
 
+    def copied_weights(self) -> list[Tensor]:
+        """Those of [`~Generator.tensors`] that are copies of the model's weights."""
+        return self._state[len(_Rows._fields) + 2 * self._num_layers :]
+
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None, copies: int = 1) -> Generated:
         """
         Generate a completion of each prompt.
@@ -200,7 +205,9 @@ class Generator:
 
     def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
         # What the first program hands to the second. Tensors of another shape stand for it till then.
-        self._state = self._backend.send([torch.zeros(1) for _ in range(len(_Rows._fields) + 2 * self._num_layers)])
+        self._copied = CopiedWeights(self._model, self._backend)
+        count = len(_Rows._fields) + 2 * self._num_layers + len(self._copied)
+        self._state = self._backend.send([torch.zeros(1) for _ in range(count)])
         rows = len(ids) * copies
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
         seed = self._backend.send(seed)
@@ -247,7 +254,8 @@ class Generator:
         return self._programs[key](self._weights, *given)
 
     def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
-        for tensor, value in zip(self._state, (*rows, *cache), strict=True):
+        values = *rows, *cache
+        for tensor, value in zip(self._state[: len(values)], values, strict=True):
             tensor.data = value
             # Each chip has its own rows.
             self._backend.shard(tensor, (("data", "fsdp"), *[None] * (value.ndim - 1)))
@@ -255,6 +263,9 @@ class Generator:
     def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
         made, rows, kept = self._call_whole(self._read_prompts, ids, attention, seed, copies=copies)
         self._put_state(rows, kept)
+        for tensor, value in zip(self.copied_weights(), self._copied.make(), strict=True):
+            tensor.data = value
+            self._backend.shard(tensor, (None,) * value.ndim)
         return made
 
     def _read_prompts(
@@ -286,12 +297,14 @@ class Generator:
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         state = _Rows(*self._state[: len(_Rows._fields)])
-        carry = (_all(state.finished), state, tuple(self._state[len(_Rows._fields) :]))
+        cache = self._state[len(_Rows._fields) :][: 2 * self._num_layers]
+        carry = (_all(state.finished), state, tuple(cache))
         if not self._backend.loops.in_programs:
             return self._decode_one_by_one(seed, carry)
         numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
         turn = partial(self._decode_token, seed)
-        (_, state, kept), made = self._backend.loops.scan(turn, carry, (numbers,), until=True)
+        with self._copied.read(self.copied_weights()):
+            (_, state, kept), made = self._backend.loops.scan(turn, carry, (numbers,), until=True)
         self._put_state(state, kept)
         return list(made)
 

@@ -301,10 +301,20 @@ def _read_by_users(module: Module, lines: dict[str, Instruction], source: Instru
             continue
         elif line.opcode == "bitcast":
             yield from _read_by_users(module, lines, line)
+        elif line.opcode == "fusion" and _is_view(module, line.called[0], index):
+            yield from _read_by_users(module, lines, line)
         elif line.opcode == "fusion":
             yield _bytes_read(module, line.called[0], index)
         else:
             yield source.shapes[0].num_bytes
+
+
+def _is_view(module: Module, computation: str, argument: int) -> bool:
+    """Whether the result of a fusion is an argument, in another shape at most."""
+    lines, line = module.computations[computation], module.root(computation)
+    while line.opcode == "bitcast":
+        line = lines[line.operands[0]]
+    return line.opcode == "parameter" and line.rest.startswith(f"{argument})")
 
 
 def _bytes_written(module: Module, computation: str) -> list[int]:

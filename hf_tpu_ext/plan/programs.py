@@ -9,7 +9,9 @@ from .hlo_cost import Cost
 #: What stays on a chip between two programs, whether a program uses it or not.
 KEPT = ("weights", "optimizer state", "gradients")
 #: What else has a name among the arguments of a program.
-GIVEN = ("batch", "key-value cache")
+GIVEN = ("batch",)
+#: Likewise, of those that generate.
+OF_GENERATION = ("key-value cache", "copies of weights")
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,7 @@ class CompiledProgram:
     def parts(self) -> dict[str, int]:
         """Bytes of a chip's memory by what holds them, of this program alone, in the order of the page."""
         named = {role: self.arguments.get(role, 0) for role in (*KEPT, *GIVEN)}
-        if not named["key-value cache"]:
-            del named["key-value cache"]
+        named |= {role: self.arguments[role] for role in OF_GENERATION if self.arguments.get(role)}
         return named | {
             "other arguments": self.memory["argument"] - sum(named.values()),
             "outputs": self.memory["output"] - self.memory["alias"],

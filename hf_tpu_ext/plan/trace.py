@@ -220,7 +220,9 @@ class TracingMixin(EveryLengthMixin):
                 roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
         roles |= {id(average): "optimizer state" for average in self.averaging.tensors.values()}
         if self.generates and self._text.generator is not None:
-            roles |= {id(tensor): "key-value cache" for tensor in self._text.generator.tensors()}
+            generator = self._text.generator
+            roles |= {id(tensor): "key-value cache" for tensor in generator.tensors()}
+            roles |= {id(tensor): "copies of weights" for tensor in generator.copied_weights()}
         return roles | {
             id(tensor): "batch" for tensor in self._sent_batch.values() if isinstance(tensor, torch.Tensor)
         }

@@ -1,7 +1,7 @@
 """Layers that are alike as the turns of one loop: a program that does not grow with their number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import compress, islice
 from typing import Any
@@ -193,6 +193,8 @@ class LayerStack(nn.ModuleList):
         #: The parameters by their name in a layer.
         self.stacked: dict[str, nn.Parameter] = {}
         self._checkpoints = False
+        # What each layer reads in place of its parameters.
+        self._read: list[Sequence[Tensor]] | None = None
         self.register_state_dict_post_hook(_split_state)
         self.register_load_state_dict_pre_hook(_stack_state)
 
@@ -217,6 +219,21 @@ class LayerStack(nn.ModuleList):
     def parts_of(self, parameter: nn.Parameter) -> list[nn.Parameter] | None:
         """The parameters of the layers that one is stacked of; `None` for another one."""
         return next((self._parts[name] for name, stacked in self.stacked.items() if stacked is parameter), None)
+
+    def weights_of_layers(self) -> Iterator[tuple[Tensor, bool]]:
+        """The parameters of now, those of a name layer by layer, each with whether it is the matrix of a linear layer."""
+        for name in self._names:
+            module, _, attribute = name.rpartition(".")
+            is_linear = attribute == "weight" and isinstance(self._template.get_submodule(module), nn.Linear)
+            for part in _get(self._template, name).detach().unbind():
+                yield part, is_linear
+
+    @contextmanager
+    def reading(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Within this context, tokens after a prompt read these, in the order of [`~LayerStack.weights_of_layers`]."""
+        self._read = [weights[index :: len(self)] for index in range(len(self))]
+        yield
+        self._read = None
 
     @torch.no_grad()
     def stack(self) -> None:
@@ -279,7 +296,8 @@ class LayerStack(nn.ModuleList):
         if cache is not None or self._rematerialization == "none":
             # Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every turn.
             layers = [self._template] * len(self) if cache is None else self._layers
-            for layer, *parts in zip(layers, *(weight.unbind() for weight in weights), strict=True):
+            of_layers = self._read or zip(*(weight.unbind() for weight in weights), strict=True)
+            for layer, parts in zip(layers, of_layers, strict=True):
                 layer.train(self._template.training)
                 hidden = functional_call(layer, dict(zip(self._names, parts, strict=True)), (hidden,), kwargs)
             return hidden

@@ -249,6 +249,30 @@ def test_a_fusion_moves_the_parts_that_it_takes():
     assert 2 * 256 <= cost.memory_bytes <= 2 * 256 + 8
 
 
+VIEWED = """\
+%view (a: f32[64,128]) -> f32[64,128] {
+  %a = f32[64,128]{1,0} parameter(0)
+  ROOT %b = f32[64,128]{1,0} bitcast(%a)
+}
+%fused (x: f32[8,128], w: f32[64,128]) -> f32[8,64] {
+  %x = f32[8,128]{1,0:S(1)} parameter(0)
+  %w = f32[64,128]{1,0} parameter(1)
+  %v = f32[64,128]{1,0} fusion(%w), kind=kLoop, calls=%view
+  ROOT %p = f32[8,64]{1,0:S(1)} convolution(%x, %v), dim_labels=bf_oi->bf
+}
+"""
+
+
+def test_a_fusion_moves_what_it_takes_through_a_view():
+    cost = program(
+        "%x = f32[8,128]{1,0:S(1)} parameter(0)",
+        "%w = f32[64,128]{1,0} parameter(1)",
+        "ROOT %f = f32[8,64]{1,0:S(1)} fusion(%x, %w), kind=kOutput, calls=%fused",
+        before=VIEWED,
+    )
+    assert cost.memory_bytes == 4 * 64 * 128
+
+
 def test_asynchronous_copies_move_what_they_copy():
     cost = program(
         "%p = f32[512,512]{1,0:T(8,128)} parameter(0)",

@@ -19,7 +19,8 @@ if __name__ == "__main__":
         results[name] = {
             "log": trainer.state.log_history,
             "mesh": trainer.chips.mesh,
-            "shares_prompts": trainer.shares_prompts,
+            # Of distillation, a prompt has one completion.
+            "shares_prompts": case["kind"] != "distillation" and trainer.shares_prompts,
             "recompiles": trainer.watch.recompiles,
             "rows": [trainer.generation_rows, trainer._train_batch_size],
             "steps": [[step.executions, step.reads, step.fallbacks, step.replays] for step in trainer.counted],
