@@ -3,8 +3,8 @@ Tokens per second of generated text, beside `generate` of transformers:
 
     python tests/benchmarks/generation.py --write-docs
 
-A small Qwen2 (4 layers, hidden size 64, float32) continues 32 tokens greedily, to the full number of new tokens. Ours is the
-text of a trainer, as rollouts are: two programs by XLA compiled for the host, replayed from the third time on; eager is `generate` on CPU
+A small Qwen2 (4 layers, hidden size 64, float32), and one of the sizes of SmolLM2-135M (30 layers, hidden size 576), continue 32
+tokens greedily, to the full number of new tokens. Ours is the text of a trainer, as rollouts are: two programs by XLA compiled for the host, replayed from the third time on; eager is `generate` on CPU
 with the same number of threads. `generate` on torch_xla is measured over a few tokens, after each of its lengths was compiled, since it compiles for every
 token. Each figure is the best of three. Rows whose greedy tokens are eager's are counted: among ten thousands of tokens, two
 first choices may be as likely as float32 can tell, and the text goes on otherwise. The command fails below 95 %.
@@ -33,24 +33,35 @@ from hf_tpu_ext.trainers.text import TextGeneration  # noqa: E402
 DOCUMENT = Path(__file__).parents[2] / "docs" / "generation.md"
 #: Tokens of a prompt, calls that trace, and calls that are measured.
 PROMPT, TRACED, ROUNDS = 32, 2, 3
-CASES = ((8, 128), (64, 128), (64, 512), (256, 128))
+#: Sizes of the models, and how far from uniform their random weights are: so far that first choices are clear.
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+OF_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": True,
+}
+CASES = ((SMALL, 8, 128), (SMALL, 64, 128), (SMALL, 64, 512), (SMALL, 256, 128), (OF_135M, 16, 64))
 #: The case that torch_xla's `generate` is measured in, over so many tokens.
 STOCK_ROWS, STOCK_TOKENS = 64, 6
 
 
-def make_model():
-    """The model on the host. Its weights are random, and far from uniform, so that first choices are clear."""
+def make_model(sizes: dict[str, Any]):
+    """The model on the host."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes)).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -68,11 +79,13 @@ def best(call: Callable[[], Any]) -> tuple[float, float, Any]:
 
 def measure() -> dict[str, Any]:
     """Measure all cases."""
-    eager, rows = make_model(), []
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = TPUTrainer(model=make_model(), args=TrainingArguments(directory, report_to="none"))
-    backend = trainer.backend
-    for batch, new in tqdm(CASES, desc="generating"):
+    rows, sizes = [], None
+    for case_sizes, batch, new in tqdm(CASES, desc="generating"):
+        if case_sizes is not sizes:
+            sizes, eager = case_sizes, make_model(case_sizes)
+            with tempfile.TemporaryDirectory() as directory:
+                trainer = TPUTrainer(model=make_model(sizes), args=TrainingArguments(directory, report_to="none"))
+            backend = trainer.backend
         prompts = torch.randint(3, 1024, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(prompts)
         settings = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
@@ -92,6 +105,7 @@ def measure() -> dict[str, Any]:
         tokens = batch * new
         rows.append(
             {
+                "model": f"{sizes['num_hidden_layers']} layers, hidden size {sizes['hidden_size']}",
                 "batch": batch,
                 "new_tokens": new,
                 "ours": tokens / ours[0],
@@ -110,7 +124,7 @@ def measure() -> dict[str, Any]:
 
 def measure_torch_xla(backend) -> float:
     """Tokens per second of transformers' `generate` on an XLA device, after it has compiled."""
-    model = make_model().to(backend.device)
+    model = make_model(SMALL).to(backend.device)
     prompts = torch.randint(3, 1024, (STOCK_ROWS, PROMPT), generator=torch.Generator().manual_seed(1)).to("xla")
     settings = dict(max_new_tokens=STOCK_TOKENS, do_sample=False, pad_token_id=0)
 
@@ -125,13 +139,13 @@ def measure_torch_xla(backend) -> float:
 def describe(measured: dict[str, Any]) -> str:
     """The table, as Markdown."""
     lines = [
-        "| batch | new tokens | tokens/s | eager CPU | ratio | ratio of CPU time | graphs compiled, first call and later | executions "
+        "| model | batch | new tokens | tokens/s | eager CPU | ratio | ratio of CPU time | graphs compiled, first call and later | executions "
         "| device-to-host reads | rows with the same tokens |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in measured["rows"]:
         lines.append(
-            f"| {row['batch']} | {row['new_tokens']} | {row['ours']:,.0f} | {row['eager']:,.0f} | "
+            f"| {row['model']} | {row['batch']} | {row['new_tokens']} | {row['ours']:,.0f} | {row['eager']:,.0f} | "
             f"{row['ours'] / row['eager']:.1f} | {row['eager_cpu_seconds'] / row['ours_cpu_seconds']:.1f} | "
             f"{row['compiles']}, {row['later_compiles']} | {row['executions']:.0f} | {row['reads']:.0f} | {row['same']} |"
         )
