@@ -1,14 +1,16 @@
 """Copies of weights that a program of many tokens reads, in the form that its compiler multiplies by fastest."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import contextmanager, nullcontext
+from itertools import chain, repeat
 
 import psutil
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ..backends.base import Backend
+from ..step.autocast import matmul_dtype
+from ..step.frozen_weights import find_plain_linear
 from ..step.layer_scan import LayerStack
 
 
@@ -22,7 +24,8 @@ class CopiedWeights:
 
     Layers that run as a loop have stacked parameters. Of a slice of them the compiler for TPU makes a part of the product, which
     then cannot begin to load the weight before its turn. XLA for the host multiplies a few rows by a matrix several times faster
-    where it need not be transposed, so linear layers have theirs as `(in, out)` there.
+    where it need not be transposed, so linear layers have theirs as `(in, out)` there. Under autocast the matrices of linear
+    layers are in its dtype, where nothing else reads them.
 
     Args:
         model ([`~torch.nn.Module`]):
@@ -41,40 +44,53 @@ class CopiedWeights:
             for name, module in model.named_modules()
             if self._transposes and isinstance(module, nn.Linear) and module not in in_stack
         }
+        plain = find_plain_linear(model)
+        # Of each weight, whether its copies are transposed, and their dtype.
+        self._forms = [
+            (self._transposes and linear is not None, matmul_dtype(weight) if linear in plain else weight.dtype)
+            for weight, linear in self._weights()
+        ]
         memory = psutil.virtual_memory().total // backend.num_chips if self._transposes else backend.memory_per_chip
-        needed = sum(weight.nbytes for weight, _ in self._weights())
+        needed = sum(
+            weight.numel() * dtype.itemsize
+            for (weight, _), (_, dtype) in zip(self._weights(), self._forms, strict=True)
+        )
         if not backend.loops.in_programs or memory is None or needed > _MOST_MEMORY * memory:
-            self._stack, self._linear = None, {}
-        self._are_transposed = [self._transposes and is_linear for _, is_linear in self._weights()]
+            self._stack, self._linear, self._forms = None, {}, []
 
     def __len__(self) -> int:
-        return len(self._are_transposed)
+        return sum(self._counts())
 
-    def _weights(self) -> Iterator[tuple[Tensor, bool]]:
-        """The weights of now, each with whether it is that of a linear layer, `(out, in)`."""
-        for module in self._linear.values():
-            yield module.weight.detach(), True
+    def _weights(self) -> Iterator[tuple[Tensor, nn.Linear | None]]:
+        """The weights of now, those of layers in a loop stacked, each with the module if it is the matrix of a linear layer."""
+        yield from ((module.weight, module) for module in self._linear.values())
         if self._stack is not None:
-            yield from self._stack.weights_of_layers()
+            yield from self._stack.weights()
+
+    def _counts(self) -> list[int]:
+        """How many copies there are of each weight."""
+        num_linear = len(self._linear)
+        return [1 if number < num_linear else len(self._stack) for number in range(len(self._forms))]
 
     def make(self) -> list[Tensor]:
         """Copy the weights, each whole for every chip."""
         copies = []
-        for (weight, _), is_transposed in zip(self._weights(), self._are_transposed, strict=True):
-            copies.append(self._backend.gather((weight.mT if is_transposed else weight).clone()))
+        for number, ((weight, _), (is_transposed, dtype)) in enumerate(zip(self._weights(), self._forms, strict=True)):
+            weight = weight.detach().mT if is_transposed else weight.detach()
+            parts = [weight] if number < len(self._linear) else weight.unbind()
+            copies += [self._backend.gather(part.to(dtype, copy=True)) for part in parts]
         return copies
 
     @contextmanager
     def read(self, copies: Sequence[Tensor]) -> Iterator[None]:
-        """Within this context the model reads copies, as they were made, and its layers one by one."""
-        weights = (
-            copy.mT if is_transposed else copy
-            for copy, is_transposed in zip(copies, self._are_transposed, strict=True)
+        """Within this context the model reads copies, as they were made, and layers of a loop one by one."""
+        are_transposed = chain.from_iterable(
+            repeat(is_transposed, count) for (is_transposed, _), count in zip(self._forms, self._counts(), strict=True)
         )
-        linear = dict(zip(self._linear, islice(weights, len(self._linear)), strict=True))
-        with _reparametrize_module(self._model, linear):
-            if self._stack is None:
-                yield
-            else:
-                with self._stack.reading(list(weights)):
-                    yield
+        weights = [
+            copy.mT if is_transposed else copy for copy, is_transposed in zip(copies, are_transposed, strict=True)
+        ]
+        num_linear = len(self._linear)
+        of_stack = nullcontext() if self._stack is None else self._stack.reading(weights[num_linear:])
+        with _reparametrize_module(self._model, dict(zip(self._linear, weights[:num_linear], strict=True))), of_stack:
+            yield

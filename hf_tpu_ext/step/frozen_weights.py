@@ -79,9 +79,32 @@ def bfloat16_holds(weights: Sequence[Tensor], backend: Backend) -> list[bool]:
     return (~backend.fetch(torch.stack(is_longer))).tolist()
 
 
-def _is_understood(model: nn.Module) -> bool:
+def _is_verified(model: nn.Module) -> bool:
     base = unwrap_peft_model(model)
-    if not isinstance(base, PreTrainedModel) or base.config.get_text_config().model_type not in VERIFIED:
+    return isinstance(base, PreTrainedModel) and base.config.get_text_config().model_type in VERIFIED
+
+
+def _find_opaque(model: nn.Module) -> set[nn.Module]:
+    """Modules in variants of LoRA (DoRA) and copies of modules (modules_to_save), which look at the weights of what they wrap."""
+    return {
+        inner
+        for module in model.modules()
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        and (type(module) is not LoraLinear or module.lora_variant)
+        for inner in module.modules()
+    }
+
+
+def find_plain_linear(model: nn.Module) -> set[nn.Linear]:
+    """Linear layers of [`VERIFIED`] families whose weight may as well have the dtype that autocast makes it."""
+    if not _is_verified(model):
+        return set()
+    plain = {module for module in model.modules() if type(module) in (nn.Linear, ShortLinear)}
+    return plain - _find_opaque(model)
+
+
+def _is_understood(model: nn.Module) -> bool:
+    if not _is_verified(model):
         return False
     if isinstance(model, PeftModel):
         return all(config.peft_type == PeftType.LORA for config in model.peft_config.values())
@@ -93,14 +116,7 @@ def _find_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Frozen weights by name, each with the modules that have it (several where it is tied)."""
     if not _is_understood(model):
         return {}
-    # Variants of LoRA (DoRA) and copies of modules (modules_to_save) look at the weights of what they wrap.
-    opaque = {
-        inner
-        for module in model.modules()
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        and (type(module) is not LoraLinear or module.lora_variant)
-        for inner in module.modules()
-    }
+    opaque = _find_opaque(model)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module.named_parameters(recurse=False):

@@ -220,18 +220,20 @@ class LayerStack(nn.ModuleList):
         """The parameters of the layers that one is stacked of; `None` for another one."""
         return next((self._parts[name] for name, stacked in self.stacked.items() if stacked is parameter), None)
 
-    def weights_of_layers(self) -> Iterator[tuple[Tensor, bool]]:
-        """The parameters of now, those of a name layer by layer, each with whether it is the matrix of a linear layer."""
+    def weights(self) -> Iterator[tuple[Tensor, nn.Linear | None]]:
+        """What all layers compute with now, each with the module of the first one if it is the matrix of a linear layer."""
         for name in self._names:
-            module, _, attribute = name.rpartition(".")
-            is_linear = attribute == "weight" and isinstance(self._template.get_submodule(module), nn.Linear)
-            for part in _get(self._template, name).detach().unbind():
-                yield part, is_linear
+            path, _, attribute = name.rpartition(".")
+            module = self._template.get_submodule(path)
+            yield (
+                _get(self._template, name),
+                module if attribute == "weight" and isinstance(module, nn.Linear) else None,
+            )
 
     @contextmanager
-    def reading(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Within this context, tokens after a prompt read these, in the order of [`~LayerStack.weights_of_layers`]."""
-        self._read = [weights[index :: len(self)] for index in range(len(self))]
+    def reading(self, parts: Sequence[Tensor]) -> Iterator[None]:
+        """Within this context, tokens after a prompt read parts of [`~LayerStack.weights`], those of one for all layers first."""
+        self._read = [parts[index :: len(self)] for index in range(len(self))]
         yield
         self._read = None
 

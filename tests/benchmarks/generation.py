@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,7 @@ def measure() -> dict[str, Any]:
         compiled = backend.counters() - before
         ours = best(lambda each=text, ids=prompts: each.generate(ids.tolist()).token_ids)
         spent = backend.counters() - before
-        stock = best(
-            lambda ids=prompts, seen=mask, given=settings: eager.generate(input_ids=ids, attention_mask=seen, **given)
-        )
+        stock = best(partial(eager.generate, input_ids=prompts, attention_mask=mask, **settings))
         same = sum(row == text for row, text in zip(stock[2][:, PROMPT:].tolist(), ours[2], strict=True))
         if same < 0.95 * batch:
             sys.exit(f"{batch} x {new}: only {same} rows have the same tokens")

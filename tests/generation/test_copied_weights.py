@@ -1,5 +1,7 @@
 """Weights that decoding reads from copies: where there is room, in the form of each compiler, and always those of now."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from test_generator import GREEDY, PROMPTS, SIZES, generate_eagerly, make, place
@@ -26,10 +28,11 @@ def stacked(backend):
 
 @pytest.fixture
 def of_tpu(xla, monkeypatch):
-    """What is written as for a TPU of 2**30 bytes, on the host."""
+    """A placed model with layers in a loop, and the host as if it were a TPU of 2**30 bytes."""
+    model = stacked(xla)
     monkeypatch.setattr(xla.kernels, "platform", "tpu")
     monkeypatch.setattr(XLABackend, "memory_per_chip", 2**30)
-    return xla
+    return model
 
 
 def test_on_the_host_linear_layers_have_their_matrices_transposed(xla):
@@ -48,32 +51,43 @@ def test_on_the_host_linear_layers_have_their_matrices_transposed(xla):
         assert model.lm_head.weight is model.get_output_embeddings().weight
 
 
-def test_on_tpu_layers_of_a_loop_have_theirs_one_by_one(of_tpu):
-    assert len(CopiedWeights(place(make(), of_tpu), of_tpu)) == 0
-    model = stacked(of_tpu)
-    copied = CopiedWeights(model, of_tpu)
-    made = of_tpu.fetch(copied.make())
+def test_on_tpu_layers_of_a_loop_have_theirs_one_by_one(xla, of_tpu):
+    assert len(CopiedWeights(make(), xla)) == 0
+    copied = CopiedWeights(of_tpu, xla)
+    made = xla.fetch(copied.make())
     assert len(copied) == len(made) == PARAMETERS * LAYERS
-    parts = [part for parameter in of_tpu.fetch(list(model.model.layers.stacked.values())) for part in parameter]
+    parts = [part for parameter in xla.fetch(list(of_tpu.model.layers.stacked.values())) for part in parameter]
     assert all(map(torch.equal, made, parts))
 
 
-def test_text_is_the_same_on_tpu_too(of_tpu):
-    expected = generate_eagerly(make(), PROMPTS, **GREEDY)
-    generator = Generator(stacked(of_tpu), of_tpu, GenerationConfig(**GREEDY), [8, 16])
-    assert generator.generate(PROMPTS).token_ids == expected
-    # The memory is free for training.
-    assert generator.copied_weights() == []
+def test_under_autocast_matrices_of_linear_layers_have_its_dtype(xla, of_tpu):
+    with torch.autocast("xla", torch.bfloat16):
+        made = CopiedWeights(of_tpu, xla).make()
+    for (name, parameter), copy in zip(of_tpu.model.layers.stacked.items(), made[::LAYERS], strict=True):
+        assert copy.dtype == (torch.bfloat16 if name.endswith("proj.weight") else torch.float32), name
+        assert torch.equal(xla.fetch(copy), xla.fetch(parameter)[0].to(copy.dtype))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_text_is_the_same_on_tpu_too(xla, of_tpu, monkeypatch, dtype):
+    generator = Generator(of_tpu, xla, GenerationConfig(**GREEDY), [8, 16])
+    made = []
+    for share in (0, 0.25):
+        monkeypatch.setattr(copied_weights, "_MOST_MEMORY", share)
+        with nullcontext() if dtype is None else torch.autocast("xla", dtype):
+            made.append(generator.generate(PROMPTS))
+        # The memory is free for training.
+        assert generator.copied_weights() == []
+    assert made[0] == made[1]
+    if dtype is None:
+        assert made[0].token_ids == generate_eagerly(make(), PROMPTS, **GREEDY)
 
 
 def test_nothing_is_copied_without_room(xla, of_tpu, monkeypatch):
-    model = stacked(of_tpu)
-    needed = sum(parameter.nbytes for parameter in model.model.layers.stacked.values())
+    needed = sum(parameter.nbytes for parameter in of_tpu.model.layers.stacked.values())
     for memory, count in ((4 * needed, PARAMETERS * LAYERS), (4 * needed - 1, 0), (None, 0)):
         monkeypatch.setattr(XLABackend, "memory_per_chip", memory)
-        assert len(CopiedWeights(model, of_tpu)) == count
+        assert len(CopiedWeights(of_tpu, xla)) == count
     monkeypatch.setattr(xla.kernels, "platform", "cpu")
     monkeypatch.setattr(copied_weights, "_MOST_MEMORY", 0)
-    assert len(CopiedWeights(model, xla)) == 0
-    generator = Generator(model, xla, GenerationConfig(**GREEDY), [16])
-    assert generator.generate(PROMPTS).token_ids == generate_eagerly(make(), PROMPTS, **GREEDY)
+    assert len(CopiedWeights(of_tpu, xla)) == 0
