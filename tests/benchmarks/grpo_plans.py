@@ -3,7 +3,7 @@ Plans of GRPO, and of on-policy distillation, by the compiler for TPU:
 
     python tests/benchmarks/grpo_plans.py --write-docs
 
-Qwen2.5-0.5B with LoRA, 8 prompts with 8 completions in an optimizer step of a chip, prompts of 256 and completions of 512
+Qwen2.5-0.5B, 8 prompts with 8 completions in an optimizer step of a chip, prompts of 256 and completions of 512
 tokens, micro-steps of 16 completions, whose layers read a prompt once, full rematerialization; of distillation 64 prompts with a completion each. Nothing ran on a TPU: memory and cycles are what the compiler says, and
 generation is the time where no completion ends early.
 """
@@ -43,6 +43,14 @@ CASES = [
     ),
     Case("LoRA, beta: 0.04", "Qwen2.5-0.5B", "v5e-1", PROMPT, SETTINGS | {"beta": "0.04"}, command="grpo"),
     Case("LoRA", "Qwen2.5-0.5B", "v5e-8", PROMPT, SETTINGS, command="grpo"),
+    Case(
+        "full, mesh: fsdp",
+        "Qwen2.5-0.5B",
+        "v5e-8",
+        PROMPT,
+        {key: value for key, value in SETTINGS.items() if key not in LORA} | {"mesh": "fsdp"},
+        command="grpo",
+    ),
     Case(
         "LoRA, distilled on-policy by Qwen2.5-1.5B",
         "Qwen2.5-0.5B",
