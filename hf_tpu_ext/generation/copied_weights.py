@@ -38,11 +38,15 @@ class CopiedWeights:
         self._model, self._backend = model, backend
         self._transposes = backend.kernels.platform == "cpu"
         self._stack = next((module for module in model.modules() if isinstance(module, LayerStack)), None)
-        in_stack = set() if self._stack is None else set(self._stack.modules())
+        others = set() if self._stack is None else set(self._stack.modules())
         self._linear = {
             f"{name}.weight": module
             for name, module in model.named_modules()
-            if self._transposes and isinstance(module, nn.Linear) and module not in in_stack
+            # That of one with parametrizations is computed.
+            if self._transposes
+            and isinstance(module, nn.Linear)
+            and "weight" in module._parameters
+            and module not in others
         }
         plain = find_plain_linear(model)
         # Of each weight, whether its copies are transposed, and their dtype.

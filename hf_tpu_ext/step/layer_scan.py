@@ -234,8 +234,10 @@ class LayerStack(nn.ModuleList):
     def reading(self, parts: Sequence[Tensor]) -> Iterator[None]:
         """Within this context, tokens after a prompt read parts of [`~LayerStack.weights`], those of one for all layers first."""
         self._read = [parts[index :: len(self)] for index in range(len(self))]
-        yield
-        self._read = None
+        try:
+            yield
+        finally:
+            self._read = None
 
     @torch.no_grad()
     def stack(self) -> None:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from test_generator import GREEDY, PROMPTS, SIZES, generate_eagerly, make, place
+from torch import nn
 from transformers import GenerationConfig
 
 from hf_tpu_ext.backends.xla import XLABackend
@@ -91,3 +92,13 @@ def test_nothing_is_copied_without_room(xla, of_tpu, monkeypatch):
     monkeypatch.setattr(xla.kernels, "platform", "cpu")
     monkeypatch.setattr(copied_weights, "_MOST_MEMORY", 0)
     assert len(CopiedWeights(of_tpu, xla)) == 0
+
+
+def test_a_weight_that_is_computed_stays(xla):
+    model, eager = make(), make()
+    for each in (model, eager):
+        nn.utils.parametrizations.weight_norm(each.model.layers[0].mlp.up_proj)
+    model = place(model, xla)
+    assert len(CopiedWeights(model, xla)) == LINEAR * LAYERS
+    generator = Generator(model, xla, GenerationConfig(**GREEDY), [16])
+    assert generator.generate(PROMPTS).token_ids == generate_eagerly(eager, PROMPTS, **GREEDY)
