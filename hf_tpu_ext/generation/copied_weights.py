@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, repeat
 
 import psutil
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -23,8 +23,8 @@ class CopiedWeights:
     The weights of a model that decoding reads from copies, where loops are a part of programs and copies have room.
 
     Layers that run as a loop have stacked parameters. Of a slice of them the compiler for TPU makes a part of the product, which
-    then cannot begin to load the weight before its turn. XLA for the host multiplies a few rows by a matrix several times faster
-    where it need not be transposed, so linear layers have theirs as `(in, out)` there. Under autocast the matrices of linear
+    then cannot begin to load the weight before its turn. XLA for the host multiplies a few rows by a matrix faster where
+    it need not be transposed, so linear layers have theirs as `(in, out)` there. Under autocast the matrices of linear
     layers are in its dtype, where nothing else reads them.
 
     Args:
@@ -36,63 +36,48 @@ class CopiedWeights:
 
     def __init__(self, model: nn.Module, backend: Backend):
         self._model, self._backend = model, backend
-        self._transposes = backend.kernels.platform == "cpu"
+        transposes = backend.kernels.platform == "cpu"
         self._stack = next((module for module in model.modules() if isinstance(module, LayerStack)), None)
         others = set() if self._stack is None else set(self._stack.modules())
         self._linear = {
             f"{name}.weight": module
             for name, module in model.named_modules()
             # That of one with parametrizations is computed.
-            if self._transposes
-            and isinstance(module, nn.Linear)
-            and "weight" in module._parameters
-            and module not in others
+            if transposes and isinstance(module, nn.Linear) and "weight" in module._parameters and module not in others
         }
-        plain = find_plain_linear(model)
-        # Of each weight, whether its copies are transposed, and their dtype.
-        self._forms = [
-            (self._transposes and linear is not None, matmul_dtype(weight) if linear in plain else weight.dtype)
-            for weight, linear in self._weights()
-        ]
-        memory = psutil.virtual_memory().total // backend.num_chips if self._transposes else backend.memory_per_chip
-        needed = sum(
-            weight.numel() * dtype.itemsize
-            for (weight, _), (_, dtype) in zip(self._weights(), self._forms, strict=True)
-        )
+        weights = [(module.weight, module, 1) for module in self._linear.values()]
+        if self._stack is not None:
+            weights += [(weight, linear, len(self._stack)) for weight, linear in self._stack.weights()]
+        plain, needed = find_plain_linear(model), 0
+        # Of each copy, whether it is transposed, and its dtype.
+        self._forms: list[tuple[bool, torch.dtype]] = []
+        for weight, linear, count in weights:
+            dtype = matmul_dtype(weight) if linear in plain else weight.dtype
+            needed += weight.numel() * dtype.itemsize
+            self._forms += [(transposes and linear is not None, dtype)] * count
+        memory = psutil.virtual_memory().total // backend.num_chips if transposes else backend.memory_per_chip
         if not backend.loops.in_programs or memory is None or needed > _MOST_MEMORY * memory:
             self._stack, self._linear, self._forms = None, {}, []
 
     def __len__(self) -> int:
-        return sum(self._counts())
+        return len(self._forms)
 
-    def _weights(self) -> Iterator[tuple[Tensor, nn.Linear | None]]:
-        """The weights of now, those of layers in a loop stacked, each with the module if it is the matrix of a linear layer."""
-        yield from ((module.weight, module) for module in self._linear.values())
-        if self._stack is not None:
-            yield from self._stack.weights()
-
-    def _counts(self) -> list[int]:
-        """How many copies there are of each weight."""
-        num_linear = len(self._linear)
-        return [1 if number < num_linear else len(self._stack) for number in range(len(self._forms))]
-
+    @torch.no_grad()
     def make(self) -> list[Tensor]:
-        """Copy the weights, each whole for every chip."""
-        copies = []
-        for number, ((weight, _), (is_transposed, dtype)) in enumerate(zip(self._weights(), self._forms, strict=True)):
-            weight = weight.detach().mT if is_transposed else weight.detach()
-            parts = [weight] if number < len(self._linear) else weight.unbind()
-            copies += [self._backend.gather(part.to(dtype, copy=True)) for part in parts]
-        return copies
+        """Copy the weights of now, each whole for every chip."""
+        weights = [module.weight for module in self._linear.values()]
+        if self._stack is not None:
+            weights += [part for weight, _ in self._stack.weights() for part in weight.unbind()]
+        return [
+            self._backend.gather((weight.mT if is_transposed else weight).to(dtype, copy=True))
+            for weight, (is_transposed, dtype) in zip(weights, self._forms, strict=True)
+        ]
 
     @contextmanager
     def read(self, copies: Sequence[Tensor]) -> Iterator[None]:
         """Within this context the model reads copies, as they were made, and layers of a loop one by one."""
-        are_transposed = chain.from_iterable(
-            repeat(is_transposed, count) for (is_transposed, _), count in zip(self._forms, self._counts(), strict=True)
-        )
         weights = [
-            copy.mT if is_transposed else copy for copy, is_transposed in zip(copies, are_transposed, strict=True)
+            copy.mT if is_transposed else copy for copy, (is_transposed, _) in zip(copies, self._forms, strict=True)
         ]
         num_linear = len(self._linear)
         of_stack = nullcontext() if self._stack is None else self._stack.reading(weights[num_linear:])

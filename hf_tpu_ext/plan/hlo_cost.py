@@ -283,10 +283,11 @@ def _memory_bytes(line: Instruction, lines: dict[str, Instruction], module: Modu
 def _bytes_read(module: Module, computation: str, argument: int) -> int:
     """What a fusion reads of an argument."""
     lines = module.computations[computation]
-    parameter = next(
-        line for line in lines.values() if line.opcode == "parameter" and line.rest.startswith(f"{argument})")
-    )
-    return sum(_read_by_users(module, lines, parameter))
+    return sum(_read_by_users(module, lines, _parameter(lines, argument)))
+
+
+def _parameter(lines: dict[str, Instruction], argument: int) -> Instruction:
+    return next(line for line in lines.values() if line.opcode == "parameter" and line.rest.startswith(f"{argument})"))
 
 
 def _read_by_users(module: Module, lines: dict[str, Instruction], source: Instruction) -> Iterator[int]:
@@ -314,7 +315,7 @@ def _is_view(module: Module, computation: str, argument: int) -> bool:
     lines, line = module.computations[computation], module.root(computation)
     while line.opcode == "bitcast":
         line = lines[line.operands[0]]
-    return line.opcode == "parameter" and line.rest.startswith(f"{argument})")
+    return line is _parameter(lines, argument)
 
 
 def _bytes_written(module: Module, computation: str) -> list[int]:

@@ -225,10 +225,8 @@ class LayerStack(nn.ModuleList):
         for name in self._names:
             path, _, attribute = name.rpartition(".")
             module = self._template.get_submodule(path)
-            yield (
-                _get(self._template, name),
-                module if attribute == "weight" and isinstance(module, nn.Linear) else None,
-            )
+            is_linear = attribute == "weight" and isinstance(module, nn.Linear)
+            yield _get(self._template, name), module if is_linear else None
 
     @contextmanager
     def reading(self, parts: Sequence[Tensor]) -> Iterator[None]:

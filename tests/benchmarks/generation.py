@@ -175,10 +175,12 @@ def describe(measured: dict[str, Any], on_devices: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    arguments = make_parser(__doc__, DOCUMENT).parse_args()
+    parser = make_parser(__doc__, DOCUMENT)
+    arguments, is_beside = parser.parse_args(), "CPU_NUM_DEVICES" in os.environ
+    if is_beside and not arguments.json:
+        parser.error("with CPU_NUM_DEVICES there is no table: take it out of the environment, or give --json FILE")
     measured = measure()
-    if "CPU_NUM_DEVICES" in os.environ:
-        # What is measured beside the others.
+    if is_beside:
         arguments.json.write_text(json.dumps(measured), encoding="utf-8")
     else:
         on_devices = measure_on_devices(torch.get_num_threads())

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_generator import GREEDY, PROMPTS, SIZES, generate_eagerly, make, place
+from test_generator import GREEDY, PROMPTS, SIZES, generate_eagerly, make, place, stacked
 from torch import nn
 from transformers import GenerationConfig
 
@@ -12,19 +12,10 @@ from hf_tpu_ext.backends.xla import XLABackend
 from hf_tpu_ext.generation import copied_weights
 from hf_tpu_ext.generation.copied_weights import CopiedWeights
 from hf_tpu_ext.generation.generator import Generator
-from hf_tpu_ext.step.layer_scan import LayerStack
 
 
 # Of a layer of Qwen2: seven matrices, three biases, two norms.
 LINEAR, PARAMETERS, LAYERS = 7, 12, SIZES["num_hidden_layers"]
-
-
-def stacked(backend):
-    model = place(make(), backend)
-    stack = LayerStack(model.model.layers, backend, "full")
-    stack.stack()
-    model.model.layers = stack
-    return model
 
 
 @pytest.fixture

@@ -72,6 +72,15 @@ def place(model, backend):
     return model
 
 
+def stacked(backend):
+    """A model whose layers run as a loop."""
+    model = place(make(), backend)
+    stack = LayerStack(model.model.layers, backend, "full")
+    stack.stack()
+    model.model.layers = stack
+    return model
+
+
 @pytest.fixture(scope="module")
 def qwen(xla):
     """A model on the device, and the same on the host."""
@@ -133,11 +142,7 @@ def test_prompts_of_one_token(xla):
 
 def test_layers_as_a_loop(xla):
     expected = generate_eagerly(make(), PROMPTS, **GREEDY)
-    model = place(make(), xla)
-    stack = LayerStack(model.model.layers, xla, "full")
-    stack.stack()
-    model.model.layers = stack
-    assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
+    assert Generator(stacked(xla), xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
 
 
 def test_two_programs_and_one_read(qwen):
