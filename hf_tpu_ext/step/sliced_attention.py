@@ -134,6 +134,7 @@ def why_whole(backend: Backend, module: nn.Module, query: Tensor, dropout: float
 
 
 def _attend_one(
+    backend: Backend,
     eager: Callable,
     module: nn.Module,
     query: Tensor,
@@ -143,17 +144,20 @@ def _attend_one(
     **kwargs: Any,
 ) -> Tensor:
     """
-    Attention of one token to those in a cache. Heads that share a key are queries of it: the cache is not repeated for each of
-    them.
+    Attention of one token to those in a cache, which is not repeated for heads that share a key: these are queries of it. On the
+    host each is a product of its own, since XLA has vectors and matrices multiplied by code that it compiles itself, and calls a
+    library once for each of many small matrices, which takes up to twice as long.
     """
     rows, heads, _, width = query.shape
     groups = vars(module)["num_key_value_groups"]
+    query = query.reshape(rows, -1, groups, width)
+    queries = query.split(1, 2) if backend.kernels.platform == "cpu" else [query]
     module.num_key_value_groups = 1
     try:
-        output, _ = eager(module, query.reshape(rows, -1, groups, width), key, value, mask, **kwargs)
+        outputs = [eager(module, each, key, value, mask, **kwargs)[0] for each in queries]
     finally:
         module.num_key_value_groups = groups
-    return output.transpose(1, 2).reshape(rows, 1, heads, -1)
+    return torch.cat(outputs, 1).transpose(1, 2).reshape(rows, 1, heads, -1)
 
 
 def sliced_attention(
@@ -191,7 +195,7 @@ def sliced_attention(
     )
     shares_keys = "num_key_value_groups" in vars(module)
     if not whole and shares_keys and query.shape[2] == 1 and not by_token:
-        return _attend_one(eager, module, *given, dropout=0.0, **used), None
+        return _attend_one(backend, eager, module, *given, dropout=0.0, **used), None
     parts = [] if whole else _choose_parts(query, key, 1 if backend.manual_sharding.active else backend.num_chips)
     if all(count == 1 for count in parts):
         return eager(

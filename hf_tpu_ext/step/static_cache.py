@@ -44,7 +44,9 @@ class _Layer(CacheLayerMixin):
         if self._index is not None:
             key_states, value_states = self._put(self.keys, key_states), self._put(self.values, value_states)
         self.keys, self.values = key_states, value_states
-        return tuple(tensor.unflatten(0, of_row) if merged else tensor for tensor in (self.keys, self.values))
+        if not merged:
+            return self.keys, self.values
+        return self.keys.mT.unflatten(0, of_row).mT, self.values.unflatten(0, of_row)
 
     def _put(self, cached: Tensor, states: Tensor) -> Tensor:
         return self._backend.loops.put_block(cached, states, (*[None] * (cached.ndim - 2), self._index, None))
