@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.stateless import _reparametrize_module
@@ -20,8 +19,10 @@ from ..backends.base import Backend
 from ..step.attention import static_masks
 from ..step.module_settings import settings_of
 from ..step.replay import StepReplay
-from ..step.static_cache import StaticKeyValueCache
+from ..step.static_cache import StaticKeyValueCache, grow_cache
+from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights
+from .models import cache_argument, check_model
 from .sampling import Sampler, count_until_end
 
 
@@ -29,7 +30,6 @@ from .sampling import Sampler, count_until_end
 PREFILL, DECODE = "prefill", "decode"
 # Tokens that are chosen before the host asks whether all rows have ended, where a loop is no part of a program.
 _TOKENS_BETWEEN_READS = 16
-_TYPES_OF_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Generator:
     ):
         self._model, self._backend = model, backend
         plain = unwrap_peft_model(model)
-        _check_model(model)
+        check_model(model)
         self.config, _ = plain._prepare_generation_config(config)
         if not self.config.max_new_tokens:
             raise ValueError(
@@ -104,7 +104,7 @@ class Generator:
         self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
-        self._cache_argument = _cache_argument(plain)
+        self._cache_argument = cache_argument(plain)
         self._run = run
         self._compiles = compiles and backend.compiles_functions
         # What was compiled whole, the weights that it is given, and what the model computed by then.
@@ -293,7 +293,7 @@ class Generator:
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
         # That of the state is for the second program.
-        return [token.clone(), log_prob], rows, cache.padded(end, end + self._new_tokens)
+        return [token.clone(), log_prob], rows, cache.padded(end, self._cache_lengths(cache.tensors)[0])
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         state = _Rows(*self._state[: len(_Rows._fields)])
@@ -301,12 +301,26 @@ class Generator:
         carry = (_all(state.finished), state, tuple(cache))
         if not self._backend.loops.in_programs:
             return self._decode_one_by_one(seed, carry)
-        numbers = torch.arange(1, self._new_tokens, dtype=torch.int32, device=seed.device)
-        turn = partial(self._decode_token, seed)
+        turn, made, first = partial(self._decode_token, seed), [], 1
         with self._copied.read(self.copied_weights()):
-            (_, state, kept), made = self._backend.loops.scan(turn, carry, (numbers,), until=True)
-        self._put_state(state, kept)
-        return list(made)
+            for length in self._cache_lengths(cache):
+                end = min(length - self.prompt_lengths[-1] + 1, self._new_tokens)
+                numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
+                carry = (*carry[:2], grow_cache(carry[2], length))
+                carry, tokens = self._backend.loops.scan(turn, carry, (numbers,), until=True)
+                if not made:
+                    # In place of what it has been given, which has the same shape.
+                    self._put_state(*carry[1:])
+                made.append(tokens)
+                first = end
+        return [torch.cat(each) for each in zip(*made, strict=True)]
+
+    def _cache_lengths(self, cache: Sequence[Tensor]) -> list[int]:
+        """Lengths of the cache, one after the other. A program for a token has one."""
+        prompt, new, chips = self.prompt_lengths[-1], self._new_tokens, self._backend.num_chips
+        if not self._backend.loops.in_programs:
+            return [prompt + new]
+        return choose_cache_lengths(cache, self._model, prompt, new, chips)
 
     def _decode_one_by_one(self, seed: Tensor, carry: tuple) -> list[Tensor]:
         turns, rows = self._new_tokens - 1, len(carry[1].token)
@@ -330,10 +344,11 @@ class Generator:
         _, (finished, token, position, attention, history), kept = carry
         (number,) = entries
         index = number + (self.prompt_lengths[-1] - 1)
-        cache = StaticKeyValueCache(self._backend, self._num_layers, attention.shape[1], index, kept)
+        length = kept[0].shape[-2]
+        cache = StaticKeyValueCache(self._backend, self._num_layers, length, index, kept)
         if self._sampler.reads_history:
             history = self._backend.loops.put_block(history, token[:, None], (None, index))
-        logits = self._logits(token[:, None], attention, position, cache)
+        logits = self._logits(token[:, None], attention[:, :length], position, cache)
         token, log_prob = self._sampler.choose(logits, seed, number, history)
         token = torch.where(finished > 0, self.pad_token_id, token)
         finished = torch.maximum(finished, self._sampler.is_end(token))
@@ -371,33 +386,6 @@ class _Rows(NamedTuple):
     position: Tensor
     attention: Tensor
     history: Tensor
-
-
-def _cache_argument(model: nn.Module) -> str | None:
-    """The argument that takes keys and values: `cache`, or `past_key_values` before transformers 5.24."""
-    arguments = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in arguments), None)
-
-
-def _check_model(model: nn.Module) -> None:
-    """Refuse models whose state between two tokens is not keys and values alone (`ValueError`)."""
-    config = unwrap_peft_model(model).config
-    types = set(vars(config.get_text_config(decoder=True)).get("layer_types") or ())
-    other = sorted(types - _TYPES_OF_LAYERS)
-    reason = None
-    if config.is_encoder_decoder:
-        reason = "is an encoder and a decoder"
-    elif other:
-        reason = f"has layers of type {', '.join(other)}"
-    elif _cache_argument(unwrap_peft_model(model)) is None:
-        reason = "takes neither `cache` nor `past_key_values`"
-    elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        reason = f"has an adapter of type {model.active_peft_config.peft_type.value}, which adds to prompts"
-    if reason is not None:
-        raise ValueError(
-            f"{type(unwrap_peft_model(model)).__name__} {reason}, which cannot generate in programs of static shape. Allowed are "
-            "decoders with full or sliding attention, with LoRA or without. Generate with the model on CPU or CUDA."
-        )
 
 
 def are_in_groups(ids: Tensor, mask: Tensor, group: int) -> bool:

@@ -106,3 +106,8 @@ class StaticKeyValueCache(Cache):
     def padded(self, end: int, length: int) -> tuple[Tensor, ...]:
         """The tensors of `length` positions, for tokens after a prompt whose last token is before position `end`."""
         return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], length - end)) for tensor in self.tensors)
+
+
+def grow_cache(tensors: Sequence[Tensor], length: int) -> tuple[Tensor, ...]:
+    """Tensors of a [`StaticKeyValueCache`] with room for `length` positions."""
+    return tuple(pad(tensor, (0, 0, 0, length - tensor.shape[-2])) for tensor in tensors)

@@ -1,0 +1,45 @@
+"""The lengths of a cache that grows while tokens are generated."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+
+#: What lengths are a multiple of, as vectors of a TPU are long, and how many tokens each length is for at least.
+MULTIPLE, LEAST = 128, 32
+
+
+def choose_cache_lengths(
+    cache: Sequence[Tensor], model: nn.Module, prompt: int, new_tokens: int, chips: int
+) -> list[int]:
+    """
+    Choose how long the cache is, one length after the other, while tokens are generated.
+
+    Attention of a token reads the whole cache, whatever is in it. Where that is more than the weights, which a token reads as
+    well, a cache of about half the length comes before it, as long as a prompt has room in it. Each length is a loop of its own, and takes
+    its time to compile.
+
+    Args:
+        cache (`Sequence[torch.Tensor]` of shapes `(..., positions, width)`):
+            Keys and values of all layers and rows, of any number of positions.
+        model ([`~torch.nn.Module`]):
+            The model.
+        prompt (`int`):
+            Positions of the prompt.
+        new_tokens (`int`):
+            Tokens after it, at most.
+        chips (`int`):
+            Chips that each have a part of the rows, and all weights.
+
+    Returns:
+        `list[int]`: Positions, ascending. The last has all tokens.
+    """
+    of_position = sum(tensor.numel() // tensor.shape[-2] for tensor in cache) // chips
+    weights = sum(weight.numel() for weight in model.parameters())
+    lengths = [prompt + new_tokens]
+    while of_position * lengths[0] > weights:
+        half = round(lengths[0] / (2 * MULTIPLE)) * MULTIPLE
+        if not prompt + LEAST <= half <= lengths[0] - LEAST:
+            break
+        lengths.insert(0, half)
+    return lengths

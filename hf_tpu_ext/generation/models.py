@@ -1,0 +1,37 @@
+"""Which models can generate in programs of static shape."""
+
+import inspect
+
+from peft import PeftModel
+from torch import nn
+from transformers.trainer_utils import unwrap_peft_model
+
+
+_TYPES_OF_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """The argument that takes keys and values: `cache`, or `past_key_values` before transformers 5.24."""
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in arguments), None)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models whose state between two tokens is not keys and values alone (`ValueError`)."""
+    config = unwrap_peft_model(model).config
+    types = set(vars(config.get_text_config(decoder=True)).get("layer_types") or ())
+    other = sorted(types - _TYPES_OF_LAYERS)
+    reason = None
+    if config.is_encoder_decoder:
+        reason = "is an encoder and a decoder"
+    elif other:
+        reason = f"has layers of type {', '.join(other)}"
+    elif cache_argument(unwrap_peft_model(model)) is None:
+        reason = "takes neither `cache` nor `past_key_values`"
+    elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        reason = f"has an adapter of type {model.active_peft_config.peft_type.value}, which adds to prompts"
+    if reason is not None:
+        raise ValueError(
+            f"{type(unwrap_peft_model(model)).__name__} {reason}, which cannot generate in programs of static shape. Allowed are "
+            "decoders with full or sliding attention, with LoRA or without. Generate with the model on CPU or CUDA."
+        )
