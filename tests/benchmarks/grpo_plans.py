@@ -52,6 +52,19 @@ CASES = [
         command="grpo",
     ),
     Case(
+        "LoRA, completions of 2,048 in micro-steps of 8",
+        "Qwen2.5-0.5B",
+        "v5e-1",
+        PROMPT,
+        SETTINGS
+        | {
+            "max_completion_length": "2048",
+            "per_device_train_batch_size": "8",
+            "gradient_accumulation_steps": "8",
+        },
+        command="grpo",
+    ),
+    Case(
         "LoRA, distilled on-policy by Qwen2.5-1.5B",
         "Qwen2.5-0.5B",
         "v5e-1",
