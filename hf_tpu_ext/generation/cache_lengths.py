@@ -5,19 +5,21 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 
-#: What lengths are a multiple of, as vectors of a TPU are long, and how many tokens each length is for at least.
-MULTIPLE, LEAST = 128, 32
+#: Lengths before the last are multiples of it, the width of a vector of a TPU.
+MULTIPLE = 128
+#: The fewest tokens that a length is for.
+LEAST = 32
 
 
 def choose_cache_lengths(
     cache: Sequence[Tensor], model: nn.Module, prompt: int, new_tokens: int, chips: int
 ) -> list[int]:
     """
-    Choose how long the cache is, one length after the other, while tokens are generated.
+    Choose the lengths of the cache, one after the other, while tokens are generated.
 
-    Attention of a token reads the whole cache, whatever is in it. Where that is more than the weights, which a token reads as
-    well, a cache of about half the length comes before it, as long as a prompt has room in it. Each length is a loop of its own, and takes
-    its time to compile.
+    Attention reads the whole cache for every token. Where that is more than the weights, which a token reads as well, a cache of
+    about half the length comes first, if it has room for the prompt. Each length is a loop of its own, which takes its time to
+    compile.
 
     Args:
         cache (`Sequence[torch.Tensor]` of shapes `(..., positions, width)`):

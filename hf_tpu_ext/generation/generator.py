@@ -19,7 +19,7 @@ from ..backends.base import Backend
 from ..step.attention import static_masks
 from ..step.module_settings import settings_of
 from ..step.replay import StepReplay
-from ..step.static_cache import StaticKeyValueCache, grow_cache
+from ..step.static_cache import StaticKeyValueCache, pad_positions
 from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights
 from .models import cache_argument, check_model
@@ -293,7 +293,8 @@ class Generator:
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
         # That of the state is for the second program.
-        return [token.clone(), log_prob], rows, cache.padded(end, self._cache_lengths(cache.tensors)[0])
+        kept = pad_positions(cache.tensors, end, self._cache_lengths(cache.tensors)[0])
+        return [token.clone(), log_prob], rows, kept
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
         state = _Rows(*self._state[: len(_Rows._fields)])
@@ -301,18 +302,20 @@ class Generator:
         carry = (_all(state.finished), state, tuple(cache))
         if not self._backend.loops.in_programs:
             return self._decode_one_by_one(seed, carry)
-        turn, made, first = partial(self._decode_token, seed), [], 1
+        turn, lengths = partial(self._decode_token, seed), self._cache_lengths(cache)
+        made, first = [], 1
         with self._copied.read(self.copied_weights()):
-            for length in self._cache_lengths(cache):
+            for length in lengths:
                 end = min(length - self.prompt_lengths[-1] + 1, self._new_tokens)
                 numbers = torch.arange(first, end, dtype=torch.int32, device=seed.device)
-                carry = (*carry[:2], grow_cache(carry[2], length))
                 carry, tokens = self._backend.loops.scan(turn, carry, (numbers,), until=True)
                 if not made:
                     # In place of what it has been given, which has the same shape.
                     self._put_state(*carry[1:])
                 made.append(tokens)
                 first = end
+                if length != lengths[-1]:
+                    carry = (*carry[:2], pad_positions(carry[2], length, lengths[len(made)]))
         return [torch.cat(each) for each in zip(*made, strict=True)]
 
     def _cache_lengths(self, cache: Sequence[Tensor]) -> list[int]:

@@ -144,9 +144,9 @@ def _attend_one(
     **kwargs: Any,
 ) -> Tensor:
     """
-    Attention of one token to those in a cache, which is not repeated for heads that share a key: these are queries of it. On the
-    host each is a product of its own, since XLA has vectors and matrices multiplied by code that it compiles itself, and calls a
-    library once for each of many small matrices, which takes up to twice as long.
+    Attention of one token to those in a cache. Heads that share a key are queries of it: the cache is not repeated for each of
+    them. On the host they come one after the other, as products of a vector and a matrix, which XLA compiles. For products of
+    many small matrices it would call a library once for each, which takes up to twice as long.
     """
     rows, heads, _, width = query.shape
     groups = vars(module)["num_key_value_groups"]

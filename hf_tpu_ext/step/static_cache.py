@@ -46,6 +46,7 @@ class _Layer(CacheLayerMixin):
         self.keys, self.values = key_states, value_states
         if not merged:
             return self.keys, self.values
+        # Attention transposes keys. XLA makes that a part of the product where no reshape is between, and else copies all keys.
         return self.keys.mT.unflatten(0, of_row).mT, self.values.unflatten(0, of_row)
 
     def _put(self, cached: Tensor, states: Tensor) -> Tensor:
@@ -63,9 +64,9 @@ class _Layer(CacheLayerMixin):
 
 class StaticKeyValueCache(Cache):
     """
-    A cache for a prompt, or for one token after it, of as many positions as there will ever be.
+    A cache for a prompt, or for one token after it.
 
-    What a prompt has put into it becomes the cache of the tokens after it by [`~StaticKeyValueCache.padded`]. Unlike with
+    What a prompt has put into it becomes the cache of the tokens after it by [`pad_positions`]. Unlike with
     [`~transformers.StaticCache`], a prompt attends to its own length only, and a token is written by an update of a slice.
 
     Args:
@@ -103,11 +104,7 @@ class StaticKeyValueCache(Cache):
         for layer, keys, values in zip(self.layers, tensors[::2], tensors[1::2], strict=False):
             layer.keys, layer.values = keys, values
 
-    def padded(self, end: int, length: int) -> tuple[Tensor, ...]:
-        """The tensors of `length` positions, for tokens after a prompt whose last token is before position `end`."""
-        return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], length - end)) for tensor in self.tensors)
 
-
-def grow_cache(tensors: Sequence[Tensor], length: int) -> tuple[Tensor, ...]:
-    """Tensors of a [`StaticKeyValueCache`] with room for `length` positions."""
-    return tuple(pad(tensor, (0, 0, 0, length - tensor.shape[-2])) for tensor in tensors)
+def pad_positions(tensors: Sequence[Tensor], end: int, length: int) -> tuple[Tensor, ...]:
+    """Tensors of a [`StaticKeyValueCache`], of `length` positions. The last position that they have is before `end` then."""
+    return tuple(pad(tensor, (0, 0, end - tensor.shape[-2], length - end)) for tensor in tensors)

@@ -4,8 +4,9 @@ Plans of GRPO, and of on-policy distillation, by the compiler for TPU:
     python tests/benchmarks/grpo_plans.py --write-docs
 
 Qwen2.5-0.5B, 8 prompts with 8 completions in an optimizer step of a chip, prompts of 256 and completions of 512
-tokens, micro-steps of 16 completions, whose layers read a prompt once, full rematerialization; of distillation 64 prompts with a completion each. Nothing ran on a TPU: memory and cycles are what the compiler says, and
-generation is the time where no completion ends early.
+tokens, micro-steps of 16 completions, whose layers read a prompt once, full rematerialization; once completions of 2,048
+tokens, in micro-steps of 8; of distillation 64 prompts with a completion each. Nothing ran on a TPU: memory and cycles are what
+the compiler says, and generation is the time where no completion ends early.
 """
 
 import sys
