@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
 from ..backends.base import Backend
-from ..step.random_bits import BY_ROW, scramble, uniform
+from ..step.random_bits import BY_ROW, gumbel, scramble
 
 
 # Processors of transformers that are the same for every token, and do not read the device.
@@ -131,8 +131,7 @@ class Sampler:
         scores = self.processors(history, scores)
         if self._samples:
             # The largest of scores with Gumbel noise is drawn with the probability of its softmax.
-            noise = uniform(tuple(scores.shape), scramble(seed + number * BY_ROW))
-            scores = scores - (-noise.log()).log()
+            scores = scores + gumbel(tuple(scores.shape), scramble(seed + number * BY_ROW))
         token = self._find_largest(scores)
         scaled = logits / self._temperature
         return token, scaled.gather(-1, token[:, None])[:, 0] - scaled.logsumexp(-1)

@@ -22,12 +22,15 @@ def _shift(bits: Tensor, by: int) -> Tensor:
     return torch.bitwise_right_shift(bits & 0x7FFFFFFF, places)
 
 
-def uniform(shape: tuple[int, int], seed: Tensor) -> Tensor:
+def gumbel(shape: tuple[int, int], seed: Tensor) -> Tensor:
     """
-    Numbers between 0 and 1, both left out, in float32: `(rows, columns)`. They follow from a seed, int32 of shape `()`, and
-    the place, and are the same however rows are split over chips.
+    Numbers of the Gumbel distribution in float32: `(rows, columns)`, all finite. They follow from a seed, int32 of shape `()`,
+    and the place, and are the same however rows are split over chips.
     """
-    rows, columns = (torch.arange(size, dtype=torch.int32, device=seed.device) for size in shape)
+    # From 1: the hash of 0 is 0, and a seed may be 0.
+    rows, columns = (torch.arange(1, size + 1, dtype=torch.int32, device=seed.device) for size in shape)
     bits = scramble(scramble(seed + rows[:, None] * BY_ROW) + columns * BY_COLUMN)
-    # 24 of the bits: as many as float32 holds.
-    return (_shift(bits, 7).float() + 0.5) * 2.0**-24
+    # `-log(-log(1 - x))` of a uniform x, since the large numbers, which choose unlikely tokens, then come from an x near 0, where
+    # float32 is fine. Near 1 its steps are 2**-24: of as many columns as a vocabulary has, one would often be infinite.
+    portion = (((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
+    return -(-(-portion).log1p()).log()

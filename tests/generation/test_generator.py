@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hf_tpu_ext.generation import Generator, generate
+from hf_tpu_ext.generation.sampling import Sampler
 from hf_tpu_ext.sharding.plan import place_model
 from hf_tpu_ext.step.layer_scan import LayerStack
 
@@ -237,6 +238,23 @@ def test_samples_follow_the_distribution(xla, settings):
             assert squares.sum().item() < freedom + 4 * (2 * freedom) ** 0.5 + 4
         # Rows are drawn each by itself.
         assert counts.max() < rows
+
+
+def test_unlikely_tokens_are_as_unlikely_in_a_large_vocabulary(xla):
+    """2,048 choices among 50,000 tokens, all but one of them improbable."""
+    model = make(vocab_size=50_000)
+    config, _ = model._prepare_generation_config(GenerationConfig(do_sample=True, pad_token_id=0, top_k=0))
+    sampler, rows, calls = Sampler(model, config, xla), 256, 8
+    for unlikely in (-13.0, -20.0):
+        logits = torch.full((rows, 50_000), unlikely)
+        logits[:, 7] = 1.0
+        expected = calls * rows * (1 - logits[0].double().softmax(-1)[7].item())
+        found = 0
+        for seed in range(calls):
+            numbers = (torch.tensor(number, dtype=torch.int32).to(xla.device) for number in (seed, 0))
+            tokens, _ = sampler.choose(logits.to(xla.device), *numbers, None)
+            found += (tokens.cpu() != 7).sum().item()
+        assert abs(found - expected) < 4 * expected**0.5 + 1
 
 
 def test_public_function_has_arguments_of_generate(qwen):
