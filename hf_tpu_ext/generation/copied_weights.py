@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
@@ -12,10 +11,7 @@ from ..backends.base import Backend
 from ..step.autocast import matmul_dtype
 from ..step.frozen_weights import find_plain_linear
 from ..step.layer_scan import LayerStack
-
-
-# The share of a chip's memory that copies may take while text is generated.
-_MOST_MEMORY = 0.25
+from .models import find_room
 
 
 class CopiedWeights:
@@ -55,8 +51,7 @@ class CopiedWeights:
             dtype = matmul_dtype(weight) if linear in plain else weight.dtype
             needed += weight.numel() * dtype.itemsize
             self._forms += [(transposes and linear is not None, dtype)] * count
-        memory = psutil.virtual_memory().total // backend.num_chips if transposes else backend.memory_per_chip
-        if not backend.loops.in_programs or memory is None or needed > _MOST_MEMORY * memory:
+        if not backend.loops.in_programs or needed > find_room(backend):
             self._stack, self._linear, self._forms = None, {}, []
 
     def __len__(self) -> int:

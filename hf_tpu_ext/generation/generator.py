@@ -22,7 +22,7 @@ from ..step.replay import StepReplay
 from ..step.static_cache import StaticKeyValueCache, pad_positions
 from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights
-from .models import cache_argument, check_model
+from .models import cache_argument, check_model, find_room
 from .sampling import Sampler, count_until_end
 
 
@@ -323,7 +323,7 @@ class Generator:
         prompt, new, chips = self.prompt_lengths[-1], self._new_tokens, self._backend.num_chips
         if not self._backend.loops.in_programs:
             return [prompt + new]
-        return choose_cache_lengths(cache, self._model, prompt, new, chips)
+        return choose_cache_lengths(cache, self._model, prompt, new, chips, find_room(self._backend))
 
     def _decode_one_by_one(self, seed: Tensor, carry: tuple) -> list[Tensor]:
         turns, rows = self._new_tokens - 1, len(carry[1].token)

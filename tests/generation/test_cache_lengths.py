@@ -32,7 +32,27 @@ from hf_tpu_ext.generation.cache_lengths import choose_cache_lengths
 def test_lengths(weights, prompt, new, chips, expected):
     model = nn.Linear(weights, 1, bias=False)
     cache = [torch.empty(2, 2, prompt, 8), torch.empty(4, prompt, 8)]
-    assert choose_cache_lengths(cache, model, prompt, new, chips) == expected
+    assert choose_cache_lengths(cache, model, prompt, new, chips, 2**30) == expected
+
+
+def test_weights_count_as_they_are_read():
+    """Those of floating dtypes in the dtype of the cache, and packed ones as they are."""
+    cache, packed = [torch.empty(8, 256, 8, dtype=torch.bfloat16)], nn.Module()
+    for count, dtype, expected in (
+        (49_200, torch.float32, [768]),
+        (49_100, torch.float32, [384, 768]),
+        (24_600, torch.int32, [768]),
+        (24_500, torch.int32, [384, 768]),
+    ):
+        packed.words = nn.Parameter(torch.empty(count, dtype=dtype), requires_grad=False)
+        assert choose_cache_lengths(cache, packed, 256, 512, 1, 2**30) == expected
+
+
+def test_a_shorter_cache_needs_room_beside_the_next():
+    cache, model = [torch.empty(8, 64, 8)], nn.Linear(100, 1, bias=False)
+    of_position = 4 * 64
+    for room, expected in ((1024, [128, 256, 512, 1024, 2112]), (1023, [2112]), (0, [2112])):
+        assert choose_cache_lengths(cache, model, 64, 2048, 1, room * of_position) == expected
 
 
 @pytest.fixture
