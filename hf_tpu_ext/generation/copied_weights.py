@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
@@ -11,7 +12,17 @@ from ..backends.base import Backend
 from ..step.autocast import matmul_dtype
 from ..step.frozen_weights import find_plain_linear
 from ..step.layer_scan import LayerStack
-from .models import find_room
+
+
+# The share of a chip's memory that copies of weights may take while text is generated, and a second cache as much again.
+_MOST_MEMORY = 0.25
+
+
+def find_room(backend: Backend) -> int:
+    """Bytes of a chip's memory that copies of weights, or a second cache, may take while text is generated; 0 if unknown."""
+    on_host = backend.kernels.platform == "cpu"
+    memory = psutil.virtual_memory().total // backend.num_chips if on_host else backend.memory_per_chip
+    return int(_MOST_MEMORY * (memory or 0))
 
 
 class CopiedWeights:

@@ -21,8 +21,8 @@ from ..step.module_settings import settings_of
 from ..step.replay import StepReplay
 from ..step.static_cache import StaticKeyValueCache, pad_positions
 from .cache_lengths import choose_cache_lengths
-from .copied_weights import CopiedWeights
-from .models import cache_argument, check_model, find_room
+from .copied_weights import CopiedWeights, find_room
+from .models import cache_argument, check_model
 from .sampling import Sampler, count_until_end
 
 

@@ -1,25 +1,13 @@
-"""Which models can generate in programs of static shape, and the memory that they may take for it."""
+"""Which models can generate in programs of static shape."""
 
 import inspect
 
-import psutil
 from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..backends.base import Backend
-
 
 _TYPES_OF_LAYERS = {"full_attention", "sliding_attention"}
-# The share of a chip's memory that what makes generation faster may take, each by itself.
-_MOST_MEMORY = 0.25
-
-
-def find_room(backend: Backend) -> int:
-    """Bytes of a chip's memory that copies of weights may take while text is generated, or a second cache; 0 if unknown."""
-    on_host = backend.kernels.platform == "cpu"
-    memory = psutil.virtual_memory().total // backend.num_chips if on_host else backend.memory_per_chip
-    return int(_MOST_MEMORY * (memory or 0))
 
 
 def cache_argument(model: nn.Module) -> str | None:

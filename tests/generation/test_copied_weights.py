@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hf_tpu_ext.backends.xla import XLABackend
-from hf_tpu_ext.generation import models
+from hf_tpu_ext.generation import copied_weights
 from hf_tpu_ext.generation.copied_weights import CopiedWeights
 from hf_tpu_ext.generation.generator import Generator
 
@@ -65,7 +65,7 @@ def test_text_is_the_same_on_tpu_too(xla, of_tpu, monkeypatch, dtype):
     generator = Generator(of_tpu, xla, GenerationConfig(**GREEDY), [8, 16])
     made = []
     for share in (0, 0.25):
-        monkeypatch.setattr(models, "_MOST_MEMORY", share)
+        monkeypatch.setattr(copied_weights, "_MOST_MEMORY", share)
         with nullcontext() if dtype is None else torch.autocast("xla", dtype):
             made.append(generator.generate(PROMPTS))
         # The memory is free for training.
@@ -81,7 +81,7 @@ def test_nothing_is_copied_without_room(xla, of_tpu, monkeypatch):
         monkeypatch.setattr(XLABackend, "memory_per_chip", memory)
         assert len(CopiedWeights(of_tpu, xla)) == count
     monkeypatch.setattr(xla.kernels, "platform", "cpu")
-    monkeypatch.setattr(models, "_MOST_MEMORY", 0)
+    monkeypatch.setattr(copied_weights, "_MOST_MEMORY", 0)
     assert len(CopiedWeights(of_tpu, xla)) == 0
 
 
