@@ -14,6 +14,8 @@ from ..atomic_write import write_atomically
 
 #: Name of the file in the output directory.
 RECORD_NAME = "run.jsonl"
+#: What is written of one run into its output directory: the record, and the report on it.
+RUN_FILES = (RECORD_NAME, "report.html", "report.md")
 # What is known of every run when it begins.
 _FACTS = {"time", "max_steps", "versions", "arguments", "changed", "model", "rows", "backend", "facts"}
 

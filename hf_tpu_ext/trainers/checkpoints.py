@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..atomic_write import sync_directory, write_atomically
 from ..backends.hosts import Hosts, HostsDisagree
+from ..report.record import RUN_FILES
 
 
 logger = logging.get_logger(__name__)
@@ -25,6 +26,10 @@ MANIFEST_NAME = "manifest.json"
 _RUN_STATE_FILE = "run_state.json"
 # Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
 _TEMPORARY = "_tmp-"
+# Inside a temporary directory, the checkpoint whose place the new one takes.
+_REPLACED = "replaced"
+# Directories of checkpoints that a run does not go on from, numbered.
+_ASIDE = "_earlier"
 
 
 def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
@@ -44,7 +49,54 @@ def temporary_dir(checkpoint: Path) -> Path:
 def remove_leftovers(run_dir: str | Path) -> None:
     """Remove what a process left when it was killed while it wrote or deleted a checkpoint."""
     for path in Path(run_dir).glob(f"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-*"):
-        shutil.rmtree(path)
+        if re.fullmatch(rf"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-\d+", path.name) and path.is_dir():
+            remove_temporary(path)
+
+
+def remove_temporary(directory: Path) -> None:
+    """Remove a [`temporary_dir`]. The checkpoint that was to be replaced gets its name back if no other has it."""
+    checkpoint = directory.with_name(directory.name.removeprefix(_TEMPORARY))
+    replaced = directory / _REPLACED
+    if replaced.exists() and not checkpoint.exists():
+        os.rename(replaced, checkpoint)
+    shutil.rmtree(directory)
+
+
+def set_aside(run_dir: str | Path, resumed: str | None) -> None:
+    """
+    Move checkpoints that a run does not go on from out of its way, with a line that says so: all that are in its
+    directory if it begins anew, and those after the one that it resumes.
+
+    What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
+    upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run goes its
+    record.
+    """
+    run_dir = Path(run_dir)
+    found = checkpoints_by_step(run_dir)
+    inside = resumed is not None and Path(resumed).resolve().parent == run_dir.resolve()
+    last = next((step for step, path in found.items() if inside and path.samefile(resumed)), -1)
+    others = [path for step, path in found.items() if step > last]
+    if not others:
+        return
+    number = 1
+    while (aside := run_dir / f"{_ASIDE}-{number}").exists():
+        number += 1
+    names = [path.name for path in others]
+    listed = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+    if last < 0:
+        begins = "begins anew" if resumed is None else f"goes on from {resumed}"
+        what = f"{run_dir} holds checkpoints of another run ({listed}), and this one {begins}"
+        others += [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+    else:
+        what = f"This run goes on from {resumed}, before {listed}"
+    logger.warning(
+        f"{what}. They are moved to {aside}, where nothing deletes them. To go on with one of them, stop this run and set "
+        f"resume_from_checkpoint={str(aside / names[-1])!r}."
+    )
+    aside.mkdir()
+    for path in others:
+        os.rename(path, aside / path.name)
+    sync_directory(run_dir)
 
 
 def seal(directory: Path) -> None:
@@ -67,7 +119,7 @@ def seal(directory: Path) -> None:
 def move_into_place(written: Path, checkpoint: Path) -> None:
     """Give a sealed checkpoint inside [`temporary_dir`] its name, atomically, in place of what is there."""
     if checkpoint.exists():
-        os.rename(checkpoint, written.with_name("replaced"))
+        os.rename(checkpoint, written.with_name(_REPLACED))
     os.rename(written, checkpoint)
     sync_directory(checkpoint.parent)
 
@@ -122,17 +174,17 @@ def delete_old(run_dir: str | Path, newest: Path, limit: int | None, best: str |
     Delete the oldest checkpoints, down to `limit` (`save_total_limit`), except the newest, which was just written, and
     the best.
 
-    Upstream goes by the time of their last change. Here the number in their name counts, whatever the clock does; one
-    that is higher than the newest's was left by another run, and goes first.
+    Upstream goes by the time of their last change. Here the number in their name counts, whatever the clock does. One that
+    is higher than the newest's is not of this run ([`set_aside`]): it is left alone.
     """
     if not limit or limit < 0:
         return
     found = checkpoints_by_step(run_dir)
-    step = next(step for step, path in found.items() if path == newest)
+    newest_step = next(step for step, path in found.items() if path == newest)
+    own = [path for step, path in found.items() if step <= newest_step]
     kept = {newest} if best is None else {newest, Path(best)}
-    oldest_first = sorted(found, key=lambda other: (other <= step, other))
-    surplus = len(found) - max(limit, len(kept))
-    for path in [found[other] for other in oldest_first if found[other] not in kept][: max(0, surplus)]:
+    surplus = len(own) - max(limit, len(kept))
+    for path in [path for path in own if path not in kept][: max(0, surplus)]:
         # Renamed first: half a checkpoint never has the name of one.
         os.rename(path, temporary_dir(path))
         shutil.rmtree(temporary_dir(path))
@@ -177,9 +229,14 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         if damage is None:
             return str(checkpoint)
         logger.warning(f"{checkpoint} is skipped: {damage}.")
+    earlier = sorted(
+        (path for path in Path(output_dir).glob(f"{_ASIDE}-*/{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()),
+        key=lambda path: path.stat().st_mtime,
+    )
+    of_others = f"Of other runs there is {earlier[-1]}, which can be named instead of True. " if earlier else ""
     raise ValueError(
-        f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. Leave resume_from_checkpoint out to "
-        "start over, or set output_dir to the directory of the run to resume."
+        f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. {of_others}Leave "
+        "resume_from_checkpoint out to start over, or set output_dir to the directory of the run to resume."
     )
 
 

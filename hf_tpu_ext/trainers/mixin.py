@@ -18,10 +18,11 @@ from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens
 from .batches import BatchesMixin
-from .checkpoints import leaving_no_empty_dir
+from .checkpoints import leaving_no_empty_dir, set_aside
 from .dataset_checks import check_has_rows, named_datasets
 from .evaluation import CompiledEvaluation
 from .lengths import lengths_for, pad_token_of
+from .run_lock import only_run_in
 from .saving import SavingMixin
 from .set_up import SetUpMixin
 from .status import StatusMixin
@@ -336,22 +337,25 @@ class TPUTrainerMixin(
                 max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
             )
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
         self.followed.take_up()
-        checkpoint = self._find_checkpoint(resume_from_checkpoint)
-        if self.backend.static_shapes:
-            self.expect_batches("train")
-        self.alike.check_beginning()
-        with (
-            self.backend.hosts.together("training"),
-            self.stopping_when_told(),
-            self.models_as_run(),
-            self.copies.real(),
-        ):
-            try:
-                return super().train(checkpoint, *args, **kwargs)
-            finally:
-                self._end_run()
+        with only_run_in(self.args.output_dir, self.backend.hosts, self._writes_run):
+            checkpoint = self._find_checkpoint(resume_from_checkpoint)
+            if self.backend.static_shapes:
+                self.expect_batches("train")
+            self.alike.check_beginning()
+            if self._writes_run:
+                set_aside(self._get_output_dir(trial), checkpoint)
+            with (
+                self.backend.hosts.together("training"),
+                self.stopping_when_told(),
+                self.models_as_run(),
+                self.copies.real(),
+            ):
+                try:
+                    return super().train(checkpoint, trial, *args, **kwargs)
+                finally:
+                    self._end_run()
 
     @contextmanager
     def models_as_run(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from .checkpoints import (
     move_into_place,
     read_run_state,
     remove_leftovers,
+    remove_temporary,
     seal,
     temporary_dir,
     write_run_state,
@@ -89,10 +90,15 @@ class SavingMixin:
 
     # ---- Resuming ----
 
+    @property
+    def _writes_run(self) -> bool:
+        """Whether this process, of all that train together, has the output directory in its keeping."""
+        return self.backend.hosts.index == 0 and self.is_world_process_zero()
+
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
         self._check_best_metric()
-        if self.args.should_save:
+        if self._writes_run:
             remove_leftovers(self.args.output_dir)
         hosts = self.backend.hosts
         if self.args.load_best_model_at_end:
@@ -345,7 +351,9 @@ class SavingMixin:
                 move_into_place(written, checkpoint)
         finally:
             if self.args.should_save:
-                shutil.rmtree(self._unfinished, ignore_errors=True)
+                # The disk may be gone altogether.
+                with suppress(OSError):
+                    remove_temporary(self._unfinished)
             self._unfinished = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -165,16 +165,16 @@ def test_newest_is_by_number_whatever_the_clock(tmp_path):
     [
         (None, None, [2, 4, 6, 8, 50]),
         (0, None, [2, 4, 6, 8, 50]),
-        (3, None, [4, 6, 8]),
-        (1, None, [8]),
-        (2, 2, [2, 8]),
-        (1, 2, [2, 8]),
-        (1, 8, [8]),
+        (3, None, [4, 6, 8, 50]),
+        (1, None, [8, 50]),
+        (2, 2, [2, 8, 50]),
+        (1, 2, [2, 8, 50]),
+        (1, 8, [8, 50]),
         (9, None, [2, 4, 6, 8, 50]),
     ],
 )
 def test_oldest_are_deleted(tmp_path, limit, best, left):
-    """Checkpoint 50 is of an earlier run in the same directory. The clock went back, so the newest looks oldest."""
+    """Checkpoint 50 is of another run in the same directory, and is left alone. The clock went back, so the newest looks oldest."""
     for step in (50, 2, 4, 6, 8):
         os.utime(write_checkpoint(tmp_path, step), (9000 - step, 9000 - step))
     newest = tmp_path / "checkpoint-8"
@@ -195,8 +195,27 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     whole = write_checkpoint(tmp_path, 4)
     (temporary_dir(tmp_path / "checkpoint-6") / "checkpoint-6").mkdir(parents=True)
     (tmp_path / "_tmp-mine").mkdir()
+    (tmp_path / "_tmp-checkpoint-mine").mkdir()
     remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_tmp-mine", whole.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "_tmp-checkpoint-mine",
+        "_tmp-mine",
+        whole.name,
+    ]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_checkpoint_that_was_to_be_replaced_is_not_lost(tmp_path, written):
+    """The process was killed between the two renames, before and after the second."""
+    before = write_checkpoint(tmp_path, 4, seed=1)
+    temporary = temporary_dir(before)
+    temporary.mkdir()
+    before.rename(temporary / "replaced")
+    if written:
+        write_checkpoint(tmp_path / "other", 4, seed=2).rename(before)
+    remove_leftovers(tmp_path)
+    expected = write_checkpoint(tmp_path / "expected", 4, seed=2 if written else 1)
+    assert contents(before) == contents(expected) and not temporary.exists()
 
 
 # ---- Saves of a trainer ----
@@ -281,19 +300,16 @@ def test_output_that_becomes_read_only(runs, tmp_path):
 
 
 def test_a_save_that_is_interrupted_leaves_no_checkpoint(runs):
-    """The second signal comes in the middle of a save, in the place of a checkpoint of an earlier run."""
-    config = {**SAVES, "save_total_limit": 2}
-    runs.ours(**config)
+    """The second signal comes in the middle of a save, in the place of a checkpoint that this run has written before."""
+    trainer = runs.ours(**{**SAVES, "save_total_limit": 2})
     before = contents(runs.output_dir / "checkpoint-4")
-    trainer = runs.ours(**config, train=False)
 
     def stop(output_dir):
-        if trainer.state.global_step == 4:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     trainer._save_rng_state = stop
     with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+        trainer._save_checkpoint(trainer.model, None)
     assert contents(runs.output_dir / "checkpoint-4") == before
     assert not list(runs.output_dir.glob("_tmp-*"))
 
