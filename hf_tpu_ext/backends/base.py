@@ -268,11 +268,6 @@ class Backend(ABC):
         # with one, and the weight would have no gradient. A compiler casts a weight once however often it is asked to.
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
 
-    @property
-    def checkpoint_function(self) -> Callable | None:
-        """The activation checkpoint function that saves memory here, or `None` where PyTorch's own does."""
-        return None
-
     def separate(self, tensors: list[torch.Tensor]) -> None:  # noqa: B027
         """Keep the compiler from looking past tensors: what uses them from now on waits until all are there."""
 

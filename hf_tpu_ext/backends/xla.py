@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from torch_xla.utils.checkpoint import checkpoint
 
 from ..hardware.topologies import Chip, find_chip
 from .base import map_tensors
@@ -307,12 +306,6 @@ class XLABackend(XLACompileCache):
                     if replica == 0:
                         on_host[index][tuple(slices)] = part
         return [on_host[index] for index in range(len(tensors))]
-
-    @property
-    def checkpoint_function(self) -> Callable:
-        # PyTorch's own checkpoint fails on XLA (`torch.xla` does not exist), and a shim for that trains but saves
-        # nothing: XLA removes the recomputation as a duplicate. torch_xla's puts an optimization barrier before it.
-        return partial(checkpoint, use_reentrant=True)
 
     def separate(self, tensors: list[torch.Tensor]) -> None:
         xm.optimization_barrier_(tensors)

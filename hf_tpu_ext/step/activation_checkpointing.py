@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..backends.base import Backend
 from .autocast import current_autocast
@@ -20,19 +22,6 @@ _DOTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Sums of fewer products are computed again sooner than written and read: a TPU v5e computes 240 products while it moves a
 # byte, and what a loop keeps is written once and read twice, by the compiler's clock at a fraction of the bandwidth.
 _LEAST_SUMMED = 2048
-
-
-def use_checkpoint_function(model: nn.Module, function: Callable) -> int:
-    """
-    Make the layers that checkpoint their activations call `function(layer, *inputs)`, and count them.
-
-    transformers keeps the function in `_gradient_checkpointing_func` of each such layer
-    (`transformers/modeling_layers.py`), set when checkpointing is enabled.
-    """
-    layers = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
-    for layer in layers:
-        layer._gradient_checkpointing_func = function
-    return len(layers)
 
 
 class Dots(TorchDispatchMode):
@@ -111,69 +100,125 @@ def keep_results(
     return results
 
 
-class _KeepDots(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
+    """
+    Calls a function without a graph, and again with one in the backward pass. The gradients of parameters that it computes with
+    are added to them there; `inputs` get theirs, and `anchor` has none: if it requires a gradient, so do the outputs.
+    """
+
     @staticmethod
-    def forward(ctx, function: Callable, backend: Backend, *inputs: Any) -> Any:
-        ctx.function, ctx.backend, ctx.rng_state = function, backend, backend.rng_state()
+    def forward(ctx, call: Callable, backend: Backend, keeps_dots: bool, anchor: Tensor, *inputs: Tensor) -> Any:
+        ctx.call, ctx.backend, ctx.num_inputs = call, backend, len(inputs)
+        ctx.rng_states = backend.rng_state(), torch.get_rng_state()
         ctx.autocast = current_autocast(backend.device.type)
-        with torch.no_grad(), Dots() as dots:
-            outputs = function(*inputs)
-        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.places = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        ctx.save_for_backward(*(inputs[index] for index in ctx.places), *dots.results)
+        with torch.no_grad(), Dots() if keeps_dots else nullcontext() as dots:
+            outputs = call(*inputs)
+        ctx.save_for_backward(*inputs, *(dots.results if keeps_dots else ()))
+        ctx.keeps_dots = keeps_dots
         return outputs
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None) -> tuple:
-        backend, count = ctx.backend, len(ctx.places)
+        backend, count = ctx.backend, ctx.num_inputs
         # What is computed again depends on the gradient, so it is not what was computed before.
         backend.separate([*ctx.saved_tensors, *(gradient for gradient in gradients if gradient is not None)])
-        inputs = list(ctx.others)
-        for index, value in zip(ctx.places, ctx.saved_tensors[:count], strict=True):
-            inputs[index] = value.detach().requires_grad_(ctx.needs_input_grad[2 + index])
-        now = backend.rng_state()
-        backend.set_rng_state(ctx.rng_state)
-        with torch.enable_grad(), ctx.autocast(), Dots(list(ctx.saved_tensors[count:])):
-            outputs = ctx.function(*inputs)
+        inputs = [
+            value.detach().requires_grad_(needs)
+            for value, needs in zip(ctx.saved_tensors[:count], ctx.needs_input_grad[4:], strict=True)
+        ]
+        now, (state, state_of_host) = backend.rng_state(), ctx.rng_states
+        backend.set_rng_state(state)
+        kept = Dots(list(ctx.saved_tensors[count:])) if ctx.keeps_dots else nullcontext()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast(), kept:
+            torch.set_rng_state(state_of_host)
+            outputs = ctx.call(*inputs)
         backend.set_rng_state(now)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
             if isinstance(output, Tensor) and output.requires_grad and gradient is not None
         ]
-        torch.autograd.backward(*zip(*pairs, strict=True))
-        return None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs)
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, None, None, *(value.grad for value in inputs)
 
 
-def keep_dots(backend: Backend, function: Callable, *inputs: Any) -> Any:
+def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: Callable[..., Any], *args: Any) -> Any:
     """
-    Run a layer, and keep its matrix products with weights: in the backward pass only the rest is computed again, which
-    is attention and what works element by element. At least one of `inputs` requires a gradient.
+    Call `function(*args)`, which computes with the parameters of `module`, and compute it again in the backward pass, from the
+    tensors of `args` and, if it is a [`~functools.partial`], of its keywords. Whatever has a gradient without this has the same
+    one, whether it is an input or a parameter.
 
-    A policy of PyTorch's own (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) would save nothing on
-    XLA: the program would hold the same operators twice, and the compiler keep one of them.
+    PyTorch's own function fails on XLA (`torch.xla` does not exist), and a shim for that trains but saves nothing: XLA removes
+    the recomputation as a duplicate. So would it with `torch.utils.checkpoint.create_selective_checkpoint_contexts`. torch_xla's
+    needs an input with a gradient, which a layer does not have behind a frozen embedding, or where a model has none.
+
+    Args:
+        module ([`~torch.nn.Module`]):
+            The module that `function` belongs to.
+        backend ([`Backend`]):
+            The backend in use.
+        keeps_dots (`bool`):
+            Whether to keep the results of matrix products with weights and of kernels, so that the rest alone is computed again.
+        function (`Callable`):
+            What to call.
+        *args (`Any`):
+            Its arguments.
+
+    Returns:
+        `Any`: Its result.
     """
-    return _KeepDots.apply(function, backend, *inputs)
+    leaves, structure = tree_flatten((args, function.keywords if isinstance(function, partial) else {}))
+    # Keywords such as masks are the same for all layers. Only those with a gradient have to pass through autograd's function.
+    num_positional = len(tree_leaves(args))
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and (place < num_positional or leaf.requires_grad)
+    ]
+    tensors = [leaves[place] for place in places]
+    others = [None if place in places else leaf for place, leaf in enumerate(leaves)]
+    structure_of_outputs = None
+
+    def call(*inputs: Tensor) -> tuple:
+        nonlocal structure_of_outputs
+        values = list(others)
+        for place, value in zip(places, inputs, strict=True):
+            values[place] = value
+        args, kwargs = tree_unflatten(values, structure)
+        outputs, structure_of_outputs = tree_flatten(function(*args, **kwargs))
+        return tuple(outputs)
+
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    anchor = torch.empty(0, requires_grad=is_trained)
+    outputs = _Recomputed.apply(call, backend, keeps_dots, anchor, *tensors)
+    return tree_unflatten(outputs, structure_of_outputs)
 
 
-def _checkpointed(module: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(module: nn.Module, backend: Backend, *args: Any, **kwargs: Any) -> Any:
     forward = type(module).forward
     if not (module.training and torch.is_grad_enabled()):
         return forward(module, *args, **kwargs)
-    # Gradients reach what is passed by position only.
-    names, values = tuple(kwargs), (*args, *kwargs.values())
-
-    def run(*values: Any) -> Any:
-        return forward(module, *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
-
-    return function(run, *values)
+    return recompute(module, backend, False, partial(forward, module, **kwargs), *args)
 
 
-def checkpoint_modules(model: nn.Module, names: str, function: Callable) -> list[nn.Module]:
+def checkpoint_layers(model: nn.Module, backend: Backend, keeps_dots: bool = False) -> int:
+    """
+    Make the layers that checkpoint their activations do so by [`recompute`], and count them.
+
+    transformers keeps the function in `_gradient_checkpointing_func` of each such layer
+    (`transformers/modeling_layers.py`), set when checkpointing is enabled.
+    """
+    layers = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(recompute, layer, backend, keeps_dots)
+    return len(layers)
+
+
+def checkpoint_modules(model: nn.Module, names: str, backend: Backend) -> list[nn.Module]:
     """
     Checkpoint the modules whose names end as `names` say, e.g. `"mlp"` or `"self_attn,mlp"`, instead of whole layers,
-    by `function(run, *inputs)`. Deleting `forward` of each undoes it. A name of no module is a `ValueError`.
+    by [`recompute`]. Deleting `forward` of each undoes it. A name of no module is a `ValueError`.
     """
     found: list[nn.Module] = []
     for name in names.split(","):
@@ -188,7 +233,7 @@ def checkpoint_modules(model: nn.Module, names: str, function: Callable) -> list
             )
         found.extend(chosen)
     for module in found:
-        module.forward = partial(_checkpointed, module, function)
+        module.forward = partial(_checkpointed, module, backend)
     return found
 
 
@@ -200,9 +245,7 @@ def rematerialize(model: nn.Module, policy: str, backend: Backend) -> list[nn.Mo
     """
     if policy == "none":
         return []
-    # The functions need inputs that require gradients, which frozen embeddings do not give.
-    model.enable_input_require_grads()
     if policy not in POLICIES:
-        return checkpoint_modules(model, policy, backend.checkpoint_function)
-    use_checkpoint_function(model, backend.checkpoint_function if policy == "full" else partial(keep_dots, backend))
+        return checkpoint_modules(model, policy, backend)
+    checkpoint_layers(model, backend, keeps_dots=policy == "dots")
     return []

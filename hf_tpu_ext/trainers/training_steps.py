@@ -62,7 +62,6 @@ class TrainingSteps(TrainerCallback):
         self._under_way: str | None = None
         self._gradients: StepGradients | None = None
         self._rematerialized: list[nn.Module] = []
-        self._requires_grads = False
 
     @property
     def replays(self) -> bool:
@@ -75,7 +74,6 @@ class TrainingSteps(TrainerCallback):
         trainer = self._trainer
         with trainer.layers.in_place():
             self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
-        self._requires_grads = trainer.compiled.rematerialization != "none"
         with trainer.layers.as_a_loop():
             self._begin_run(model, optimizer.optimizer)
 
@@ -127,9 +125,6 @@ class TrainingSteps(TrainerCallback):
         for module in self._rematerialized:
             del module.forward
         self._rematerialized = []
-        if self._requires_grads:
-            unwrap_peft_model(trainer.model).disable_input_require_grads()
-            self._requires_grads = False
         trainer.chips.local_gradients = None
 
     # ---- A step ----

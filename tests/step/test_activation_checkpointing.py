@@ -1,7 +1,5 @@
 """Activation checkpointing on XLA changes no number, and really recomputes."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch_xla
@@ -11,12 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.step.activation_checkpointing import (
-    checkpoint_modules,
-    keep_dots,
-    rematerialize,
-    use_checkpoint_function,
-)
+from hf_tpu_ext.step.activation_checkpointing import checkpoint_layers, rematerialize
 from hf_tpu_ext.step.attention import static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
 
@@ -31,7 +24,7 @@ def model_dir(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS)
 
 
-def forward_and_backward(xla, model_dir, function, dropout=0.0, lora=False, names=None, dtype=None):
+def forward_and_backward(xla, model_dir, policy, dropout=0.0, lora=False, dtype=None):
     """The loss, the gradients and the program that computes them, before XLA's own passes."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, attention_dropout=dropout)
     if lora:
@@ -39,13 +32,9 @@ def forward_and_backward(xla, model_dir, function, dropout=0.0, lora=False, name
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     use_static_kernels(model)
     xla.place(model).train()
-    if function is not None:
+    if policy in ("full", "dots"):
         model.gradient_checkpointing_enable()
-        model.enable_input_require_grads()
-        assert use_checkpoint_function(model, function) == MARKED
-    if names is not None:
-        model.enable_input_require_grads()
-        checkpoint_modules(model, names, xla.checkpoint_function)
+    rematerialize(model, policy, xla)
     ids = xla.send(torch.arange(24).reshape(2, 12) + 7)
     mask = xla.send(torch.ones(2, 12, dtype=torch.int64))
     xla.wait()
@@ -69,8 +58,8 @@ def count(operation, program):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_no_number_changes_and_each_layer_is_recomputed_behind_a_barrier(xla, model_dir, lora):
-    loss, gradients, program = forward_and_backward(xla, model_dir, None, lora=lora)
-    again_loss, again_gradients, again = forward_and_backward(xla, model_dir, xla.checkpoint_function, lora=lora)
+    loss, gradients, program = forward_and_backward(xla, model_dir, "none", lora=lora)
+    again_loss, again_gradients, again = forward_and_backward(xla, model_dir, "full", lora=lora)
     assert torch.equal(loss, again_loss)
     assert gradients.keys() == again_gradients.keys()
     for name, gradient in gradients.items():
@@ -85,9 +74,9 @@ def test_no_number_changes_and_each_layer_is_recomputed_behind_a_barrier(xla, mo
 
 
 def test_dropout_is_drawn_the_same_way_twice(xla, model_dir):
-    loss, gradients, _ = forward_and_backward(xla, model_dir, None, dropout=0.3)
-    again_loss, again_gradients, _ = forward_and_backward(xla, model_dir, xla.checkpoint_function, dropout=0.3)
-    plain_loss, _, _ = forward_and_backward(xla, model_dir, None)
+    loss, gradients, _ = forward_and_backward(xla, model_dir, "none", dropout=0.3)
+    again_loss, again_gradients, _ = forward_and_backward(xla, model_dir, "full", dropout=0.3)
+    plain_loss, _, _ = forward_and_backward(xla, model_dir, "none")
     assert torch.equal(loss, again_loss) and not torch.equal(loss, plain_loss)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, again_gradients[name]), name
@@ -98,18 +87,12 @@ def test_dropout_is_drawn_the_same_way_twice(xla, model_dir):
 POLICIES = {"dots": 2, "mlp": 2, "self_attn": 5, "mlp,self_attn": 7}
 
 
-def policy_arguments(xla, policy):
-    return {"function": partial(keep_dots, xla)} if policy == "dots" else {"function": None, "names": policy}
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_recomputes_what_it_says_and_changes_no_number(xla, model_dir, policy, lora, monkeypatch):
     monkeypatch.setattr("hf_tpu_ext.step.activation_checkpointing._LEAST_SUMMED", 8)
-    loss, gradients, program = forward_and_backward(xla, model_dir, None, lora=lora)
-    again_loss, again_gradients, again = forward_and_backward(
-        xla, model_dir, lora=lora, **policy_arguments(xla, policy)
-    )
+    loss, gradients, program = forward_and_backward(xla, model_dir, "none", lora=lora)
+    again_loss, again_gradients, again = forward_and_backward(xla, model_dir, policy, lora=lora)
     assert torch.equal(loss, again_loss)
     assert gradients.keys() == again_gradients.keys()
     for name, gradient in gradients.items():
@@ -125,8 +108,8 @@ def test_a_policy_recomputes_what_it_says_and_changes_no_number(xla, model_dir, 
 @pytest.mark.parametrize("policy", ["dots", "self_attn"])
 def test_a_policy_keeps_dropout_and_autocast(xla, model_dir, policy):
     both = {"dropout": 0.3, "dtype": torch.bfloat16}
-    loss, gradients, _ = forward_and_backward(xla, model_dir, None, **both)
-    again_loss, again_gradients, _ = forward_and_backward(xla, model_dir, **policy_arguments(xla, policy), **both)
+    loss, gradients, _ = forward_and_backward(xla, model_dir, "none", **both)
+    again_loss, again_gradients, _ = forward_and_backward(xla, model_dir, policy, **both)
     assert torch.equal(loss, again_loss)
     for name, gradient in gradients.items():
         # XLA leaves out roundings to bfloat16 within what it fuses, which is not the same in both programs.
@@ -151,23 +134,19 @@ def test_a_replaced_forward_can_be_undone(xla, model_dir):
 
 
 def test_pytorchs_own_function_would_not_do(xla, model_dir):
-    """Why there is one of the backend: without `torch.xla` it fails, and it has no barrier."""
+    """Why there is one of this package: without `torch.xla` it fails, and it has no barrier."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    xla.place(model).train().gradient_checkpointing_enable()
+    ids = xla.send(torch.arange(24).reshape(2, 12) + 7)
     with pytest.raises(AttributeError, match="xla"):
-        forward_and_backward(xla, model_dir, partial(torch.utils.checkpoint.checkpoint, use_reentrant=True))
-
-
-def test_eager_devices_use_pytorchs_own():
-    assert CPUBackend("for the test").checkpoint_function is None
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
 def test_only_layers_that_checkpoint_are_changed(xla, model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    assert use_checkpoint_function(model, xla.checkpoint_function) == 0
-    assert use_checkpoint_function(nn.Linear(2, 2), xla.checkpoint_function) == 0
+    assert checkpoint_layers(model, xla) == 0
+    assert checkpoint_layers(nn.Linear(2, 2), xla) == 0
     model.gradient_checkpointing_enable()
-    layers = model.model.layers
-    before = [layer._gradient_checkpointing_func for layer in layers]
-    function = xla.checkpoint_function
-    assert use_checkpoint_function(model, function) == MARKED
-    assert all(layer._gradient_checkpointing_func is function for layer in layers)
-    assert function not in before
+    before = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    assert checkpoint_layers(model, xla) == MARKED
+    assert all(layer._gradient_checkpointing_func not in before for layer in model.model.layers)
