@@ -28,7 +28,8 @@ def live_tensors() -> list[torch.Tensor]:
 
 
 def _on_device(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla"]
+    # Not by its device: a parameter whose tensor is gone, though its object is not, has none.
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_xla]
 
 
 def computed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,5 +1,7 @@
 """Placing a model, sending and fetching on the XLA backend, and the defaults that eager devices have."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.backends.xla_tensors import live_tensors
 from hf_tpu_ext.examples.tiny import make_model
 
 
@@ -229,3 +232,16 @@ def test_device_is_named(xla):
     assert xla.device_name == "CPU, compiled by XLA"
     assert xla.num_chips == 1
     assert "CPU" in CPUBackend("for the test").device_name
+
+
+def test_a_parameter_whose_tensor_is_gone_is_passed_over(xla):
+    """The loss of a deleted model is held, as in a notebook whose cell is run again."""
+    model = torch.nn.Linear(2, 2)
+    # A cycle, as models have it by their hooks.
+    model.itself = [model]
+    loss = model.to(xla.device)(torch.ones(1, 2, device=xla.device)).sum()
+    del model
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    assert any(not tensor.is_xla and not tensor.is_cpu for tensor in tensors)
+    assert any(tensor is loss for tensor in live_tensors())
