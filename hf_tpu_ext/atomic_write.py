@@ -1,7 +1,8 @@
-"""Files that are whole or not there."""
+"""Files and directories that are whole or not there."""
 
 import os
 import secrets
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +35,44 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
             partial.unlink()
         raise
     sync_directory(path.parent)
+
+
+# Inside a temporary directory, what was there whose place the new directory takes.
+_REPLACED = "replaced"
+
+
+def move_into_place(written: Path, target: Path) -> None:
+    """
+    Give a directory that was written inside a temporary one its name. What has the name goes to the temporary directory,
+    for [`remove_temporary`].
+
+    Args:
+        written (`Path`):
+            The directory, in a temporary directory of its own, on the same disk.
+        target (`Path`):
+            Its name.
+    """
+    if target.exists():
+        os.rename(target, written.with_name(_REPLACED))
+    os.rename(written, target)
+    sync_directory(target.parent)
+
+
+def remove_temporary(temporary: Path, target: Path) -> None:
+    """
+    Remove a temporary directory with what was written in it. If [`move_into_place`] came half-way, what was to be replaced
+    gets its name back first.
+
+    Args:
+        temporary (`Path`):
+            The temporary directory.
+        target (`Path`):
+            Whose place what was written in it was to take.
+    """
+    replaced = temporary / _REPLACED
+    if replaced.exists() and not target.exists():
+        os.rename(replaced, target)
+    shutil.rmtree(temporary)
 
 
 def sync_directory(path: str | Path) -> None:

@@ -116,11 +116,11 @@ def _write_gguf(args: argparse.Namespace) -> int:
 
     if args.quantize is None:
         raise ValueError("--gguf rounds the weights in a GGUF file. Add --quantize.")
-    for name in ("merge", "ema", "dtype", "output_dir", "overwrite", "base_model", "prompts"):
+    for name in ("merge", "ema", "dtype", "output_dir", "base_model", "prompts"):
         if vars(args)[name]:
             raise ValueError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")
     trained_for = choose_quantization(args.run_dir, args.quantize, args.group_size, args.scale)
-    export = write_gguf(args.gguf, trained_for)
+    export = write_gguf(args.gguf, trained_for, args.overwrite)
     print(
         f"{export.tensors} matrices in {trained_for.describe()}, as {export.type}; {format_bytes(export.num_bytes)} in all\n"
         f"Scales are float16: a weight differs by at most {export.difference:.2g} of its scale from the one that was trained\n"

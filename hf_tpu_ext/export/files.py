@@ -1,13 +1,15 @@
 """A directory that is there as a whole or not at all."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..atomic_write import move_into_place, remove_temporary
 from ..formatting import format_bytes
 
 
@@ -40,10 +42,27 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
             f"--output_dir {output_dir} holds files that are no export (it has no {REPORT_FILE}), which are left alone. "
             "Give another directory."
         )
+    foreign = _not_of_export(output_dir)
+    if foreign:
+        raise ValueError(
+            f"--output_dir {output_dir} holds an export and files that it did not write: {foreign}. Move them away, or give "
+            "another directory."
+        )
     if not overwrite:
         raise ValueError(
             f"--output_dir {output_dir} holds an export already. Add --overwrite, or give another directory."
         )
+
+
+def _not_of_export(directory: Path) -> str:
+    """Files in an earlier export that are not of it."""
+    try:
+        written = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError):
+        # Of a version that did not note them.
+        written = [REPORT_FILE]
+    foreign = sorted({path.name for path in directory.iterdir()} - {*written})
+    return ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
 
 
 def check_room(output_dir: Path, size: int) -> None:
@@ -64,19 +83,19 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
     there. It is removed where that is not reached. Raises `OSError` where it cannot be written.
     """
     output_dir = output_dir.absolute()
-    partial, old = (output_dir.with_name(f".{output_dir.name}.{suffix}") for suffix in ("partial", "old"))
+    temporary = output_dir.with_name(f".{output_dir.name}.hf_tpu_export")
     # Left behind by one that was killed.
-    for directory in (partial, old):
-        shutil.rmtree(directory, ignore_errors=True)
+    if temporary.exists():
+        remove_temporary(temporary, output_dir)
+    written = temporary / output_dir.name
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        if output_dir.exists():
-            os.replace(output_dir, old)
-        os.replace(partial, output_dir)
+        written.mkdir(parents=True)
+        yield written
+        move_into_place(written, output_dir)
     except SafetensorError as error:
         # What safetensors makes of a full disk.
         raise OSError(f"{output_dir} cannot be written: {error}. Nothing of it was kept.") from error
     finally:
-        for directory in (partial, old):
-            shutil.rmtree(directory, ignore_errors=True)
+        # The disk may be gone altogether.
+        with suppress(OSError):
+            remove_temporary(temporary, output_dir)

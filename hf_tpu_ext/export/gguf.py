@@ -44,7 +44,7 @@ class GGUFExport:
     difference: float
 
 
-def write_gguf(source: str | Path, trained_for: TrainedFor) -> GGUFExport:
+def write_gguf(source: str | Path, trained_for: TrainedFor, overwrite: bool = False) -> GGUFExport:
     """
     Write a float32 GGUF file of a model, as llama.cpp's `convert_hf_to_gguf.py` makes it, anew beside it, with the matrices
     of its layers rounded as they were trained to be. Converting has put rows elsewhere and no element of a row, and groups lie
@@ -67,12 +67,15 @@ def write_gguf(source: str | Path, trained_for: TrainedFor) -> GGUFExport:
             f"--gguf {source}: there is no such file. Make it of the merged model by llama.cpp: hf-tpu export RUN --merge "
             "--dtype float32; python convert_hf_to_gguf.py RUN/merged --outtype f32"
         )
+    name = _TYPES[rounding.bits]
+    path = source.with_name(f"{source.stem}.{name}.gguf")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} is there already. Add --overwrite to replace it, or move it away.")
     # PyTorch is there by now, and gguf takes a while.
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, Keys, LlamaFileType, quants
     from gguf.constants import GGML_QUANT_VERSION, GGUFValueType
     from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
-    name = _TYPES[rounding.bits]
     kind = GGMLQuantizationType[name]
     reader = GGUFReader(source)
     chosen = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
@@ -95,7 +98,6 @@ def write_gguf(source: str | Path, trained_for: TrainedFor) -> GGUFExport:
         else:
             continue
         reader.tensors[place] = tensor._replace(data=data, tensor_type=type_, n_bytes=data.nbytes)
-    path = source.with_name(f"{source.stem}.{name}.gguf")
     partial = path.with_name(f".{path.name}.partial")
     writer = GGUFWriter(partial, reader.get_field(Keys.General.ARCHITECTURE).contents())
     changed = {

@@ -262,7 +262,9 @@ def export_run(
         )
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
         versions = {"hf_tpu_ext": __version__, **versions}
-        report = json.dumps({**dataclasses.asdict(export), "versions": versions}, indent=2)
+        # What an export that takes its place may delete.
+        files = sorted([*(path.name for path in partial.iterdir()), REPORT_FILE])
+        report = json.dumps({**dataclasses.asdict(export), "versions": versions, "files": files}, indent=2)
         (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
     return export
 

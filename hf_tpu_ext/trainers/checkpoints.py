@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..atomic_write import sync_directory, write_atomically
+from ..atomic_write import remove_temporary, sync_directory, write_atomically
 from ..backends.hosts import Hosts, HostsDisagree
 from ..report.record import RUN_FILES
 
@@ -26,8 +26,6 @@ MANIFEST_NAME = "manifest.json"
 _RUN_STATE_FILE = "run_state.json"
 # Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
 _TEMPORARY = "_tmp-"
-# Inside a temporary directory, the checkpoint whose place the new one takes.
-_REPLACED = "replaced"
 # Directories of checkpoints that a run does not go on from, numbered.
 _ASIDE = "_earlier"
 
@@ -50,16 +48,7 @@ def remove_leftovers(run_dir: str | Path) -> None:
     """Remove what a process left when it was killed while it wrote or deleted a checkpoint."""
     for path in Path(run_dir).glob(f"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-*"):
         if re.fullmatch(rf"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-\d+", path.name) and path.is_dir():
-            remove_temporary(path)
-
-
-def remove_temporary(directory: Path) -> None:
-    """Remove a [`temporary_dir`]. The checkpoint that was to be replaced gets its name back if no other has it."""
-    checkpoint = directory.with_name(directory.name.removeprefix(_TEMPORARY))
-    replaced = directory / _REPLACED
-    if replaced.exists() and not checkpoint.exists():
-        os.rename(replaced, checkpoint)
-    shutil.rmtree(directory)
+            remove_temporary(path, path.with_name(path.name.removeprefix(_TEMPORARY)))
 
 
 def set_aside(run_dir: str | Path, resumed: str | None) -> None:
@@ -114,14 +103,6 @@ def seal(directory: Path) -> None:
         sync_directory(path)
     # Brings the directory itself to the disk, too.
     write_atomically(directory / MANIFEST_NAME, json.dumps({"files": files}, indent=1))
-
-
-def move_into_place(written: Path, checkpoint: Path) -> None:
-    """Give a sealed checkpoint inside [`temporary_dir`] its name, atomically, in place of what is there."""
-    if checkpoint.exists():
-        os.rename(checkpoint, written.with_name(_REPLACED))
-    os.rename(written, checkpoint)
-    sync_directory(checkpoint.parent)
 
 
 def find_damage(checkpoint: Path) -> str | None:

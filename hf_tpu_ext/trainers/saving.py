@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 
+from ..atomic_write import move_into_place, remove_temporary
 from ..backends.detect import TPU_BACKENDS, tpu_chips
 from ..backends.hosts import HostsDisagree
 from ..backends.streamed import read_all
@@ -29,10 +30,8 @@ from .checkpoints import (
     delete_old,
     find_damage,
     find_on_hosts,
-    move_into_place,
     read_run_state,
     remove_leftovers,
-    remove_temporary,
     seal,
     temporary_dir,
     write_run_state,
@@ -353,7 +352,7 @@ class SavingMixin:
             if self.args.should_save:
                 # The disk may be gone altogether.
                 with suppress(OSError):
-                    remove_temporary(self._unfinished)
+                    remove_temporary(self._unfinished, checkpoint)
             self._unfinished = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -147,12 +147,16 @@ def test_an_earlier_export_is_replaced_on_request_only(run_dir, capsys):
     said = capsys.readouterr().out
     assert "same top-1" in said
     assert "100.0%" in said
-    (run_dir / "merged" / "old").touch()
+    mine = run_dir / "merged" / "merged.Q4_0.gguf"
+    mine.touch()
+    assert main([*command, "--overwrite"]) == 2
+    assert "files that it did not write: merged.Q4_0.gguf. Move them away" in capsys.readouterr().err
+    mine.rename(run_dir / mine.name)
     assert main(command) == 2
     assert "Add --overwrite" in capsys.readouterr().err
-    assert (run_dir / "merged" / "old").is_file()
+    before = (run_dir / "merged" / "export.json").stat()
     assert main([*command, "--overwrite"]) == 0
-    assert not (run_dir / "merged" / "old").exists()
+    assert (run_dir / "merged" / "export.json").stat() != before
     assert not list(run_dir.glob(".*"))
 
 
@@ -186,13 +190,29 @@ def test_disk_full_in_the_middle(run_dir):
     assert not list(run_dir.glob(".*"))
 
 
-def test_what_a_killed_export_has_left_is_removed(tmp_path):
-    for name in (".merged.partial", ".merged.old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_a_killed_export_has_left_is_removed(tmp_path, replaced):
+    """But for an earlier export, where it was killed between the two renames."""
+    left = tmp_path / ".merged.hf_tpu_export"
+    (left / "merged").mkdir(parents=True)
+    (left / "merged" / "half").touch()
+    for name in [left / "replaced"] * replaced + [tmp_path / ".merged.partial", tmp_path / ".merged.old"]:
+        name.mkdir()
+        (name / "earlier").touch()
     with whole_directory(tmp_path / "merged") as partial:
         (partial / "model").touch()
-        assert not (tmp_path / "merged").exists()
+        assert (tmp_path / "merged" / "earlier").exists() == replaced
+    # Those that only look alike are somebody's own.
+    assert {path.name for path in tmp_path.iterdir()} == {"merged", ".merged.partial", ".merged.old"}
+    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["model"]
+
+
+def test_the_earlier_export_stays_where_the_new_one_gets_no_name(tmp_path):
+    """Both renames have to succeed: here what was written is gone before the second."""
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "model").touch()
+    with pytest.raises(OSError), whole_directory(tmp_path / "merged") as partial:
+        partial.rmdir()
     assert [path.name for path in tmp_path.rglob("*")] == ["merged", "model"]
 
 

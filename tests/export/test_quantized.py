@@ -250,9 +250,14 @@ def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dty
 
     path, weights = float_gguf()
     assert main(["export", str(lora_run), "--quantize", dtype, "--scale", scale, "--gguf", str(path)]) == 0
+    written = path.with_name(f"merged.{kind}.gguf")
+    assert main(["export", str(lora_run), "--quantize", dtype, "--gguf", str(path)]) == 2
+    assert f"{written} is there already. Add --overwrite" in capsys.readouterr().err
+    command = ["export", str(lora_run), "--quantize", dtype, "--scale", scale, "--gguf", str(path), "--overwrite"]
+    assert main(command) == 0
     trained_for = TrainedFor(dtype, scale=scale)
     assert f"2 matrices in {trained_for.describe()}, as {kind}; " in capsys.readouterr().out
-    reader = GGUFReader(path.with_name(f"merged.{kind}.gguf"))
+    reader = GGUFReader(written)
     found = {tensor.name: tensor for tensor in reader.tensors}
     rounding = trained_for.rounding()
     for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):

@@ -14,13 +14,13 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTTrainer
+from hf_tpu_ext.atomic_write import move_into_place
 from hf_tpu_ext.trainers.checkpoints import (
     MANIFEST_NAME,
     checkpoints_by_step,
     delete_old,
     find_checkpoint,
     find_damage,
-    move_into_place,
     remove_leftovers,
     seal,
     temporary_dir,
