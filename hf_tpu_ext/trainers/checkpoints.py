@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -110,10 +112,14 @@ def find_damage(checkpoint: Path) -> str | None:
     Say which file of a checkpoint is damaged, and how; `None` for a whole one. Each file is read once.
 
     One without a manifest (of stock TRL, or of transformers) is taken for whole if its state, which is written last,
-    can be read.
+    can be read, and no file was cut short.
     """
     try:
-        return _damage_by_manifest(checkpoint) or _damage_of_state(checkpoint / TRAINER_STATE_NAME)
+        if (checkpoint / MANIFEST_NAME).is_file():
+            damage = _damage_by_manifest(checkpoint)
+        else:
+            damage = next(filter(None, map(_damage_by_format, sorted(checkpoint.glob("*")))), None)
+        return damage or _damage_of_state(checkpoint / TRAINER_STATE_NAME)
     except OSError as error:
         name = Path(error.filename).name if error.filename else checkpoint.name
         return f"{name} cannot be read ({error.strerror})"
@@ -121,8 +127,6 @@ def find_damage(checkpoint: Path) -> str | None:
 
 def _damage_by_manifest(checkpoint: Path) -> str | None:
     manifest = checkpoint / MANIFEST_NAME
-    if not manifest.is_file():
-        return None
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         expected = {name: (checkpoint / name, entry["size"], entry["sha256"]) for name, entry in files.items()}
@@ -137,6 +141,24 @@ def _damage_by_manifest(checkpoint: Path) -> str | None:
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 return f"{name} does not match its SHA-256"
+    return None
+
+
+def _damage_by_format(path: Path) -> str | None:
+    """What the formats say that end with a directory of their content, or begin with its size."""
+    if not path.is_file():
+        return None
+    if path.suffix == ".safetensors":
+        try:
+            safe_open(path, "pt")
+        except SafetensorError as error:
+            return f"{path.name} is damaged ({error})"
+    elif path.suffix in (".pt", ".pth", ".bin"):
+        with open(path, "rb") as file:
+            # What PyTorch writes is a zip file; older formats cannot be told to be whole.
+            begin = file.read(4)
+        if not begin or (begin == b"PK\x03\x04" and not zipfile.is_zipfile(path)):
+            return f"{path.name} is truncated"
     return None
 
 

@@ -1,6 +1,5 @@
 """The average of the weights (EMA) of a run: begun, kept up at each step, used by evaluations, saved and resumed."""
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,6 +25,15 @@ EMA_FILE = "ema.safetensors"
 _UPDATES = "updates"
 # Share of the weights of the beginning in the last average, from which on it is worth a line.
 _MUCH_OF_THE_FIRST = 0.1
+
+
+def is_average(path: Path) -> bool:
+    """Whether a file is an average that [`Averaging`] wrote."""
+    try:
+        with safe_open(path, "pt") as file:
+            return _UPDATES in (file.metadata() or {})
+    except SafetensorError:
+        return False
 
 
 def load_average(model: nn.Module, directory: Path) -> None:
@@ -200,14 +208,10 @@ class Averaging(TrainerCallback):
             read_all(self._in_file())
 
     def save(self, directory: str) -> None:
-        """Write the average beside a model that is saved. One that is there of an earlier model is removed."""
-        path = Path(directory) / EMA_FILE
-        if not self.tensors:
-            path.unlink(missing_ok=True)
-            return
-        partial = path.with_name(f".{EMA_FILE}.tmp")
-        save_safetensors(self._in_file(), partial, {_UPDATES: str(self.average.updates)})
-        os.replace(partial, path)
+        """Write the average beside a model that is saved."""
+        if self.tensors:
+            updates = {_UPDATES: str(self.average.updates)}
+            save_safetensors(self._in_file(), Path(directory) / EMA_FILE, updates)
 
     def load_best(self, checkpoint: str) -> None:
         """Take the average of a checkpoint whose weights were loaded at the end of a run."""

@@ -1,14 +1,12 @@
 """Saving a run whole, stopping it when it is told to, and going on from there."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
@@ -38,6 +36,7 @@ from .checkpoints import (
 )
 from .own_code import is_known
 from .resumption import Resumption
+from .saved_model import free_space, is_of_disk, whole_model
 
 
 #: What an evaluation of upstream's trainer gives.
@@ -325,9 +324,8 @@ class SavingMixin:
                 self._write_checkpoint(model, trial, checkpoint)
         except HostsDisagree:
             raise
-        except (OSError, RuntimeError, SafetensorError) as error:
-            failed = OSError(self._not_saved(checkpoint, error))
-            failed.__cause__ = error
+        except Exception as error:
+            failed = self._not_saved(str(checkpoint), checkpoint.parent, error) if is_of_disk(error) else error
         self.backend.hosts.raise_together("the end of a checkpoint", failed)
         self.accelerator.wait_for_everyone()
         if not self.args.save_only_model:
@@ -369,31 +367,49 @@ class SavingMixin:
             if self.backend.hosts.of_first("the best checkpoint", first and (best == checkpoint or best.exists())):
                 self.state.best_model_checkpoint = str(best)
 
-    def _not_saved(self, checkpoint: Path, error: Exception) -> str:
-        run_dir = checkpoint.parent
+    def _not_saved(self, what: str, run_dir: Path, error: Exception) -> OSError:
         whole = next(
             (path for path in reversed(checkpoints_by_step(run_dir).values()) if find_damage(path) is None), None
         )
-        left = "There is none to resume from" if whole is None else f"{whole} is complete"
-        free = f"{shutil.disk_usage(run_dir).free / 2**20:,.0f} MiB are free there. " if run_dir.is_dir() else ""
-        return (
-            f"{checkpoint} could not be saved ({error}). {left}. {free}Make room or lower save_total_limit, or set "
+        left = "There is no checkpoint to resume from" if whole is None else f"{whole} is complete"
+        failed = OSError(
+            f"{what} could not be saved ({error}). {left}. {free_space(run_dir)}Make room or lower save_total_limit, or set "
             "output_dir to a directory that can be written to, and start again with resume_from_checkpoint=True or the "
             "path of a checkpoint."
         )
+        failed.__cause__ = error
+        return failed
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         if self._gives_parts:
             return
+        if self._unfinished is not None or not self.args.should_save:
+            self._write_model(output_dir, state_dict)
+            return
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        try:
+            with whole_model(directory) as written:
+                self._write_model(str(written), state_dict)
+        except Exception as error:
+            if not is_of_disk(error):
+                raise
+            raise OSError(
+                f"The model could not be saved in {directory} ({error}). What was there is left as it was. "
+                f"{free_space(directory)}Make room there, or save to another disk: trainer.save_model('/path/on/it'). A "
+                "command's run begins at its last checkpoint with resume_from_checkpoint=True, and takes no step if that is "
+                "its last one."
+            ) from error
+
+    def _write_model(self, output_dir: str, state_dict) -> None:
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            self.averaging.save(self.args.output_dir if output_dir is None else output_dir)
+            self.averaging.save(output_dir)
         names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base
         if names and self.args.should_save:
             weights = self.model.state_dict() if state_dict is None else state_dict
             quantization = find_config(self.model)
             write_base(
-                self.args.output_dir if output_dir is None else output_dir,
+                output_dir,
                 unwrap_peft_model(self.model).name_or_path,
                 {name: weights[name] for name in names if name in weights},
                 None if quantization is None else quantization.to_dict(),

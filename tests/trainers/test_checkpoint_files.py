@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTTrainer
@@ -148,6 +149,27 @@ def test_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
     assert find_damage(checkpoint) == "checkpoint-4 cannot be read (Input/output error)"
 
 
+@pytest.mark.parametrize("name", ["rng_state.pth", "model.safetensors", "optimizer.pt", "training_args.bin"])
+def test_a_file_that_was_cut_short_is_found_without_a_manifest(tmp_path, name):
+    """As of a checkpoint of stock TRL."""
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text("{}")
+    tensors = {"a": torch.ones(300)}
+    save_file(tensors, checkpoint / "model.safetensors")
+    for file in ("rng_state.pth", "optimizer.pt", "training_args.bin"):
+        torch.save(tensors, checkpoint / file)
+    torch.save(tensors, checkpoint / "scheduler.pt", _use_new_zipfile_serialization=False)
+    assert find_damage(checkpoint) is None
+    path = checkpoint / name
+    whole = path.read_bytes()
+    for length in (0, 3, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        damage = find_damage(checkpoint)
+        # Three bytes of a file by PyTorch are no format at all.
+        assert (length == 3 and name != "model.safetensors") or damage.startswith(f"{name} is ")
+
+
 # ---- Places ----
 
 
@@ -266,7 +288,7 @@ def test_full_disk_leaves_the_last_good_checkpoint(runs, full_in):
     for words in (
         "checkpoint-4 could not be saved",
         f"{good} is complete",
-        "MiB are free",
+        f"The disk of {runs.output_dir} has ",
         "Make room",
         "save_total_limit",
     ):

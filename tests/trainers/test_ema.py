@@ -273,7 +273,7 @@ def test_a_checkpoint_without_one_begins_it(runs, resume, caplog):
     assert "checkpoint-4 is resumed without an average" in caplog.text and "from here on" in caplog.text
     assert resumed.averaging.average.updates == 4
     # What the run is now in the place of the plain one is not that one's average.
-    (checkpoint / EMA_FILE).write_bytes(b"")
+    save_file({}, checkpoint / EMA_FILE, {"updates": "4"})
     plain.save_model(str(checkpoint))
     assert not (checkpoint / EMA_FILE).exists()
 

@@ -1,0 +1,97 @@
+"""What `save_model` leaves in a directory: the new model whole, or what was there before."""
+
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from hf_tpu_ext import TPUSFTTrainer
+from hf_tpu_ext.trainers.ema import EMA_FILE
+from hf_tpu_ext.trainers.saved_model import whole_model
+
+
+@contextmanager
+def largest_file(size):
+    """Within this context a write beyond `size` bytes of a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class FullDisk(TPUSFTTrainer):
+    """The disk is full while the model is saved."""
+
+    limit = None
+
+    def _save(self, *args):
+        if self.limit is None:
+            return super()._save(*args)
+        with largest_file(self.limit):
+            super()._save(*args)
+
+
+def files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+# Nothing fits; the weights do not; PyTorch's own file does not.
+@pytest.mark.parametrize("limit", [10, 5000, 4600])
+@pytest.mark.parametrize("saved_before", [True, False])
+def test_a_full_disk_leaves_what_was_there(runs, limit, saved_before):
+    trainer = runs.ours(max_steps=1, cls=FullDisk)
+    if saved_before:
+        trainer.save_model()
+    before = files(runs.output_dir)
+    trainer.model.lm_head.weight.data += 1
+    trainer.limit = limit
+    with pytest.raises(OSError) as error:
+        trainer.save_model()
+    for words in (f"could not be saved in {runs.output_dir}", "left as it was", f"The disk of {runs.output_dir} has "):
+        assert words in str(error.value)
+    assert files(runs.output_dir) == before and [path for path in runs.output_dir.iterdir() if path.is_dir()] == []
+    # What the message says.
+    trainer.limit = None
+    trainer.save_model(str(runs.output_dir / "elsewhere"))
+    saved = AutoModelForCausalLM.from_pretrained(runs.output_dir / "elsewhere")
+    trained = trainer.backend.fetch(dict(trainer.model.state_dict()))
+    torch.testing.assert_close(dict(saved.state_dict()), trained, rtol=0, atol=0)
+
+
+def test_nothing_of_an_earlier_model_is_taken_for_the_new_one(tmp_path):
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "mine.safetensors", "models.safetensors"):
+        save_file({}, tmp_path / name)
+    (tmp_path / "model.safetensors.index.json").touch()
+    save_file({}, tmp_path / EMA_FILE, {"updates": "3"})
+    with whole_model(tmp_path) as written:
+        save_file({}, written / "model-00001-of-00001.safetensors")
+        (written / "part").mkdir()
+        (written / "part" / "file").touch()
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()) == [
+        "mine.safetensors",
+        "model-00001-of-00001.safetensors",
+        "models.safetensors",
+        "part/file",
+    ]
+
+
+def test_only_our_average_is_removed(tmp_path):
+    save_file({}, tmp_path / EMA_FILE)
+    with whole_model(tmp_path) as written:
+        save_file({}, written / "model.safetensors")
+    assert (tmp_path / EMA_FILE).is_file()
+
+
+def test_the_card_of_a_run_is_kept(runs):
+    """PEFT adds to the one that is there."""
+    trainer = runs.ours(lora={}, max_steps=1)
+    trainer.save_model()
+    card = runs.output_dir / "README.md"
+    card.write_text(card.read_text() + "\nMine.\n")
+    trainer.save_model()
+    assert "Mine." in card.read_text()
