@@ -23,6 +23,7 @@ from .detect import (
 
 
 _OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
+_ON = {"1", "TRUE", "ON", "YES", "Y", "T"}
 
 _chosen: dict[str, Backend] = {}
 
@@ -51,7 +52,7 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
         `ValueError`: The name is unknown, the accelerator that was asked for is absent, it has fewer chips, or the
             environment asks for a device that there is not.
     """
-    backend = _backend(name)
+    backend = find_backend(name)
     backend.use_chips(*_wanted_chips(num_chips))
     _switch_off_upstream_xla()
     if backend.name != "cuda":
@@ -61,7 +62,8 @@ def select_backend(name: str | None = None, num_chips: int | None = None) -> Bac
     return backend
 
 
-def _backend(name: str | None) -> Backend:
+def find_backend(name: str | None) -> Backend:
+    """The backend that [`select_backend`] would choose, with as many chips as it has, and upstream left as it is."""
     asked, source = name or "auto", "backend"
     if asked == "auto":
         asked, source = os.environ.get("HF_TPU_EXT_BACKEND", "auto"), "HF_TPU_EXT_BACKEND"
@@ -84,12 +86,11 @@ def _wanted_chips(num_chips: int | None) -> tuple[int | None, str]:
     return int(value), "TPU_NUM_DEVICES"
 
 
-def prepare_processes(name: str | None, num_chips: int | None) -> int:
+def prepare_processes(backend: Backend, num_chips: int | None) -> int:
     """
-    Count the processes that a run is to have, with arguments as of [`select_backend`]: one, or where a process drives one chip
-    ([`Backend.chips_of_host`]), one for each chip. Where there are to be several, the environment is set up for them.
+    Count the processes that a run is to have, with `num_chips` as in [`select_backend`]: one, or where a process drives one
+    chip ([`Backend.chips_of_host`]), one for each chip. Where there are to be several, the environment is set up for them.
     """
-    backend = _backend(name)
     wanted, setting = _wanted_chips(num_chips)
     count = backend.chips_of_host if wanted is None else wanted
     if backend.chips_of_host == 1 or count == 1:
@@ -149,6 +150,8 @@ def _finds_torch_tpu() -> bool:
 
 
 def _choose() -> Backend:
+    if os.environ.get("ACCELERATE_USE_CPU", "").upper() in _ON:
+        return CPUBackend("ACCELERATE_USE_CPU is set")
     chips = tpu_chips()
     if _finds_torch_tpu():
         return _torch_tpu("torch_tpu has a device")

@@ -34,13 +34,15 @@ def hosts_of_slice(pjrt_device: str) -> int:
 def join_hosts() -> Hosts:
     """The hosts of the runtime, which is started. The first of them listens for the others."""
     count, index = xr.process_count(), xr.process_index()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    # A launcher of one process is one as well: accelerate wraps the model for several.
+    if processes > 1 or "LOCAL_RANK" in os.environ:
+        raise ValueError(
+            f"A launcher has started this process (WORLD_SIZE={processes}), and with torch_xla one process of a host drives all "
+            f"its chips ({count} of this slice): start the command itself once on every host, without torchrun or accelerate launch."
+        )
     if count == 1:
         return Hosts()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"A launcher has started {os.environ['WORLD_SIZE']} processes, and {count} drive this slice. One process of a "
-            "host drives all its chips: start the command itself once on every host, without torchrun or accelerate launch."
-        )
     address, _, port = os.environ.get(VARIABLE, "").rpartition(":")
     if not address:
         address = tpu.discover_master_worker_ip() if xr.device_type() == "TPU" else "localhost"

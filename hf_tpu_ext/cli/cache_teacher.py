@@ -1,12 +1,13 @@
 """`hf-tpu cache-teacher`: precompute a teacher's top-k log-probs over the data of a recipe."""
 
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..formatting import count, dtype_name
-from .recipe import RecipeParser, open_recipe
+from .launch import start_processes
+from .recipe import load_recipe
+from .recipe_parser import RecipeParser
 
 
 DESCRIPTION = """\
@@ -39,24 +40,37 @@ class CacheArguments:
     )
 
 
-def run(argv: list[str]) -> None:
-    """Make a teacher's cache with the recipe that the arguments after `hf-tpu cache-teacher` name."""
-    recipe = open_recipe(argv, tiny_data="data")
-    if recipe.smoke is not None:
-        recipe.values.setdefault("kd_teacher", str(Path(recipe.smoke) / "teacher"))
-        recipe.values.setdefault("kd_cache", str(Path(recipe.values["output_dir"]) / "teacher_cache"))
-    # On the command line `output_dir` is where the cache goes; in a recipe it is where the training run goes.
-    recipe.argv = [re.sub("^--output[_-]dir(?==|$)", "--kd_cache", word) for word in recipe.argv]
-
-    import torch
+def parser() -> RecipeParser:
+    """The parser of its recipes."""
     import trl
 
-    from ..distillation.cache_builder import TeacherRun, build_cache
-    from ..distillation.cache_writer import CacheWriter
     from ..trainers import TPUSFTConfig
 
     dataclass_types = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig, CacheArguments)
-    arguments = RecipeParser(dataclass_types, "cache-teacher", DESCRIPTION).parse(recipe)
+    return RecipeParser(dataclass_types, "cache-teacher", DESCRIPTION)
+
+
+def run(argv: list[str]) -> int:
+    """
+    Make a teacher's cache with the recipe that the arguments after `hf-tpu cache-teacher` name, and return the exit status.
+    """
+    recipe = load_recipe(argv, tiny_data="data")
+    if recipe.smoke is not None:
+        recipe.file.setdefault("kd_teacher", str(Path(recipe.smoke) / "teacher"))
+        recipe.file.setdefault("kd_cache", str(Path(recipe.file["output_dir"]) / "teacher_cache"))
+    # On the command line `output_dir` is where the cache goes; in a recipe it is where the training run goes.
+    if "output_dir" in recipe.command_line:
+        recipe.command_line["kd_cache"] = recipe.command_line.pop("output_dir")
+    status = start_processes("cache-teacher", recipe, parser)
+    if status is not None:
+        return status
+
+    import torch
+
+    from ..distillation.cache_builder import TeacherRun, build_cache
+    from ..distillation.cache_writer import CacheWriter
+
+    arguments = parser().parse(recipe)
     _check(*arguments)
     _, training_args, model_args, _, cache_args = arguments
     directory = Path(training_args.kd_cache)
@@ -75,6 +89,7 @@ def run(argv: list[str]) -> None:
     with trainer.chips.split_activations():
         manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm)
     _report(directory, manifest)
+    return 0
 
 
 def _check(script_args, training_args, model_args, dataset_args, cache_args) -> None:

@@ -1,54 +1,138 @@
-"""One process for each chip, where a process drives one (torch_tpu): started by torchrun's own launcher."""
+"""The processes that a recipe is run in: by upstream's launcher on GPUs and the CPU, one for each chip with torch_tpu."""
 
 import os
 import sys
+from collections.abc import Callable
 
 from ..importing import without_garbage_collection
-from .recipe import OptionParser, read_recipe
+from .recipe import Recipe
+from .recipe_parser import RecipeParser
 
 
+# What launchers set in the processes that they start, as accelerate reads it.
+_OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 # Seconds that processes have to save, when they are told to stop.
 _SHUTDOWN = "600"
 
 
-def start_processes(argv: list[str]) -> int | None:
+def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], RecipeParser]) -> int | None:
     """
-    Run a training command, with the arguments `argv` after `hf-tpu`, in a process for each chip. Returns its exit status, or
-    `None` where this process is to run it.
+    Run a recipe in the processes that its device and its launcher's options ask for.
+
+    - On GPUs and the CPU these are the processes that `trl` would start, by `accelerate launch` with the recipe's options.
+    - With torch_tpu there is one for each chip. With torch_xla there is this one, which drives all chips.
+
+    Args:
+        command (`str`): Name of the sub-command.
+        recipe ([`Recipe`]): The recipe, whose environment variables are set.
+        make_parser (`Callable[[], RecipeParser]`): Makes the parser of the sub-command.
+
+    Returns:
+        `int` or `None`: The exit status of the processes, or `None` where this process is to run the recipe.
     """
-    if "WORLD_SIZE" in os.environ or {"-h", "--help"} & set(argv):
-        return None
-    recipe = read_recipe(argv[1:])
-    if recipe.values.get("use_cpu") is True or "--use_cpu" in recipe.argv:
-        return None
-    os.environ.update(recipe.env)
-    parser = OptionParser()
-    parser.add_argument("--num_chips", type=int, default=recipe.values.get("num_chips"))
-    asked, _ = parser.parse_known_args(recipe.argv)
     with without_garbage_collection():
         # Imported here: PyTorch comes with it, and reads the environment.
-        from ..backends.selection import prepare_processes
+        from ..backends.selection import find_backend, prepare_processes, select_backend
 
-        count = prepare_processes(recipe.values.get("backend"), asked.num_chips)
-    return None if count == 1 else _run(count, argv)
+        name = "cpu" if recipe.uses_cpu else recipe.get("backend")
+        backend = find_backend(name)
+    recipe.launcher_applies = not backend.unknown_upstream
+    # Without -P, `-m` would put the working directory on the module path.
+    own_command = [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", command, *recipe.argv]
+    if not recipe.asks_for_help and {*_OF_LAUNCHERS}.isdisjoint(os.environ):
+        if recipe.launcher_applies:
+            select_backend(name)
+            status = _launch_as_upstream(own_command, recipe, make_parser(), backend)
+            if status is not None:
+                return status
+        elif (count := prepare_processes(backend, recipe.number("num_chips"))) > 1:
+            print(f"One process for each of {count} chips.", file=sys.stderr, flush=True)
+            return _status_of(lambda: _run_by_torchrun(count, own_command))
+    select_backend(name)
+    return None
 
 
-def _run(count: int, argv: list[str]) -> int:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipeParser, backend) -> int | None:
+    """Start what `accelerate launch` starts; where that would be one process, make this one as that would be."""
+    import torch
+    from accelerate.commands import launch
+    from accelerate.commands.config import default_config_file
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    words = parser.launcher_words(recipe)
+    if not words and torch.cuda.device_count() <= 1 and not os.path.isfile(default_config_file):
+        return None
+    launcher = launch.launch_command_parser()
+    launcher.error = _refuse
+    args = launcher.parse_args([*resolve_accelerate_config_argument(words), *own_command])
+    if args.tpu:
+        raise ValueError("--tpu: this run is not on a TPU. Leave it out: a TPU is used where there is one.")
+    args.no_python = True
+    stays_here = False
+
+    def run_one(args) -> None:
+        nonlocal stays_here
+        stays_here = _become(args, recipe)
+        if not stays_here:
+            start_one(args)
+
+    # Accelerate decides what to start from the options, its own configuration and the machine. The one process that it would
+    # start, after this one has imported all that it needs, is this one.
+    start_one, launch.simple_launcher = launch.simple_launcher, run_one
+    try:
+        status = _status_of(lambda: launch.launch_command(args))
+    finally:
+        launch.simple_launcher = start_one
+    if not stays_here:
+        return status
+    # Upstream's trainer would spread each batch over all GPUs that it sees, by `nn.DataParallel`.
+    backend.prepare_processes(1, "num_processes")
+    return None
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(f"options of `accelerate launch`: {message}")
+
+
+def _become(args, recipe: Recipe) -> bool:
+    """Give this process the environment of the one process that accelerate would start; not where mpirun is to start it."""
+    import torch
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    command, environment = prepare_simple_launcher_cmd_env(args)
+    if command[0] != sys.executable:
+        return False
+    # PyTorch has read how many threads it is to use, and without a wish they are as many as there are cores.
+    environment.pop("OMP_NUM_THREADS", None)
+    if (threads := recipe.number("num_cpu_threads_per_process")) is not None:
+        torch.set_num_threads(threads)
+    os.environ.update(environment)
+    return True
+
+
+def _run_by_torchrun(count: int, own_command: list[str]) -> None:
     from torch.distributed.run import parse_args, run
 
+    run(parse_args(["--standalone", f"--nproc_per_node={count}", "--no_python", *own_command]))
+
+
+def _status_of(run: Callable[[], None]) -> int:
+    """Run processes to their end, and return their exit status."""
+    from subprocess import CalledProcessError
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     os.environ.setdefault(_SHUTDOWN_VARIABLE, _SHUTDOWN)
-    print(f"One process for each of {count} chips.", file=sys.stderr, flush=True)
-    # Without -P, `-m` would put the working directory on the module path.
-    command = [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", *argv]
     try:
-        run(parse_args(["--standalone", f"--nproc_per_node={count}", "--no_python", *command]))
+        run()
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         # Each has said why it has ended. Those that were ended for another's sake have not chosen their status.
         return next((code for code in (os.EX_TEMPFAIL, *sorted(codes, reverse=True)) if code in codes and code > 0), 1)
+    except CalledProcessError as error:
+        return error.returncode
     except SignalException:
         # They have been told as well.
         return os.EX_TEMPFAIL

@@ -8,7 +8,6 @@ import traceback
 from .. import __version__
 from . import cache_teacher, doctor, export, plan, prepare, report, warmup
 from .commands import COMMANDS
-from .launch import start_processes
 from .trl_scripts import SCRIPTS
 
 
@@ -28,8 +27,6 @@ _TRAINING = {
     "warmup": warmup.run,
     "plan": plan.run,
 }
-#: Those that run on all chips.
-_ON_ALL_CHIPS = {*COMMANDS, "warmup"}
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
 _SPEAK_TO_USERS = {"hf_tpu_ext", "trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
 
@@ -54,10 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] and argv[0] in _TRAINING:
-            if argv[0] in _ON_ALL_CHIPS and (status := start_processes(argv)) is not None:
-                return status
-            # What a plan comes to is its status; the others say nothing.
-            return _TRAINING[argv[0]](argv[1:]) or 0
+            return _TRAINING[argv[0]](argv[1:])
         else:
             args = _parser().parse_args(argv or ["--help"])
             return args.func(args)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..examples.jsonl import write_splits
 from .commands import COMMANDS, take_command
-from .recipe import OptionParser, Recipe, load_recipe
+from .recipe import Recipe, load_recipe
 
 
 DESCRIPTION = """\
@@ -54,8 +54,18 @@ _MAY_BE_SEARCHED = (*_SEARCHED, "attention")
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
 
 
+class _OptionParser(argparse.ArgumentParser):
+    """Takes the options that it knows from a command line. What argparse would exit for is a `ValueError`."""
+
+    def __init__(self):
+        super().__init__(add_help=False, allow_abbrev=False)
+
+    def error(self, message):
+        raise ValueError(f"command line: {message}")
+
+
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = OptionParser()
+    parser = _OptionParser()
     parser.add_argument("--topology", default="v5e-8")
     parser.add_argument("--seq-lengths", type=int, nargs="+")
     parser.add_argument("--search", nargs="*", choices=_MAY_BE_SEARCHED)
@@ -103,20 +113,22 @@ def run(argv: list[str]) -> int:
     hosts = topology.hosts if topology.num_hosts > 1 else ()
     backend = select_tracing(topology.num_chips, hosts, topology.chip)
     backend.kernels.python = options.compiler
-    recipe.values["backend"] = backend.name
+    recipe.command_line["backend"] = backend.name
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
-        elif not {"dataset_name", "datasets"} & {*recipe.values, *(word.removeprefix("--") for word in recipe.argv)}:
+        elif "dataset_name" not in recipe and "datasets" not in recipe:
             raise ValueError(
                 "Graphs depend on batch shapes, and the recipe names no dataset. Give sequence lengths instead: "
                 "--seq-lengths 1024"
             )
 
         def trace(changes: dict[str, str]):
-            changed = replace(recipe, argv=[*recipe.argv, *_words(changes)])
+            changed = replace(recipe, command_line=recipe.command_line | changes)
             try:
-                programs, traced = trace_run(lambda adapt: COMMANDS[command].train(changed, title, DESCRIPTION, adapt))
+                programs, traced = trace_run(
+                    lambda adapt: COMMANDS[command].train(changed, COMMANDS[command].parser(title, DESCRIPTION), adapt)
+                )
             except OSError as error:
                 raise ValueError(
                     f"{error}\nA plan needs the model's configuration and tokenizer. The data can be left out: "
@@ -148,10 +160,13 @@ def run(argv: list[str]) -> int:
 
 def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths: list[int]) -> Recipe:
     """The recipe with a dataset of a synthetic row of each length."""
-    values = {key: value for key, value in recipe.values.items() if key not in _OF_THE_DATA}
+    file, command_line = (
+        {key: value for key, value in keys.items() if key not in _OF_THE_DATA}
+        for keys in (recipe.file, recipe.command_line)
+    )
     if command == "sft":
         masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
-        columns = ["input_ids", *(column for setting, column in masks.items() if values.get(setting))]
+        columns = ["input_ids", *(column for setting, column in masks.items() if recipe.says_yes(setting))]
         rows = [{column: [1] * length for column in columns} for length in lengths]
     elif command == "pretrain":
         # Documents are cut into rows: here is more than enough text for one.
@@ -165,18 +180,14 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
         rows = [{"prompt": "a", "chosen": " a" * (length - 2), "rejected": " b" * (length - 2)} for length in lengths]
     write_splits(directory, {"train": rows, "test": rows})
     named = {"dataset_name": str(directory), "dataset_train_split": "train", "dataset_test_split": "test"}
-    # After whatever else the command line says.
-    return replace(recipe, values=values, argv=[*recipe.argv, *_words(named)])
+    return replace(recipe, file=file, command_line=command_line | named)
 
 
 def _prompt_of(recipe: Recipe, length: int) -> str:
     """A text of so many tokens, by the tokenizer of the recipe's model."""
     from transformers import AutoTokenizer
 
-    named = dict(zip(recipe.argv, recipe.argv[1:], strict=False)).get("--model_name_or_path")
-    tokenizer = AutoTokenizer.from_pretrained(named or recipe.values["model_name_or_path"])
+    if "model_name_or_path" not in recipe:
+        raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
+    tokenizer = AutoTokenizer.from_pretrained(recipe.get("model_name_or_path"))
     return tokenizer.decode(tokenizer(" a" * length)["input_ids"][:length])
-
-
-def _words(values: dict[str, str]) -> list[str]:
-    return [word for key, value in values.items() for word in (f"--{key}", value)]

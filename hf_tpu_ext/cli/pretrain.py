@@ -4,7 +4,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from .recipe import Recipe, RecipeParser, open_recipe
+from .launch import start_processes
+from .recipe import Recipe, load_recipe
+from .recipe_parser import RecipeParser
 
 
 DESCRIPTION = """\
@@ -52,26 +54,37 @@ def token_rows(dataset, tokenizer, text_field: str, max_length: int):
     return pack_dataset(dataset, max_length, strategy="wrapped").map(keep_full, batched=True)
 
 
-def run(argv: list[str]) -> None:
-    """Train from the recipe that the arguments after `hf-tpu pretrain` name."""
-    train(open_recipe(argv, tiny_data), "pretrain", DESCRIPTION)
+def run(argv: list[str]) -> int:
+    """Train from the recipe that the arguments after `hf-tpu pretrain` name, and return the exit status."""
+    recipe = load_recipe(argv, tiny_data)
+    status = start_processes("pretrain", recipe, parser)
+    if status is None:
+        train(recipe, parser())
+    return status or 0
 
 
-def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callable[[type], type] | None = None) -> None:
+def parser(title: str = "pretrain", description: str = DESCRIPTION) -> RecipeParser:
+    """The parser of its recipes. `title` is the name of the command and `description` the first part of its help."""
+    from trl import ScriptArguments
+
+    from ..trainers import TPUTrainingArguments
+
+    return RecipeParser((ScriptArguments, TPUTrainingArguments, PretrainArguments), title, description)
+
+
+def train(recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], type] | None = None) -> None:
     """
-    Train with a recipe, and save the model. The command's name and description are for its help; `adapt_trainer` makes
-    the trainer class from [`TPUTrainer`].
+    Train with a recipe, and save the model. `parser` is what [`parser`] returns, and `adapt_trainer` makes the trainer
+    class from [`TPUTrainer`].
     """
     import torch
     from datasets import Dataset, load_dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator, set_seed
-    from trl import ScriptArguments
 
-    from ..trainers import TPUTrainer, TPUTrainingArguments
+    from ..trainers import TPUTrainer
     from ..trainers.checkpoints import leaving_no_empty_dir
     from ..trainers.setting_checks import check_recipe
 
-    parser = RecipeParser((ScriptArguments, TPUTrainingArguments, PretrainArguments), command, description)
     script_args, training_args, args = parser.parse(recipe)
     if script_args.dataset_name is None:
         raise ValueError("dataset_name is missing. For example: --dataset_name roneneldan/TinyStories")
@@ -114,6 +127,6 @@ def train(recipe: Recipe, command: str, description: str, adapt_trainer: Callabl
         )
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
-    print(f"Model saved to {training_args.output_dir}.")
+    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -1,18 +1,12 @@
-"""A recipe: the YAML file that `trl` takes, and the command line that overrides it."""
+"""A recipe: the YAML file that `trl` takes, and the command line that overrides it. Read before PyTorch is imported."""
 
-import argparse
-import dataclasses
-import difflib
-import enum
 import os
-import sys
-import types
-import typing
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from trl import TrlParser
 
 
 #: Where `--smoke` looks for a model and data, and what `hf-tpu prepare tiny` is told to write.
@@ -31,27 +25,68 @@ _OF_THE_REAL_RUN = (
     "test_split_size",
     "resume_from_checkpoint",
 )
-_BOOLEANS = {"true": True, "false": False}
+#: What a yes or no may be written as. YAML has no `1` and `0` among them, a command line has.
+YES = {"true", "yes", "on", "t", "y", "1"}
+NO = {"false", "no", "off", "f", "n", "0"}
 
 
-@dataclasses.dataclass
+@dataclass
 class Recipe:
     """
-    What a person asked for, before it is known which keys there are.
+    What a person asked for, before it is known which keys there are: one mapping of keys, in which the command line counts
+    more than the file. A value is as YAML reads it, except for `true`, `no`, `on` and the like, which are kept as they are
+    written: whether `off` is a word or a boolean is for the key to say. On the command line a value is a string, several
+    are a list of strings, and a key without one is `True`.
 
     Args:
         path (`str` or `None`): The YAML file given by `--config`.
-        values (`dict[str, Any]`): Its keys, without `env`.
-        env (`dict[str, str]`): Environment variables under its `env` key.
-        argv (`list[str]`): The rest of the command line.
+        file (`dict[str, Any]`): Its keys, without `env`.
+        command_line (`dict[str, Any]`): Keys of the command line, without `--config` and `--smoke`.
+        env (`dict[str, str]`): Environment variables under the file's `env` key.
         smoke (`str` or `None`): Directory given by `--smoke`.
+        argv (`list[str]`): The command line itself, for processes that are to read the recipe again.
+        repeated (`dict[str, list[int]]`): Keys that stand in several lines of the file, of which YAML takes the last.
+        launcher_applies (`bool`): Whether the options of `accelerate launch` among the keys have their effect.
     """
 
-    path: str | None
-    values: dict[str, Any]
-    env: dict[str, str]
-    argv: list[str]
-    smoke: str | None
+    path: str | None = None
+    file: dict[str, Any] = field(default_factory=dict)
+    command_line: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    smoke: str | None = None
+    argv: list[str] = field(default_factory=list)
+    repeated: dict[str, list[int]] = field(default_factory=dict)
+    launcher_applies: bool = False
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.command_line or key in self.file
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key."""
+        return self.command_line.get(key, self.file.get(key, default))
+
+    def says_yes(self, key: str) -> bool:
+        """Whether a key is a yes. What is neither yes nor no is left to the parser, which names it."""
+        return str(self.get(key)).lower() in YES
+
+    def number(self, key: str) -> int | None:
+        """The value of a key as a number, or `None` where it is none. Other values are left to the parser, which names them."""
+        value = str(self.get(key))
+        return int(value) if value.isdecimal() else None
+
+    def where(self, key: str) -> str:
+        """Where a key is, for messages."""
+        return "command line" if key in self.command_line else str(self.path)
+
+    @property
+    def uses_cpu(self) -> bool:
+        """Whether the recipe asks for eager PyTorch on the host, by upstream's key or by that of `accelerate launch`."""
+        return self.says_yes("use_cpu") or self.says_yes("cpu")
+
+    @property
+    def asks_for_help(self) -> bool:
+        """Whether it is `--help` that is asked for."""
+        return not {"h", "help"}.isdisjoint(self.command_line)
 
     def use_tiny(self, data: str) -> None:
         """
@@ -64,8 +99,8 @@ class Recipe:
                     f"--smoke: {directory} holds no {needed}. Make it: hf-tpu prepare tiny --output_dir {directory}"
                 )
         for key in _OF_THE_REAL_RUN:
-            self.values.pop(key, None)
-        self.values |= {
+            self.file.pop(key, None)
+        self.file |= {
             "model_name_or_path": str(directory / "model"),
             "dataset_name": str(directory / data),
             "dataset_train_split": "train",
@@ -81,57 +116,87 @@ class Recipe:
             "push_to_hub": False,
             "output_dir": f"runs/smoke/{Path(self.path or 'command_line').stem}",
         }
-        if "num_generations" in self.values:
+        if "num_generations" in self.file:
             # All completions of a prompt fit into a batch.
-            self.values["num_generations"] = self.values["per_device_train_batch_size"] = 4
-        if "max_completion_length" in self.values:
-            self.values["max_completion_length"] = 16
-        if "teacher_model_name_or_path" in self.values:
-            self.values["teacher_model_name_or_path"] = str(directory / "teacher")
-        if self.values.get("kd_teacher") not in (None, "base"):
-            self.values["kd_teacher"] = str(directory / "teacher")
-        if "kd_cache" in self.values:
-            self.values["kd_cache"] = f"{self.values['output_dir']}/teacher_cache"
-        if {"kd_cache", "kd_top_k"} & set(self.values):
+            self.file["num_generations"] = self.file["per_device_train_batch_size"] = 4
+        if "max_completion_length" in self.file:
+            self.file["max_completion_length"] = 16
+        if "teacher_model_name_or_path" in self.file:
+            self.file["teacher_model_name_or_path"] = str(directory / "teacher")
+        if self.file.get("kd_teacher") not in (None, "base"):
+            self.file["kd_teacher"] = str(directory / "teacher")
+        if "kd_cache" in self.file:
+            self.file["kd_cache"] = f"{self.file['output_dir']}/teacher_cache"
+        if {"kd_cache", "kd_top_k"} & set(self.file):
             # More than the tiny vocabulary holds is refused.
-            self.values["kd_top_k"] = 16
+            self.file["kd_top_k"] = 16
 
 
-class OptionParser(argparse.ArgumentParser):
-    """Takes the options it knows out of a command line. What argparse would exit for is a `ValueError`."""
-
-    def __init__(self):
-        super().__init__(add_help=False, allow_abbrev=False)
-
-    def error(self, message):
-        raise ValueError(f"command line: {message}")
-
-
-def read_recipe(argv: list[str], loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Recipe:
+def read_recipe(argv: list[str]) -> Recipe:
     """
-    Read the YAML file of a command line, without PyTorch: the recipe's `env` is to be applied before its import.
-
-    Args:
-        argv (`list[str]`): Arguments of the command. `--config`, `--smoke` and `--backend` are taken out of them.
-        loader (`type`, *optional*): What reads the file.
+    Read the command line `argv` of a command, and the YAML file that it names, without PyTorch: the recipe's `env` is to be
+    applied before its import.
 
     Raises:
-        `ValueError`: The file is missing or is not a YAML mapping.
+        `ValueError`: The command line has a word before its first key, or the file is missing or is not a YAML mapping.
     """
-    parser = OptionParser()
-    parser.add_argument("--config")
-    parser.add_argument("--smoke", nargs="?", const=SMOKE_DIR)
-    parser.add_argument("--backend")
-    known, rest = parser.parse_known_args(argv)
-    values = _read_yaml(known.config, loader) if known.config is not None else {}
-    env = values.pop("env", {})
+    command_line = _keys_of(argv)
+    path, smoke = _taken(command_line, "config", None), _taken(command_line, "smoke", SMOKE_DIR)
+    file, repeated = ({}, {}) if path is None else _read_yaml(path)
+    env = file.pop("env", {})
     if not isinstance(env, dict):
-        raise ValueError(f"{known.config}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
-    _flatten_qat(values, known.config)
-    if known.backend is not None:
-        values["backend"] = known.backend
+        raise ValueError(f"{path}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
+    _flatten_qat(file, path)
     env = {str(name): str(value) for name, value in env.items()}
-    return Recipe(known.config, values, env, rest, known.smoke)
+    return Recipe(path, file, command_line, env, smoke, list(argv), repeated)
+
+
+def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
+    """
+    Read a recipe that is to be run, and set its environment variables; `tiny_data` is the dataset that `--smoke` puts in its
+    place. A key that stands twice in the file is refused (`ValueError`).
+    """
+    recipe = read_recipe(argv)
+    for key, lines in recipe.repeated.items():
+        where = " and ".join(map(str, lines))
+        raise ValueError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Leave one of them.")
+    os.environ.update(recipe.env)
+    if recipe.smoke is not None:
+        recipe.use_tiny(tiny_data)
+    return recipe
+
+
+def _keys_of(argv: list[str]) -> dict[str, Any]:
+    """The keys of a command line: `--key value ...`, `--key=value`, `--key`; with hyphens or underscores."""
+    keys: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for word in argv:
+        if re.match("--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            # The last of several counts, as in a parser.
+            values = keys[name.replace("-", "_")] = [value] if equals else []
+        elif values is None:
+            _refuse_word(word)
+        else:
+            values.append(word)
+    return {key: True if not words else words[0] if len(words) == 1 else words for key, words in keys.items()}
+
+
+def _taken(command_line: dict[str, Any], key: str, alone: str | None) -> str | None:
+    """Take a key that names a file or a directory off the command line; `alone` is what it means without a value."""
+    if key not in command_line:
+        return None
+    value = command_line.pop(key)
+    value = alone if value is True else value
+    if isinstance(value, list):
+        _refuse_word(value[1])
+    if value is None:
+        raise ValueError(f"command line: --{key} has no value, expected a path: --{key} PATH")
+    return value
+
+
+def _refuse_word(word: str) -> None:
+    raise ValueError(f"command line: unexpected {word!r}. A recipe is given as: --config {word}")
 
 
 def _flatten_qat(values: dict[str, Any], path: str | None) -> None:
@@ -149,29 +214,13 @@ def _flatten_qat(values: dict[str, Any], path: str | None) -> None:
         values[f"qat_{key}"] = value
 
 
-def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
-    """Read a recipe and set its environment variables; `tiny_data` is the dataset that `--smoke` puts in its place."""
-    recipe = read_recipe(argv, _StrictLoader)
-    os.environ.update(recipe.env)
-    if recipe.smoke is not None:
-        recipe.use_tiny(tiny_data)
-    return recipe
+class _Loader(yaml.SafeLoader):
+    """Notes which keys stand twice in a mapping, and the text of the values of the outermost one."""
 
-
-def open_recipe(argv: list[str], tiny_data: str) -> Recipe:
-    """[`load_recipe`], and select the backend that it asks for."""
-    recipe = load_recipe(argv, tiny_data)
-    # Imported here: PyTorch comes with it, and reads the environment.
-    from ..backends import select_backend
-
-    # Eager CPU needs nothing of what else the environment may ask for.
-    uses_cpu = recipe.values.get("use_cpu") is True or "--use_cpu" in recipe.argv
-    select_backend("cpu" if uses_cpu else recipe.values.get("backend"))
-    return recipe
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML's own loader takes the last."""
+    def __init__(self, stream):
+        super().__init__(stream)
+        self.repeated: dict[str, list[int]] = {}
+        self.texts: dict[str, str] = {}
 
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
@@ -180,17 +229,18 @@ class _StrictLoader(yaml.SafeLoader):
             # `<<` takes over the keys of another mapping.
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 lines.setdefault(key.value, []).append(key.start_mark.line + 1)
-        for key, places in lines.items():
-            if len(places) > 1:
-                where = " and ".join(map(str, places))
-                raise ValueError(f"--config {self.name}: the key {key!r} stands in lines {where}. Leave one of them.")
+        self.repeated |= {key: places for key, places in lines.items() if len(places) > 1}
+        # The outermost mapping is composed last.
+        self.texts = {key.value: value.value for key, value in node.value if isinstance(value, yaml.ScalarNode)}
         return node
 
 
-def _read_yaml(path: str, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
+def _read_yaml(path: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """The keys of a file, and those that stand in several lines of it."""
     try:
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, loader)
+            loader = _Loader(file)
+            values = loader.get_single_data()
     except FileNotFoundError:
         raise ValueError(f"--config {path}: there is no such file.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -199,132 +249,7 @@ def _read_yaml(path: str, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
         raise ValueError(f"--config {path}: the file is empty. A first line: `model_name_or_path: Qwen/Qwen3-0.6B`.")
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(values).__name__}.")
-    return values
-
-
-_KEYS = f"""
-  --config   YAML file of keys; environment variables go under its key `env`
-  --smoke    try the recipe first: 4 short steps on the tiny model and data in DIR (default {SMOKE_DIR}), which
-             `hf-tpu prepare tiny --output_dir {SMOKE_DIR}` makes
-
-A key is spelled alike in the file (learning_rate: 1e-4) and on the command line (--learning_rate 1e-4), which counts more.
-"""
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
-
-
-class RecipeParser(TrlParser):
-    """
-    A [`~trl.TrlParser`] whose errors are `ValueError`s that say which key and value, what was expected, and where it
-    was found.
-
-    Args:
-        dataclass_types (`tuple[type, ...]`): Dataclasses whose fields are the keys of the recipe.
-        command (`str`): Name of the sub-command.
-        description (`str`): First part of its help.
-    """
-
-    def __init__(self, dataclass_types: tuple[type, ...], command: str, description: str):
-        super().__init__(
-            dataclass_types,
-            prog=f"hf-tpu {command}",
-            usage=f"hf-tpu {command} [--config recipe.yaml] [--smoke [DIR]] [--key value ...]",
-            description=description + _KEYS,
-            formatter_class=_HelpFormatter,
-            allow_abbrev=False,
-        )
-        self._hints = {key: hint for kind in dataclass_types for key, hint in typing.get_type_hints(kind).items()}
-
-    def error(self, message):
-        raise ValueError(f"command line: {message}")
-
-    def parse(self, recipe: Recipe) -> tuple[Any, ...]:
-        """Make the dataclasses from a recipe. The command line counts more than the YAML file."""
-        # A boolean has a second action with the same destination: `--no_KEY`, which takes no value.
-        actions = {action.dest: action for action in self._actions if action.nargs != 0}
-        values = {
-            key: self._converted(actions[key], value, recipe.path)
-            for key, value in recipe.values.items()
-            if key in actions
-        }
-        self.set_defaults_with_config(**values)
-        _, rest = self.parse_known_args(recipe.argv)
-        self._refuse_unknown([key for key in recipe.values if key not in actions], rest, list(actions), recipe.path)
-        try:
-            *parsed, _ = self.parse_args_into_dataclasses(
-                recipe.argv, return_remaining_strings=True, look_for_args_file=False
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(str(error)) from error
-        for arguments in parsed:
-            # The field is a string, but the trainer tells `True` (the latest checkpoint) from a path by its type.
-            if "resume_from_checkpoint" in vars(arguments):
-                given = arguments.resume_from_checkpoint
-                arguments.resume_from_checkpoint = _BOOLEANS.get(str(given).lower(), given)
-        return tuple(parsed)
-
-    def _converted(self, action: argparse.Action, value: Any, path: str | None) -> Any:
-        hint = self._hints[action.dest]
-        try:
-            converted = _convert(action, hint, value)
-            if action.choices is not None and converted not in action.choices:
-                raise ValueError
-        except (TypeError, ValueError, argparse.ArgumentTypeError):
-            if action.choices is not None:
-                expected = f"one of {', '.join(map(str, action.choices))}"
-            else:
-                expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise ValueError(f"{path}: {action.dest} is {value!r}, expected {expected}.") from None
-        return converted
-
-    def _refuse_unknown(self, in_file: list[str], rest: list[str], known: list[str], path: str | None) -> None:
-        if rest and not rest[0].startswith("--"):
-            raise ValueError(f"command line: unexpected {rest[0]!r}. A recipe is given as: --config {rest[0]}")
-        found = [(key, f"in {path}") for key in in_file]
-        found += [
-            (option[2:].partition("=")[0].replace("-", "_"), "on the command line")
-            for option in rest
-            if option.startswith("--")
-        ]
-        if not found:
-            return
-        launcher = _launcher_keys()
-        unknown = [(key, where) for key, where in found if key not in launcher]
-        if unknown:
-            lines = []
-            for key, where in unknown:
-                close = difflib.get_close_matches(key, [*known, *launcher, "config", "smoke"], n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"`{self.prog} --help` lists the keys."
-                lines.append(f"unknown key {key!r} {where}. {hint}")
-            raise ValueError("\n".join(lines))
-        keys = ", ".join(key for key, _ in found)
-        print(f"{self.prog}: no effect, because one process trains (no `accelerate launch`): {keys}", file=sys.stderr)
-
-
-def _launcher_keys() -> list[str]:
-    from accelerate.commands.launch import launch_command_parser
-
-    # `accelerate_config` is the option that `trl` adds to those of `accelerate launch`.
-    return [*vars(launch_command_parser().parse_known_args(["script"])[0]), "accelerate_config"]
-
-
-def _convert(action: argparse.Action, hint: Any, value: Any) -> Any:
-    """A YAML value as the command line would give it; `TrlParser` converts the strings among them only."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if is_union else (hint,))]
-    if action.nargs == "+" and value is not None:
-        # The mappings are the entries of `datasets`.
-        items = value if isinstance(value, list) else [value]
-        return [item if isinstance(item, dict) else action.type(str(item)) for item in items]
-    if type(value) in kinds:
-        return value
-    if isinstance(value, (dict, list)) or value is None:
-        raise TypeError
-    if isinstance(value, bool) and action.type is str:
-        return value
-    # YAML reads an unquoted `no` as false.
-    if value is False and any(isinstance(kind, enum.EnumType) for kind in kinds):
-        return "no"
-    return action.type(str(value))
+    for key, value in values.items():
+        if isinstance(value, bool):
+            values[key] = loader.texts[key]
+    return values, loader.repeated

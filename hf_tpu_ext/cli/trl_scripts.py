@@ -1,4 +1,4 @@
-"""`hf-tpu sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distillation`: TRL's training scripts in one process, with the trainers of this package."""
+"""`hf-tpu sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distillation`: TRL's training scripts with the trainers of this package."""
 
 import importlib
 import os
@@ -9,12 +9,15 @@ from typing import Any
 
 from ..importing import without_garbage_collection
 from .autoload import TRAINERS
-from .recipe import Recipe, RecipeParser, open_recipe
+from .launch import start_processes
+from .recipe import Recipe, load_recipe
+from .recipe_parser import RecipeParser
 
 
 _DESCRIPTION = """\
-{purpose} on the TPU, GPU or CPU of this machine. Takes the recipes of `trl {command}`, keeps the accelerator
-in this one process, and runs in place of `trl {command}` where HF_TPU_EXT=1 is set (HF_TPU_EXT=0 never).
+{purpose} on the TPU, GPU or CPU of this machine. Takes the recipes of `trl {command}`, and runs in its place where
+HF_TPU_EXT=1 is set (HF_TPU_EXT=0 never). One process drives all TPU chips; on GPUs a process for each is started, as `trl`
+does, by `accelerate launch`, whose options are keys, too.
 
 examples:
   hf-tpu {command} --config {recipe}
@@ -57,6 +60,11 @@ class TRLScript:
     rewards: str = ""
 
     @property
+    def trainer(self) -> str:
+        """TRL's trainer in it."""
+        return TRAINERS[self.command]
+
+    @property
     def arguments(self) -> str:
         """Class of the arguments of a script that has some of its own."""
         return f"{self.command.upper()}ScriptArguments"
@@ -71,12 +79,16 @@ class TRLScript:
         """Whether the model has a head that its base has not: an adapter has to keep it."""
         return self.auto_class != "AutoModelForCausalLM"
 
-    def run(self, argv: list[str]) -> None:
-        """Train from the recipe that the arguments after `hf-tpu <command>` name."""
-        _, training_args, model_args, _ = self.train(open_recipe(argv, self.tiny_data), self.command, self.description)
+    def run(self, argv: list[str]) -> int:
+        """Train from the recipe that the arguments after `hf-tpu <command>` name, and return the exit status."""
+        recipe = load_recipe(argv, self.tiny_data)
+        status = start_processes(self.command, recipe, self.parser)
+        if status is not None:
+            return status
+        _, training_args, model_args, _ = self.train(recipe, self.parser())
         if os.environ.get("RANK", "0") != "0":
             # Of several processes the first speaks.
-            return
+            return 0
         loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
         # Of an adapter's base, which has no head, the number of labels is not known.
         labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""
@@ -85,36 +97,47 @@ class TRLScript:
             merge = " --merge" if model_args.use_peft else ""
             print(f"It is not rounded there. Round it: hf-tpu export {training_args.output_dir}{merge} --quantize")
         print(f"Next: hf-tpu {self.command} --config {self.recipe} (add --smoke to try it on a tiny model first)")
+        return 0
+
+    def parser(self, title: str | None = None, description: str | None = None) -> RecipeParser:
+        """
+        The parser of its recipes. `title` is the name of the command and `description` the first part of its help, where
+        these are not its own.
+        """
+        with without_garbage_collection():
+            import trl
+
+            from .. import trainers
+
+            script = importlib.import_module(f"trl.scripts.{self.command}")
+        config_cls = vars(trainers)[f"TPU{self.trainer.removesuffix('Trainer')}Config"]
+        script_cls = vars(script)[self.arguments] if self.rewards else trl.ScriptArguments
+        dataclass_types = (script_cls, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
+        return RecipeParser(dataclass_types, title or self.command, description or self.description)
 
     def train(
-        self, recipe: Recipe, title: str, description: str, adapt_trainer: Callable[[type], type] | None = None
+        self, recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], type] | None = None
     ) -> tuple[Any, ...]:
         """
         Run the script with a recipe.
 
         Args:
             recipe ([`Recipe`]): The recipe.
-            title (`str`): Name of the command, for its help.
-            description (`str`): First part of its help.
+            parser ([`RecipeParser`]): What [`parser`] returns.
             adapt_trainer (`Callable[[type], type]`, *optional*): Makes the trainer class from that of this package.
 
         Returns:
             `tuple`: The arguments of the script.
         """
-        with without_garbage_collection():
-            import trl
+        import trl
 
-            from .. import trainers
-            from ..trainers.checkpoints import leaving_no_empty_dir
-            from ..trainers.setting_checks import check_recipe
+        from .. import trainers
+        from ..trainers.checkpoints import leaving_no_empty_dir
+        from ..trainers.setting_checks import check_recipe
 
-            script = importlib.import_module(f"trl.scripts.{self.command}")
-        name = TRAINERS[self.command]
-        trainer_cls = vars(trainers)[f"TPU{name}"]
-        config_cls = vars(trainers)[f"TPU{name.removesuffix('Trainer')}Config"]
-        script_cls = vars(script)[self.arguments] if self.rewards else trl.ScriptArguments
-        dataclass_types = (script_cls, config_cls, trl.ModelConfig, trl.DatasetMixtureConfig)
-        arguments = RecipeParser(dataclass_types, title, description).parse(recipe)
+        script = importlib.import_module(f"trl.scripts.{self.command}")
+        trainer_cls = vars(trainers)[f"TPU{self.trainer}"]
+        arguments = parser.parse(recipe)
         script_args, training_args, model_args, dataset_args = arguments
         if model_args.model_name_or_path is None:
             raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
@@ -133,8 +156,8 @@ class TRLScript:
         if adapt_trainer is None:
             check_recipe(training_args)
 
-        upstream = getattr(trl, name)
-        setattr(trl, name, trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls))
+        upstream = getattr(trl, self.trainer)
+        setattr(trl, self.trainer, trainer_cls if adapt_trainer is None else adapt_trainer(trainer_cls))
         try:
             with leaving_no_empty_dir(training_args.output_dir) if adapt_trainer is None else nullcontext():
                 script.main(*arguments)
@@ -147,7 +170,7 @@ class TRLScript:
                 f"dataset_test_split (given: {splits[0]!r} and {splits[1]!r}), or leave out eval_strategy."
             ) from error
         finally:
-            setattr(trl, name, upstream)
+            setattr(trl, self.trainer, upstream)
         return arguments
 
 

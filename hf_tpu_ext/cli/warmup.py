@@ -6,7 +6,8 @@ from functools import partial
 
 from ..formatting import format_size
 from .commands import COMMANDS, take_command
-from .recipe import open_recipe
+from .launch import start_processes
+from .recipe import load_recipe
 
 
 DESCRIPTION = """\
@@ -27,10 +28,14 @@ steps, output_dir, run_name and the order of the data may change. For a recipe o
 """
 
 
-def run(argv: list[str]) -> None:
-    """Compile the programs of the recipe that the arguments after `hf-tpu warmup` name."""
+def run(argv: list[str]) -> int:
+    """Compile the programs of the recipe that the arguments after `hf-tpu warmup` name, and return the exit status."""
     command, title, rest = take_command("warmup", argv)
-    recipe = open_recipe(rest, COMMANDS[command].tiny_data)
+    recipe = load_recipe(rest, COMMANDS[command].tiny_data)
+    make_parser = partial(COMMANDS[command].parser, title, DESCRIPTION)
+    status = start_processes(title, recipe, make_parser)
+    if status is not None:
+        return status
 
     from ..callbacks.run_lines import describe_cache_use
     from ..trainers.warm_up import WarmedUp, WarmUpMixin
@@ -38,14 +43,15 @@ def run(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         try:
             adapt = partial(WarmUpMixin.over, output_dir=directory)
-            COMMANDS[command].train(recipe, title, DESCRIPTION, adapt)
+            COMMANDS[command].train(recipe, make_parser(), adapt)
         except WarmedUp as done:
             if int(os.environ.get("RANK", "0")):
                 # Of several processes, the first one tells.
-                return
+                return 0
             print(_table(done.programs))
             print(describe_cache_use(done.cache))
             print(f"Next: hf-tpu {command} with the same recipe")
+    return 0
 
 
 def _table(programs) -> str:

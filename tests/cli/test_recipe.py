@@ -4,7 +4,8 @@ import pytest
 import trl
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.cli.recipe import RecipeParser, load_recipe, read_recipe
+from hf_tpu_ext.cli.recipe import load_recipe, read_recipe
+from hf_tpu_ext.cli.recipe_parser import RecipeParser
 
 
 DATACLASSES = (trl.ScriptArguments, TPUSFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
@@ -50,6 +51,25 @@ def parse(tmp_path):
         ("qat: {weight_dtype: int4, scale: mse}", [], "qat_scale", "mse"),
         ("qat: {weight_dtype: int4}\nqat_adapters: beside", [], "qat_adapters", "beside"),
         ("qat: {weight_dtype: int4}", ["--qat_weight_dtype", "int3"], "qat_weight_dtype", "int3"),
+        # A boolean to YAML, a word to the key.
+        ("scan_layers: on", [], "scan_layers", "on"),
+        ("scan_layers: off", [], "scan_layers", "off"),
+        ("compile_step: off", [], "compile_step", "off"),
+        ("compile_cache_dir: off", [], "compile_cache_dir", "off"),
+        ("packing: on", [], "packing", True),
+        ("packing: Off", [], "packing", False),
+        ("model_init_kwargs: {use_cache: no}", [], "model_init_kwargs", {"use_cache": False}),
+        ("include_num_input_tokens_seen: true", [], "include_num_input_tokens_seen", "all"),
+        ("", ["--packing"], "packing", True),
+        ("packing: true", ["--packing", "false"], "packing", False),
+        ("packing: true", ["--packing=no"], "packing", False),
+        ("", ["--packing", "1"], "packing", True),
+        ("", ["--no_dataloader_pin_memory"], "dataloader_pin_memory", False),
+        ("", ["--no-dataloader-pin-memory"], "dataloader_pin_memory", False),
+        ("", ["--learning-rate=1e-3"], "learning_rate", 1e-3),
+        ("", ["--learning_rate", "1", "--learning_rate", "2"], "learning_rate", 2.0),
+        ("", ["--model_init_kwargs", '{"use_cache": false}'], "model_init_kwargs", {"use_cache": False}),
+        ("", ["--lora_target_modules", "q_proj", "v_proj"], "lora_target_modules", ["q_proj", "v_proj"]),
     ],
 )
 def test_values(parse, text, argv, key, value):
@@ -69,12 +89,13 @@ def test_values(parse, text, argv, key, value):
         ("", ["--confg", "x"], "unknown key 'confg' on the command line. Did you mean 'config'?"),
         ("", ["--learning_rat", "1"], "unknown key 'learning_rat' on the command line. Did you mean 'learning_rate'?"),
         ("", ["--max_len=8"], "unknown key 'max_len' on the command line. Did you mean 'max_length'?"),
+        ("", ["--config"], "command line: --config has no value, expected a path: --config PATH"),
         ("", ["recipe.yaml"], "command line: unexpected 'recipe.yaml'. A recipe is given as: --config recipe.yaml"),
         ("learning_rate: fast", [], "{path}: learning_rate is 'fast', expected float."),
         ("learning_rate: [1, 2]", [], "{path}: learning_rate is [1, 2], expected float."),
         ("max_steps: many", [], "{path}: max_steps is 'many', expected int."),
         ("max_steps: 2.5", [], "{path}: max_steps is 2.5, expected int."),
-        ("max_steps: true", [], "{path}: max_steps is True, expected int."),
+        ("max_steps: true", [], "{path}: max_steps is 'true', expected int."),
         ("max_steps:", [], "{path}: max_steps is None, expected int."),
         ("packing: maybe", [], "{path}: packing is 'maybe', expected bool."),
         ("packing: 3", [], "{path}: packing is 3, expected bool."),
@@ -97,8 +118,14 @@ def test_values(parse, text, argv, key, value):
         ),
         ("datasets: [{{path: a, nam: b}}]", [], "unexpected keyword argument 'nam'"),
         ("lr_scheduler_type: cosin", [], "lr_scheduler_type is 'cosin', expected one of linear, cosine"),
-        ("", ["--max_steps", "many"], "command line: argument --max_steps/--max-steps: invalid int value: 'many'"),
-        ("", ["--dtype", "float"], "command line: argument --dtype: invalid choice: 'float'"),
+        ("", ["--max_steps", "many"], "command line: max_steps is 'many', expected int."),
+        ("", ["--max_steps"], "command line: max_steps is True, expected int."),
+        ("", ["--max_steps", "3", "recipe.yaml"], "command line: max_steps is ['3', 'recipe.yaml'], expected int."),
+        (
+            "",
+            ["--dtype", "float"],
+            "command line: dtype is 'float', expected one of auto, bfloat16, float16, float32.",
+        ),
     ],
 )
 def test_mistakes(parse, text, argv, message, tmp_path):
@@ -115,6 +142,7 @@ def test_all_unknown_keys_are_told_at_once(parse):
 
 
 def test_keys_of_the_launcher_are_named_and_skipped(parse, capsys):
+    # Where upstream's launcher has not had its say, as where one process drives all chips.
     values = parse(
         "num_processes: 8\naccelerate_config: zero3\nmax_steps: 3", "--mixed_precision", "bf16", "--multi_gpu"
     )
@@ -168,17 +196,40 @@ def test_keys_that_stand_twice(text, message, tmp_path):
 def test_a_key_may_stand_in_several_mappings(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("a: &a {path: x, b: 1}\ndatasets: [{path: x}, {path: y}]\nc: {<<: *a, path: z}\npath: w\n")
-    assert load_recipe(["--config", str(path)], "data").values["c"] == {"path": "z", "b": 1}
+    assert load_recipe(["--config", str(path)], "data").file["c"] == {"path": "z", "b": 1}
 
 
 def test_read_recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env:\n  PJRT_DEVICE: CPU\n  HF_TPU_EXT: 1\nmax_steps: 3\nbackend: xla\n")
-    recipe = read_recipe(["--max_length", "8", f"--config={path}", "--backend", "cpu", "--smoke"])
+    argv = ["--max_length", "8", f"--config={path}", "--backend", "cpu", "--smoke"]
+    recipe = read_recipe(argv)
     assert recipe.env == {"PJRT_DEVICE": "CPU", "HF_TPU_EXT": "1"}
-    assert recipe.values == {"max_steps": 3, "backend": "cpu"}
-    assert recipe.argv == ["--max_length", "8"]
+    assert recipe.file == {"max_steps": 3, "backend": "xla"}
+    assert recipe.command_line == {"max_length": "8", "backend": "cpu"}
+    assert (recipe.get("backend"), recipe.get("max_steps"), recipe.get("absent", 1)) == ("cpu", 3, 1)
     assert recipe.smoke == ".cache/tiny"
+    assert recipe.argv == argv
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "expected"),
+    [
+        ("max_steps: 1", [], False),
+        ("use_cpu: true", [], True),
+        ("use_cpu: yes", [], True),
+        ("use_cpu: true", ["--use_cpu", "false"], False),
+        ("max_steps: 1", ["--use_cpu"], True),
+        ("max_steps: 1", ["--use-cpu"], True),
+        ("max_steps: 1", ["--use_cpu=true"], True),
+        ("max_steps: 1", ["--use_cpu", "True"], True),
+        ("max_steps: 1", ["--cpu"], True),
+    ],
+)
+def test_asks_for_the_cpu(text, argv, expected, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert read_recipe(["--config", str(path), *argv]).uses_cpu is expected
 
 
 @pytest.mark.parametrize(("key", "top_k"), [("kd_cache", 16), ("kd_top_k", 16), ("kd_alpha", None)])
@@ -186,9 +237,9 @@ def test_smoke_learns_from_no_more_tokens_than_the_tiny_model_has(key, top_k, tm
     for name in ("model", "data"):
         (tmp_path / name).mkdir()
     recipe = read_recipe(["--smoke", str(tmp_path)])
-    recipe.values[key] = 512
+    recipe.file[key] = 512
     recipe.use_tiny("data")
-    assert recipe.values.get("kd_top_k") == top_k
+    assert recipe.file.get("kd_top_k") == top_k
 
 
 def test_smoke_needs_a_tiny_model(tmp_path):

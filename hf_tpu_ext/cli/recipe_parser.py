@@ -1,0 +1,186 @@
+"""From the keys of a recipe to upstream's dataclasses, and to the command line of `accelerate launch`."""
+
+import argparse
+import difflib
+import os
+import sys
+import types
+import typing
+from typing import Any
+
+from trl import TrlParser
+
+from .recipe import NO, SMOKE_DIR, YES, Recipe
+
+
+_KEYS = f"""
+  --config   YAML file of keys; environment variables go under its key `env`
+  --smoke    try the recipe first: 4 short steps on the tiny model and data in DIR (default {SMOKE_DIR}), which
+             `hf-tpu prepare tiny --output_dir {SMOKE_DIR}` makes
+
+A key is written the same in the file (learning_rate: 1e-4) and on the command line (--learning_rate 1e-4), which counts
+more. On GPUs and on the CPU the options of `accelerate launch` are keys, too (num_processes: 2, accelerate_config: zero3).
+"""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
+class RecipeParser(TrlParser):
+    """
+    A [`~trl.TrlParser`] whose errors are `ValueError`s that say which key and value, what was expected, and where it
+    was found.
+
+    Args:
+        dataclass_types (`tuple[type, ...]`): Dataclasses whose fields are the keys of the recipe.
+        command (`str`): Name of the sub-command.
+        description (`str`): First part of its help.
+    """
+
+    def __init__(self, dataclass_types: tuple[type, ...], command: str, description: str):
+        super().__init__(
+            dataclass_types,
+            prog=f"hf-tpu {command}",
+            usage=f"hf-tpu {command} [--config recipe.yaml] [--smoke [DIR]] [--key value ...]",
+            description=description + _KEYS,
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+        )
+        self._hints = {key: hint for kind in dataclass_types for key, hint in typing.get_type_hints(kind).items()}
+        # A boolean that is true by default has a second action with the same destination: `--no_KEY`, without a value.
+        self._fields = {action.dest: action for action in self._actions if action.nargs != 0}
+        self._negated = {f"no_{action.dest}" for action in self._actions if action.nargs == 0}
+
+    def error(self, message):
+        # Of a key that is required. All others are read before argparse sees them.
+        raise ValueError(message)
+
+    def parse(self, recipe: Recipe) -> tuple[Any, ...]:
+        """
+        Make the dataclasses from a recipe.
+
+        Raises:
+            `ValueError`: A key is unknown, or a value is not what its key takes.
+        """
+        if recipe.asks_for_help:
+            self.print_help()
+            self.exit()
+        options = self.split(recipe)
+        if options and not recipe.launcher_applies and os.environ.get("RANK", "0") == "0":
+            print(
+                f"{self.prog}: no effect, because one process drives all chips (no `accelerate launch`): "
+                f"{', '.join(options)}",
+                file=sys.stderr,
+            )
+        self.set_defaults_with_config(**{key: self._converted(key, recipe) for key in self._fields if key in recipe})
+        self.set_defaults_with_config(**{key[3:]: False for key in self._negated & recipe.command_line.keys()})
+        try:
+            parsed = self.parse_args_into_dataclasses([], look_for_args_file=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error)) from error
+        for arguments in parsed:
+            # The field is a string, but the trainer tells `True` (the latest checkpoint) from a path by its type.
+            if "resume_from_checkpoint" in vars(arguments):
+                arguments.resume_from_checkpoint = _boolean(arguments.resume_from_checkpoint)
+        return parsed
+
+    def split(self, recipe: Recipe) -> dict[str, Any]:
+        """
+        The keys of a recipe that are options of `accelerate launch`, in its order. As with `trl`, what is also a field of
+        the dataclasses is not among them.
+
+        Raises:
+            `ValueError`: A key is neither.
+        """
+        rest = [
+            (values, key)
+            for values in (recipe.file, recipe.command_line)
+            for key in values
+            if key not in self._fields and not (values is recipe.command_line and key in self._negated)
+        ]
+        if not rest:
+            return {}
+        launcher = _launcher_actions()
+        unknown = [(values, key) for values, key in rest if key not in launcher]
+        if unknown:
+            lines = []
+            for values, key in unknown:
+                close = difflib.get_close_matches(key, [*self._fields, *launcher, "config", "smoke"], n=1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"`{self.prog} --help` lists the keys."
+                where = f"in {recipe.path}" if values is recipe.file else "on the command line"
+                lines.append(f"unknown key {key!r} {where}. {hint}")
+            raise ValueError("\n".join(lines))
+        return {key: recipe.get(key) for _, key in rest}
+
+    def launcher_words(self, recipe: Recipe) -> list[str]:
+        """The command line of `accelerate launch` that a recipe asks for, without a script. Raises as [`split`] does."""
+        options = self.split(recipe)
+        actions = _launcher_actions() if options else {}
+        return [word for key in options for word in _launcher_option(key, actions[key], recipe)]
+
+    def _converted(self, key: str, recipe: Recipe) -> Any:
+        action, hint, value = self._fields[key], self._hints[key], recipe.get(key)
+        try:
+            converted = _convert(action, hint, value)
+            if action.choices is not None and converted not in action.choices:
+                raise ValueError
+        except (TypeError, ValueError, argparse.ArgumentTypeError):
+            if action.choices is not None:
+                expected = f"one of {', '.join(map(str, action.choices))}"
+            else:
+                expected = hint.__name__ if isinstance(hint, type) else str(hint)
+            raise ValueError(f"{recipe.where(key)}: {key} is {value!r}, expected {expected}.") from None
+        return converted
+
+
+def _launcher_actions() -> dict[str, argparse.Action | None]:
+    """The options of `accelerate launch`, by their names with underscores."""
+    from accelerate.commands.launch import launch_command_parser
+
+    actions = {
+        name.lstrip("-").replace("-", "_"): action
+        for action in launch_command_parser()._actions
+        for name in action.option_strings
+    }
+    # `trl` adds one of its own.
+    return {**actions, "accelerate_config": None}
+
+
+def _launcher_option(key: str, action: argparse.Action | None, recipe: Recipe) -> list[str]:
+    """An option of `accelerate launch` as `trl` hands it on."""
+    value, option = recipe.get(key), action.option_strings[-1] if action else f"--{key}"
+    written = _boolean(value)
+    if action is not None and action.nargs == 0:
+        if not isinstance(written, bool):
+            raise ValueError(f"{recipe.where(key)}: {key} is {value!r}, expected true or false.")
+        return [option] if written else []
+    if value is True or isinstance(value, (dict, list)) or value is None:
+        found = "has no value" if value in (True, None) else f"is {value!r}"
+        raise ValueError(f"{recipe.where(key)}: {key} {found}, expected one value: {key}: VALUE, or --{key} VALUE.")
+    if key in recipe.command_line or (action is not None and action.choices is not None):
+        return [option, str(value)]
+    return [option, str(written)]
+
+
+def _boolean(value: Any) -> Any:
+    """What is written as a yes or no as a boolean, and all else as it is. Numbers are numbers here."""
+    text = str(value).lower()
+    return text in YES if text in (YES | NO) - {"1", "0"} else value
+
+
+def _convert(action: argparse.Action, hint: Any, value: Any) -> Any:
+    """A value of a recipe as upstream's parser would convert it from the command line, which it does with strings only."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if is_union else (hint,))]
+    if action.nargs == "+" and value is not None and value is not True:
+        # The mappings are the entries of `datasets`.
+        items = value if isinstance(value, list) else [value]
+        return [item if isinstance(item, dict) else action.type(str(item)) for item in items]
+    if bool in kinds and isinstance(written := _boolean(value), bool):
+        return written
+    if type(value) in kinds:
+        return value
+    if isinstance(value, (dict, list, bool)) or value is None:
+        raise TypeError
+    return action.type(str(value))

@@ -1,0 +1,249 @@
+"""What `trl` and `hf-tpu` start from a recipe: upstream's launcher on GPUs and the CPU, with upstream's options."""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands import launch as accelerate_launch
+from accelerate.utils import str_to_bool
+from trl.cli import accelerate_launcher
+from trl.cli.commands.base import CommandContext
+from trl.cli.commands.training import TrainingCommand
+
+from hf_tpu_ext.backends import selection
+from hf_tpu_ext.cli.launch import start_processes
+from hf_tpu_ext.cli.recipe import read_recipe
+from hf_tpu_ext.cli.trl_scripts import SCRIPTS
+
+
+# How the script is started, and what is kept beside the options.
+_OF_THE_SCRIPT = {"training_script", "training_script_args", "no_python", "nondefault"}
+_ACTIONS = [
+    action
+    for action in accelerate_launch.launch_command_parser()._actions
+    if action.option_strings and action.dest != "help"
+]
+_VALUES = {int: "2", bool: "true", float: "0.5", str_to_bool: "true"}
+
+
+def _value(action: argparse.Action) -> str:
+    if action.dest == "fp8_override_linear_precision":
+        return "true,false,true"
+    return str(action.choices[-1]) if action.choices else _VALUES.get(action.type, "some")
+
+
+def _options(args: argparse.Namespace) -> dict:
+    return {key: value for key, value in vars(args).items() if key not in _OF_THE_SCRIPT}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """As outside of any launcher, with what is set in it taken back."""
+    for variable in ("WORLD_SIZE", "RANK", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(variable, raising=False)
+    kept = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Calls of `accelerate launch`, none of which starts anything."""
+    calls = []
+    monkeypatch.setattr(accelerate_launch, "launch_command", calls.append)
+    return calls
+
+
+@pytest.fixture
+def start(launched, tmp_path):
+    """Starts the processes of `hf-tpu sft` for a recipe: returns the exit status, and what accelerate was called with."""
+
+    def start(text, *argv):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"use_cpu: true\n{text}\n")
+        recipe = read_recipe(["--config", str(path), *argv])
+        status = start_processes("sft", recipe, SCRIPTS["sft"].parser)
+        return status, launched.pop() if launched else None
+
+    return start
+
+
+@pytest.fixture
+def stock(monkeypatch, tmp_path):
+    """What stock `trl sft` calls accelerate with."""
+
+    def stock(text, *argv):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(f"output_dir: {tmp_path}/out\nuse_cpu: true\n{text}\n")
+        calls = []
+        monkeypatch.setattr(
+            accelerate_launcher,
+            "launch_training_script",
+            lambda script_name, launch_args, training_script_args: calls.append(
+                accelerate_launch.launch_command_parser().parse_args([*launch_args, script_name])
+            ),
+        )
+        TrainingCommand("sft").run(None, CommandContext(argv=["sft", "--config", str(path), *argv]))
+        return calls[0]
+
+    return stock
+
+
+def _spellings(action: argparse.Action) -> list[list[str]]:
+    if action.nargs == 0:
+        return [[option] for option in action.option_strings]
+    value = _value(action)
+    with_equals = [[f"{option}={value}"] for option in action.option_strings if option.startswith("--")]
+    return [[option, value] for option in action.option_strings] + with_equals
+
+
+def test_options_on_the_command_line_reach_accelerate_as_with_trl(start, stock):
+    """Each of them, in each of its spellings."""
+    # Stock gives these to the training script. `tpu` is refused: there is none.
+    of_the_script = {"debug", "gradient_accumulation_steps"}
+    assert {action.dest for action in _ACTIONS} & {*SCRIPTS["sft"].parser()._fields} == of_the_script
+    for action in _ACTIONS:
+        if action.dest in of_the_script | {"tpu"}:
+            continue
+        first, *others = _spellings(action)
+        expected = _options(stock("max_steps: 1", *first))
+        for words in (first, *others):
+            status, args = start("max_steps: 1", *words)
+            assert status == 0
+            assert _options(args) == expected, words
+
+
+def test_options_in_the_file_reach_accelerate_as_with_trl(start, stock):
+    checked = 0
+    for action in _ACTIONS:
+        key = action.option_strings[0].lstrip("-")
+        if action.nargs == 0 or len(key) == 1 or key == "env":
+            # `env` in a file has environment variables.
+            continue
+        text = f"{key}: {_value(action)}"
+        (_, ours), theirs = start(text), stock(text)
+        if ours is not None:
+            assert _options(ours) == _options(theirs), text
+            checked += 1
+    assert checked > 80
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "options"),
+    [
+        ("multi_gpu: true\nnum_processes: 2", [], {"multi_gpu": True, "num_processes": 2}),
+        ("multi_gpu: false\nnum_processes: 2", [], {"multi_gpu": False, "num_processes": 2}),
+        ("mixed_precision: no", [], {"mixed_precision": "no"}),
+        ("num_processes: 2", ["--num_processes", "3"], {"num_processes": 3}),
+        ("num_processes: 2", ["--num-processes=3"], {"num_processes": 3}),
+    ],
+)
+def test_options_that_trl_reads_less_well(start, text, argv, options):
+    _, args = start(text, *argv)
+    assert options.items() <= vars(args).items()
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp2", "multi_gpu"])
+@pytest.mark.parametrize("in_file", [True, False])
+def test_configs_of_accelerate_that_trl_ships(start, stock, name, in_file):
+    text, argv = (f"accelerate_config: {name}", []) if in_file else ("max_steps: 1", ["--accelerate_config", name])
+    (_, ours), theirs = start(text, *argv), stock(text, *argv)
+    assert _options(ours) == _options(theirs)
+    assert Path(ours.config_file).name == f"{name}.yaml"
+
+
+def test_processes_run_the_same_command(start, tmp_path):
+    _, args = start("num_processes: 2", "--max_steps", "3", "--kd_teacher", "base")
+    assert args.no_python
+    command = [args.training_script, *args.training_script_args]
+    recipe = ["--config", str(tmp_path / "recipe.yaml"), "--max_steps", "3", "--kd_teacher", "base"]
+    assert command == [sys.executable, "-P", "-m", "hf_tpu_ext.cli.main", "sft", *recipe]
+
+
+def test_one_process_is_this_one(start):
+    assert start("max_steps: 1") == (None, None)
+
+
+def test_one_process_has_one_gpu(monkeypatch):
+    """Upstream's trainer would spread a batch over all that it sees."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(selection, "_chosen", {})
+    for before, after in ((None, "0"), ("2,3", "2")):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        recipe = read_recipe(["--backend", "cuda", "--num_processes", "1"])
+        assert start_processes("sft", recipe, SCRIPTS["sft"].parser) is None
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == after
+
+
+def test_every_gpu_has_a_process(start, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    status, args = start("max_steps: 1")
+    assert status == 0
+    assert args.num_processes is None
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_of_a_launcher_start_no_others(start, variable, monkeypatch):
+    monkeypatch.setenv(variable, "2")
+    assert start("num_processes: 2") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "message"),
+    [
+        ("multi_gpu: some", [], "multi_gpu is 'some', expected true or false."),
+        ("num_processes: [1, 2]", [], "num_processes is [1, 2], expected one value: num_processes: VALUE"),
+        ("max_steps: 1", ["--num_processes"], "command line: num_processes has no value, expected one value"),
+        ("num_processes: many", [], "options of `accelerate launch`: argument --num_processes"),
+        ("tpu: true", [], "--tpu: this run is not on a TPU. Leave it out"),
+        ("accelerate_config: zero9", [], "zero9 is neither a file nor a valid config"),
+        ("num_proceses: 2", [], "unknown key 'num_proceses' in"),
+    ],
+)
+def test_mistakes(start, text, argv, message):
+    with pytest.raises(ValueError) as error:
+        start(text, *argv)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables"),
+    [
+        (["--mixed_precision", "no"], {"ACCELERATE_MIXED_PRECISION": "no"}),
+        (["--cpu"], {"ACCELERATE_USE_CPU": "True"}),
+        (["--num_processes", "1"], {"ACCELERATE_USE_CPU": "False"}),
+    ],
+)
+def test_this_process_gets_the_environment_of_the_one_that_accelerate_would_start(argv, variables):
+    recipe = read_recipe(["--use_cpu", *argv])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    assert start_processes("sft", recipe, SCRIPTS["sft"].parser) is None
+    assert variables.items() <= os.environ.items()
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+    assert recipe.launcher_applies
+
+
+def test_threads_that_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    recipe = read_recipe(["--use_cpu", "--num_cpu_threads_per_process", "3"])
+    assert start_processes("sft", recipe, SCRIPTS["sft"].parser) is None
+    assert asked == [3]
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_what_is_the_scripts_own_with_trl_is_so_here(command):
+    theirs = importlib.import_module(f"trl.scripts.{command}").make_parser()
+    ours = SCRIPTS[command].parser()
+    assert {action.dest for action in theirs._actions} <= {action.dest for action in ours._actions}
+    # And none of our own settings is an option of accelerate.
+    own = {action.dest for action in ours._actions} - {action.dest for action in theirs._actions}
+    assert own and not own & {action.dest for action in _ACTIONS}
