@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_write import write_atomically
+from ..redaction import redact
 
 
 #: Name of the file in the output directory.
@@ -36,10 +37,10 @@ class RecordWriter:
 
     def write(self, event: str, **values: Any) -> None:
         """
-        Add a line of what an event says, as JSON. What is no JSON is written as text. Raises `OSError` where it cannot
-        be.
+        Add a line of what an event says, as JSON, without secrets. What is no JSON is written as text. Raises `OSError`
+        where it cannot be.
         """
-        self._append(json.dumps({"event": event, **values}, default=str) + "\n")
+        self._append(json.dumps(redact({"event": event, **values}), default=str) + "\n")
 
     def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from ..backends.base import Backend
 from ..backends.compile_cache import compiler_settings
 from ..backends.hosts import HostsDisagree
+from ..redaction import redact
 from .base_record import sample_of
 from .dataset_checks import named_datasets
 from .run_facts import find_versions
@@ -37,7 +38,7 @@ def check_settings_alike(backend: Backend, args: TrainingArguments) -> None:
         return
     mine = {
         "package": find_versions(),
-        "argument": {name: json.dumps(value, default=str) for name, value in args.to_dict().items()},
+        "argument": {name: json.dumps(value, default=str) for name, value in redact(args.to_dict()).items()},
         "environment variable": compiler_settings(),
     }
     _compare(backend, "the comparison of arguments", mine)

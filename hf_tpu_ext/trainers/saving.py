@@ -20,6 +20,7 @@ from ..backends.streamed import read_all
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
 from ..quantization.bitsandbytes import find_config
+from ..redaction import redact
 from .base_record import find_frozen, write_base
 from .checkpoints import (
     check_all_see,
@@ -401,7 +402,10 @@ class SavingMixin:
             ) from error
 
     def _write_model(self, output_dir: str, state_dict) -> None:
-        super()._save(output_dir, state_dict)
+        # Upstream pickles the arguments as they are, hub_token too.
+        texts = {name: value for name, value in vars(self.args).items() if isinstance(value, str | dict | list)}
+        with self._settings(**redact(texts)):
+            super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.averaging.save(output_dir)
         names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base

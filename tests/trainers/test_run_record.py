@@ -26,7 +26,12 @@ def test_a_run_leaves_its_report(runs, capsys):
         eval_steps=3,
         gradient_accumulation_steps=2,
         hub_token="hf_secret",
+        model_init_kwargs={"token": "hf_secret", "dtype": "float32"},
+        save_strategy="steps",
+        save_steps=6,
     )
+    trainer.save_model()
+    assert trainer.args.hub_token == trainer.args.model_init_kwargs["token"] == "hf_secret"
     run = read_run(runs.output_dir)
     assert run.steps == 6 and run.unreadable == 0 and run.sessions[0].end["counters"]["compiles"] > 0
     for entry, logged in zip(run.logs, (log for log in trainer.state.log_history if "loss" in log), strict=True):
@@ -44,7 +49,9 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert "adam_beta1" not in facts["changed"]
     assert {"torch", "transformers", "trl", "hf_tpu_ext", "python"} <= facts["versions"].keys()
     text = (runs.output_dir / "report.html").read_text() + (runs.output_dir / "report.md").read_text()
-    assert "hf_secret" not in text + (runs.output_dir / RECORD_NAME).read_text()
+    written = [path for path in runs.output_dir.rglob("*") if path.is_file()]
+    assert {"training_args.bin", RECORD_NAME, "report.html"} <= {path.name for path in written}
+    assert [path for path in written if b"hf_secret" in path.read_bytes()] == []
     assert str(runs.model_dir) in text and "micro-step" in text
     assert f"Report: {runs.output_dir / 'report.html'}" in capsys.readouterr().out
 

@@ -1,0 +1,43 @@
+"""Secrets stay out of the files that this package writes."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+# Names of settings whose text is a secret. Names of a tokenizer's tokens end as those of access tokens do.
+_SECRET = re.compile(
+    r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token$|password|passwd|secret|credential|authorization"
+    r"|cookie|(api|access|account|private|signing|encryption)_?key|connection_?string",
+    re.IGNORECASE,
+)
+# The credentials in `https://user:password@host`, and tokens that say themselves what they are.
+_IN_TEXT = re.compile(
+    r"(?<=://)[^/\s@]+(?=@)|\bhf_[A-Za-z0-9]{20,}\b|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bBearer \S+"
+)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """
+    Take the secrets out of a nested structure, by the names that they have in it: tokens, passwords, keys. The
+    text of one becomes its name in angle brackets, as in upstream's `TrainingArguments.to_dict`.
+
+    Args:
+        value (`Any`):
+            Dictionaries, lists and tuples of what JSON knows; other objects are left as they are.
+        name (`str`, *optional*):
+            The name that the value has.
+
+    Returns:
+        `Any`: A copy without secrets, or `value` itself where it is no structure and no secret.
+    """
+    if isinstance(value, Mapping):
+        # In what has the name of a secret, all text is one.
+        inner = name if _SECRET.search(name) else ""
+        return {key: redact(item, inner or str(key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(redact(item, name) for item in value)
+    # Not of an enumeration, which is text, too.
+    if type(value) is not str or not value:
+        return value
+    return f"<{name.upper()}>" if _SECRET.search(name) else _IN_TEXT.sub("<REDACTED>", value)
