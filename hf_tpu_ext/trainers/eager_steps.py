@@ -99,7 +99,8 @@ class EagerSteps(TrainerCallback):
         # The last step whose compiles were counted.
         self._counted = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._rates: list[float] = []
+        # What was a number before the update that is under way: of each group of the optimizer its learning rate.
+        self._rates: list[tuple[dict[str, Any], float]] = []
         #: Numbers that the step under way has on the device, besides the batch.
         self.data: dict[str, torch.Tensor] = {}
 
@@ -122,6 +123,8 @@ class EagerSteps(TrainerCallback):
     def end_run(self) -> None:
         """Leave the trainer as it was before the run. Callbacks are not told of the end of one that fails."""
         self._under_way = None
+        # PyTorch does not call the hook after an update that fails.
+        self._restore_rates()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -133,13 +136,14 @@ class EagerSteps(TrainerCallback):
     # A rate of exactly 0, as in the first step of a warm-up, would be a constant, and the update another program.
 
     def _send_rates(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self._rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = self._trainer.backend.send(torch.tensor(group["lr"], dtype=torch.float32))
+        self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
+        for group, rate in self._rates:
+            group["lr"] = self._trainer.backend.send(torch.tensor(rate, dtype=torch.float32))
 
-    def _restore_rates(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+    def _restore_rates(self, *_) -> None:
+        for group, rate in self._rates:
             group["lr"] = rate
+        self._rates = []
 
     # ---- A step ----
 
