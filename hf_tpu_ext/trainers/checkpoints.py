@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import zipfile
@@ -225,13 +226,13 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
         raise ValueError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} is {kind}: {what}. {hint}, or "
-            f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}."
+            f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}.{_to_accept(checkpoint)}"
         )
     for checkpoint in reversed(checkpoints_by_step(output_dir).values()):
         damage = find_damage(checkpoint)
         if damage is None:
             return str(checkpoint)
-        logger.warning(f"{checkpoint} is skipped: {damage}.")
+        logger.warning(f"{checkpoint} is skipped: {damage}.{_to_accept(checkpoint)}")
     earlier = sorted(
         (path for path in Path(output_dir).glob(f"{_ASIDE}-*/{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()),
         key=lambda path: path.stat().st_mtime,
@@ -240,6 +241,15 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
     raise ValueError(
         f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. {of_others}Leave "
         "resume_from_checkpoint out to start over, or set output_dir to the directory of the run to resume."
+    )
+
+
+def _to_accept(checkpoint: Path) -> str:
+    manifest = checkpoint / MANIFEST_NAME
+    if not manifest.is_file():
+        return ""
+    return (
+        f" If it was changed on purpose, accept it as it is by removing its manifest: rm {shlex.quote(str(manifest))}"
     )
 
 

@@ -1,6 +1,7 @@
 """A checkpoint has upstream's form, and a resumed run is the run that was never stopped."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -266,6 +267,31 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_skipped(runs, same_logs
     assert "the checkpoint is incomplete" in lines[0] and "trainer_state.json" in lines[1]
     same_logs(drop(resumed), whole, rel=0)
     assert json.loads(state.read_text())["global_step"] == 4
+
+
+@pytest.mark.parametrize("change", ["shards", "state"])
+def test_a_checkpoint_that_was_changed_on_purpose_is_accepted_as_the_message_says(runs, same_logs, tmp_path, change):
+    whole = drop(runs.ours(max_steps=4, **EVERY_STEP))
+    checkpoint = tmp_path / "it's mine" / "checkpoint-2"
+    shutil.copytree(runs.output_dir / "checkpoint-2", checkpoint)
+    if change == "shards":
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        (checkpoint / "model.safetensors").unlink()
+        model.save_pretrained(checkpoint, max_shard_size="10KB")
+        assert len(list(checkpoint.glob("model-*.safetensors"))) > 1
+    else:
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"save_steps": 3}))
+
+    def resumed():
+        return runs.ours(train=False, max_steps=4, output_dir=str(tmp_path / "resumed"))
+
+    with pytest.raises(ValueError, match="is damaged: .* If it was changed on purpose") as refused:
+        resumed().train(resume_from_checkpoint=str(checkpoint))
+    subprocess.run(str(refused.value).rpartition(": ")[2], shell=True, check=True)
+    trainer = resumed()
+    resume(trainer, checkpoint)
+    same_logs(drop(trainer), whole, rel=0)
 
 
 def test_nothing_to_resume_is_an_error_that_says_what_to_give(runs, tmp_path):
