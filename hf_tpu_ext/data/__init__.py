@@ -3,10 +3,12 @@
 from .buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from .packing import PackedCollator
 from .static_shapes import (
-    NUM_TOKENS,
     PAD_VALUES,
+    CollatedBatch,
     ShapeGuard,
     StaticShapeCollator,
+    count_all,
+    count_not_padding,
     count_rows,
     length_of,
     pad_columns,
@@ -17,13 +19,15 @@ from .waste import TokenWaste
 
 
 __all__ = [
-    "NUM_TOKENS",
     "PAD_VALUES",
+    "CollatedBatch",
     "PackedCollator",
     "ShapeGuard",
     "StaticShapeCollator",
     "TokenWaste",
     "batch_lengths",
+    "count_all",
+    "count_not_padding",
     "count_rows",
     "length_of",
     "pad_columns",

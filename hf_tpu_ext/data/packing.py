@@ -1,11 +1,11 @@
 """Several documents in one row of fixed length."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .static_shapes import NUM_TOKENS
+from .static_shapes import CollatedBatch
 
 
 class PackedCollator:
@@ -18,8 +18,8 @@ class PackedCollator:
     Args:
         pad_token_id (`int`): Token id that `input_ids` is padded with.
         max_length (`int`): Length of every row.
-        count_tokens (`bool`, *optional*, defaults to `False`):
-            Whether to note the number of tokens of a batch under [`NUM_TOKENS`].
+        count_tokens (`Callable`, *optional*):
+            Counts the tokens of a batch, see [`CollatedBatch`]: it gets the `input_ids` of all documents, one after the other.
 
     Example:
     ```python
@@ -30,18 +30,20 @@ class PackedCollator:
     ```
     """
 
-    def __init__(self, pad_token_id: int, max_length: int, count_tokens: bool = False):
+    def __init__(
+        self, pad_token_id: int, max_length: int, count_tokens: Callable[[Mapping[str, Any]], int] | None = None
+    ):
         self.pad_token_id = pad_token_id
         self.max_length = max_length
         self.count_tokens = count_tokens
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, examples: list[dict[str, Any]]) -> CollatedBatch:
         """
         Collates packed rows with `input_ids`, and optionally `labels` (by default the `input_ids`) and `seq_lengths`
         (lengths of the documents, by default one document).
 
         Returns:
-            `dict[str, Tensor]`: int64 tensors of shape `(batch, max_length)`:
+            `CollatedBatch`: int64 tensors of shape `(batch, max_length)`:
                 - `input_ids`: tokens, then pad tokens.
                 - `labels`: -100 at pads and at the first token of each document, so that no document is predicted from
                   the one before it.
@@ -71,11 +73,13 @@ class PackedCollator:
             position_ids[row, :length] = torch.arange(length) - starts
             segment_ids[row, :length] = torch.arange(1, len(documents) + 1).repeat_interleave(documents)
         labels[position_ids == 0] = -100
-        counted = {NUM_TOKENS: int((segment_ids > 0).sum())} if self.count_tokens else {}
-        return counted | {
+        is_token = segment_ids > 0
+        batch = {
             "input_ids": input_ids,
             "labels": labels,
-            "attention_mask": (segment_ids > 0).long(),
+            "attention_mask": is_token.long(),
             "position_ids": position_ids,
             "segment_ids": segment_ids,
         }
+        num_tokens = None if self.count_tokens is None else self.count_tokens({"input_ids": input_ids[is_token]})
+        return CollatedBatch(batch, int(is_token.sum(1).max()), batch, num_tokens)

@@ -1,6 +1,6 @@
 """Every batch that reaches the device has one of a small declared set of shapes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,38 @@ def _extend(key: str, tensor: Tensor, dim: int, size: int, pad_token_id: int) ->
     return torch.cat([tensor, tensor.new_full(shape, pad_value_of(key, pad_token_id))], dim=dim)
 
 
-#: Under this key a collator notes how many tokens a batch had before it was padded to a declared length.
-NUM_TOKENS = "num_tokens_collated"
+class CollatedBatch(dict):
+    """
+    A batch that was padded to a declared length, with what it was before.
+
+    Attributes:
+        length (`int`): Tokens of its longest row, with the padding that upstream's collator adds.
+        padded (`frozenset`): The keys that were padded.
+        num_tokens (`int`, *optional*): How many tokens upstream counts in it; `None` if it counts none.
+    """
+
+    def __init__(self, batch: Mapping[str, Any], length: int, padded: Iterable[str], num_tokens: int | None = None):
+        super().__init__(batch)
+        self.length = length
+        self.padded = frozenset(padded)
+        self.num_tokens = num_tokens
+
+    def as_collated(self, key: str) -> Any:
+        """What the batch has under `key`, without the columns that were added."""
+        return self[key][:, : self.length] if key in self.padded else self[key]
+
+
+def count_all(batch: Mapping[str, Any]) -> int:
+    """Count the tokens of a batch with its padding."""
+    return batch["input_ids"].numel()
+
+
+def count_not_padding(pad_token_id: int | None, batch: Mapping[str, Any]) -> int:
+    """Count the tokens of a batch without its padding: by its mask, or else by the pad token, if there is one."""
+    mask, ids = batch.get("attention_mask"), batch["input_ids"]
+    if mask is not None:
+        return int(mask.sum())
+    return ids.numel() if pad_token_id is None else int((ids != pad_token_id).sum())
 
 
 def _setting(text: str, config_name: str | None) -> str:
@@ -51,17 +81,22 @@ class StaticShapeCollator:
     Padded are the tensors whose first two dimensions are those of `input_ids`; everything else (class labels, scalars,
     non-tensors) passes unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each
     row, as `KL_input_ids` with `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys
-    that are not in `PAD_VALUES` are padded with 0. No `attention_mask` is added where `collator` yields none.
+    that are not in `PAD_VALUES` are padded with 0.
 
     Args:
         collator (`Callable`): Data collator to wrap. It yields at least `input_ids` of shape `(batch, length)`.
-        lengths (`Sequence[int]`): Declared lengths: one for a fixed length, several for buckets.
+        lengths (`Sequence[int]`):
+            Declared lengths: one for a fixed length, several for buckets; without any, batches keep theirs.
         pad_token_id (`int`): Token id that `input_ids` is padded with.
         config_name (`str`, *optional*):
             Class of the arguments that have `max_length` and `length_buckets`, for messages.
-        count_tokens (`bool`, *optional*, defaults to `False`):
-            Whether to note the number of tokens that `collator` yields, its own padding included, under
-            [`NUM_TOKENS`].
+        count_tokens (`Callable`, *optional*):
+            Counts the tokens of what `collator` yields, see [`CollatedBatch`].
+        adds_mask (`bool`, *optional*, defaults to `False`):
+            Whether to add the int64 `attention_mask` `(batch, length)` that `collator` leaves out: all ones, since it masks
+            nothing by then. Without a mask, transformers looks on the host at every step whether the positions restart within a
+            row, and a bidirectional model would attend to the padding that is added next. Batches that bring positions of their
+            own are left alone, and so are those without `input_ids`.
 
     Example:
     ```python
@@ -80,22 +115,30 @@ class StaticShapeCollator:
         lengths: Sequence[int],
         pad_token_id: int,
         config_name: str | None = None,
-        count_tokens: bool = False,
+        count_tokens: Callable[[Mapping[str, Any]], int] | None = None,
+        adds_mask: bool = False,
     ):
         self.collator = collator
         self.lengths = sorted(lengths)
         self.pad_token_id = pad_token_id
         self.config_name = config_name
         self.count_tokens = count_tokens
+        self.adds_mask = adds_mask
 
-    def __call__(self, examples: list) -> dict[str, Any]:
+    def __call__(self, examples: list) -> CollatedBatch:
         """Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if no length fits."""
         batch = dict(self.collator(examples))
-        if self.count_tokens:
-            batch[NUM_TOKENS] = batch["input_ids"].numel()
-        return pad_columns(batch, self._declared(length_of(batch)), self.pad_token_id)
+        counts = self.count_tokens is not None and "input_ids" in batch
+        num_tokens = self.count_tokens(batch) if counts else None
+        if self.adds_mask and "input_ids" in batch and "position_ids" not in batch:
+            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        length = length_of(batch)
+        padded = pad_columns(batch, self._declared(length), self.pad_token_id)
+        return CollatedBatch(padded, length, (key for key in batch if padded[key] is not batch[key]), num_tokens)
 
     def _declared(self, length: int) -> int:
+        if not self.lengths:
+            return length
         target = next((declared for declared in self.lengths if declared >= length), None)
         if target is None:
             raise ValueError(

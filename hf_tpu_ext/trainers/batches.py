@@ -1,17 +1,29 @@
 """Batches, on their way to the device."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
-from transformers.models.auto import modeling_auto
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ..data import NUM_TOKENS, ShapeGuard, count_rows, length_of, pad_columns, pad_rows, pad_value_of
+from ..data import (
+    CollatedBatch,
+    ShapeGuard,
+    count_all,
+    count_not_padding,
+    count_rows,
+    length_of,
+    pad_columns,
+    pad_rows,
+    pad_value_of,
+)
 from ..formatting import dtype_name
+from .configs import TPUTrainingArguments
+from .index_ranges import IndexRanges, classes_for
 from .lengths import row_lengths
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
 from .training_steps import SentBatch
@@ -21,18 +33,13 @@ from .upstream import upstream_of
 logger = logging.get_logger(__name__)
 
 
-def _classes_for(*tasks: str) -> set[str]:
-    names: set[str] = set()
-    for task in tasks:
-        for entry in vars(modeling_auto)[f"MODEL_FOR_{task}_MAPPING_NAMES"].values():
-            names.update([entry] if isinstance(entry, str) else entry)
-    return names
-
-
 #: Models of transformers whose loss is a cross-entropy over the labels that are not -100: one for each token...
-_TOKEN_MODELS = _classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
+_TOKEN_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
 #: ... or one for each row, if they are classes.
-_ROW_MODELS = _classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
+_ROW_MODELS = classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
+# Trainers whose loss takes `labels` as the model's does.
+_LOSSES_BY_LABELS = ("transformers.trainer", "trl.trainer.sft_trainer")
+_TRUNCATION = "tokenizer(..., truncation=True, max_length={})"
 
 
 class BatchesMixin:
@@ -63,11 +70,32 @@ class BatchesMixin:
     def expect_batches(self, mode: str) -> None:
         """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
         limit = max(1, len(self.lengths))
+        # Of the model as it is at the first batch.
+        self._ranges: IndexRanges | None = None
         self._rows_of_example.pop(mode, None)
         # Whether code of the user's may, in this pass; asked where there are any.
         self._reads_texts: bool | None = None
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
         self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
+
+    def check_ranges(self, batch: Mapping[str, Any]) -> None:
+        """Refuse (`ValueError`) a batch on the host with token ids, positions or labels that the model has no place for."""
+        if self._ranges is None:
+            owner = self._owner_of_loss
+            own_loss = self.compute_loss_func is None and owner.__module__ in _LOSSES_BY_LABELS
+            truncates = "max_length" in vars(self.args) and not isinstance(self.args, TPUTrainingArguments)
+            truncation = f"{type(self.args).__name__}(max_length={{}})" if truncates else _TRUNCATION
+            self._ranges = IndexRanges(self.model, own_loss, truncation)
+        self._ranges.check(batch)
+
+    @property
+    def _owner_of_loss(self) -> type:
+        """The class that computes the loss: upstream's, or one of the user's."""
+        return next(
+            cls
+            for cls in type(self).__mro__
+            if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
+        )
 
     def shape_batch(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """
@@ -147,9 +175,8 @@ class BatchesMixin:
         self, inputs: dict[str, Any], beside: Mapping[Hashable, torch.Tensor] | None = None
     ) -> dict[Hashable, Any]:
         """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
-        ragged = {
-            key: value for key, value in inputs.items() if key != NUM_TOKENS and not self._is_unread_text(key, value)
-        }
+        self.check_ranges(inputs)
+        ragged = {key: value for key, value in inputs.items() if not self._is_unread_text(key, value)}
         batch, wanted = self.shape_batch(ragged)
         # A collator of the caller's may yield more rows than it was given.
         rows = count_rows(batch)
@@ -211,17 +238,25 @@ class BatchesMixin:
         return count.float() if self.steps.replay is not None else self.backend.send(count.float())
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        if NUM_TOKENS in inputs:
-            (tokens,) = self.backend.ranks.total([inputs[NUM_TOKENS]])
+        if isinstance(inputs, CollatedBatch) and inputs.num_tokens is not None:
+            (tokens,) = self.backend.ranks.total([inputs.num_tokens])
             self.state.num_input_tokens_seen += int(tokens)
         else:
             with self.chips.summed(self.accelerator):
                 super()._track_num_input_tokens(inputs)
 
     @property
-    def _counts_input_tokens(self) -> bool:
-        """Whether tokens are to be counted as upstream's collator has them, its padding included."""
-        return self.args.include_num_input_tokens_seen == "all"
+    def _count_tokens(self) -> Callable[[Mapping[str, Any]], int] | None:
+        """What counts the tokens of a batch as upstream's collator yields it, by `include_num_input_tokens_seen`."""
+        # Upstream's default, for models that are not of transformers.
+        counted = getattr(self.model, "main_input_name", "input_ids")
+        if self.args.include_num_input_tokens_seen == "no" or counted != "input_ids":
+            return None
+        if self.args.include_num_input_tokens_seen == "all":
+            return count_all
+        tokenizer = self.processing_class
+        has_pad_token = isinstance(tokenizer, PreTrainedTokenizerBase)
+        return partial(count_not_padding, tokenizer.pad_token_id if has_pad_token else None)
 
     # ---- What rows can be added to ----
 
@@ -252,11 +287,7 @@ class BatchesMixin:
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""
-        owner = next(
-            cls
-            for cls in type(self).__mro__
-            if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
-        )
+        owner = self._owner_of_loss
         if owner is not Trainer:
             what = "is a mean over rows" if owner is upstream_of(type(self)) else "may count masked tokens"
             return f"the loss of {owner.__name__} {what}"

@@ -112,10 +112,20 @@ class TPUTrainerMixin(
 
     def _make_batches_static(self) -> None:
         """Replace `self.data_collator` by one that pads to `self.lengths`."""
-        if self.lengths:
+        if self.lengths or self._adds_mask:
             self.data_collator = StaticShapeCollator(
-                self.data_collator, self.lengths, self._pad_token_id, self._config_name, self._counts_input_tokens
+                self.data_collator,
+                self.lengths,
+                self._pad_token_id if self.lengths else 0,
+                self._config_name,
+                self._count_tokens,
+                self._adds_mask,
             )
+
+    @property
+    def _adds_mask(self) -> bool:
+        """Whether batches get the attention mask that upstream's collator leaves out."""
+        return False
 
     @property
     def _pad_token_id(self) -> int:

@@ -136,6 +136,7 @@ class ReferenceLogProbsMixin:
     def compute_ref_log_probs(self, model, inputs) -> tuple[Tensor | None, ...]:
         if not self.backend.static_shapes:
             return super().compute_ref_log_probs(model, inputs)
+        self.check_ranges(inputs)
         with self.compute_loss_context_manager(), self.models_compiled():
             computed = super().compute_ref_log_probs(model, self._send_rows(inputs))
         self.end_program("reference step", "reference log-probs before training")

@@ -207,6 +207,7 @@ class RolloutMixin(RolloutCheckpoints):
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
+        self.check_ranges(batch)
         # As long for all processes.
         (width,) = self.backend.ranks.most([self._width_of(batch)])
         batch = self._pad_batch(self._arrange_rows(batch), width)

@@ -85,7 +85,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
     def _make_batches_static(self) -> None:
         if self.padding_free:
             # Upstream would flatten the batch into one row of another length each time.
-            self.data_collator = PackedCollator(self._pad_token_id, self.args.max_length, self._counts_input_tokens)
+            self.data_collator = PackedCollator(self._pad_token_id, self.args.max_length, self._count_tokens)
         else:
             super()._make_batches_static()
 

@@ -1,5 +1,7 @@
 import pickle
 import random
+from copy import copy
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +9,15 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_tpu_ext.data import NUM_TOKENS, PAD_VALUES, PackedCollator, ShapeGuard, StaticShapeCollator, pad_rows
+from hf_tpu_ext.data import (
+    PAD_VALUES,
+    PackedCollator,
+    ShapeGuard,
+    StaticShapeCollator,
+    count_all,
+    count_not_padding,
+    pad_rows,
+)
 
 
 PAD = 96
@@ -144,12 +154,24 @@ def test_a_row_with_a_class_is_completed_by_rows_like_it_and_a_full_batch_is_ret
     assert pad_rows(batch, 2, PAD) is batch
 
 
-def test_tokens_are_counted_before_they_are_padded():
-    collator = StaticShapeCollator(DataCollatorForLanguageModeling(pad_token_id=PAD), [8], PAD, count_tokens=True)
-    batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
-    assert batch[NUM_TOKENS] == 6 and batch["input_ids"].shape == (2, 8)
-    packed = PackedCollator(PAD, 8, count_tokens=True)([{"input_ids": [1, 2, 3, 4], "seq_lengths": [3, 1]}])
-    assert packed[NUM_TOKENS] == 4
+@pytest.mark.parametrize(("count", "found"), [(count_all, 6), (partial(count_not_padding, PAD), 5)])
+def test_tokens_are_counted_and_rows_measured_before_they_are_padded(count, found):
+    stock = DataCollatorForLanguageModeling(pad_token_id=PAD)
+    batch = StaticShapeCollator(stock, [8], PAD, count_tokens=count)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    assert (batch.num_tokens, batch.length) == (found, 3) and batch["input_ids"].shape == (2, 8)
+    # As it comes from a worker of the dataloader, and from pinned memory.
+    for sent in (pickle.loads(pickle.dumps(batch)), copy(batch)):
+        assert (sent.num_tokens, sent.length) == (found, 3) and sent.keys() == batch.keys()
+    packed = PackedCollator(PAD, 8, count)([{"input_ids": [1, 2, 3, 4], "seq_lengths": [3, 1]}])
+    assert (packed.num_tokens, packed.length) == (4, 4)
+
+
+def test_tokens_are_counted_before_a_mask_is_added():
+    ids = torch.tensor([[1, 2, 3], [4, 5, PAD]])
+    collator = StaticShapeCollator(lambda _: {"input_ids": ids}, [8], PAD, None, partial(count_not_padding, PAD), True)
+    batch = collator([])
+    assert batch.num_tokens == 5
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]] * 2
 
 
 def test_errors_name_the_class_of_the_setting():

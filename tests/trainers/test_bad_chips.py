@@ -190,9 +190,9 @@ def note(case, call):
     except ValueError as error:
         told[case] = str(error)
 
-def train(more_rows=0, more_to_evaluate=0, accumulation=2, **config):
+def train(more_rows=0, more_to_evaluate=0, accumulation=2, token=None, **config):
     collator = MoreRows(pad_token_id=0)
-    collator.more = more_rows
+    collator.more, collator.token = more_rows, token
     config = dict(per_device_train_batch_size=1, per_device_eval_batch_size=1, max_steps=2) | config
     args = runs.config(TPUSFTConfig, gradient_accumulation_steps=accumulation, **config)
     trainer = runs.trainer(TPUSFTTrainer, args, data_collator=collator)
@@ -221,6 +221,7 @@ for mesh in ("data", "fsdp"):
     note(f"9 rows, {mesh}", lambda: train(more_rows=1, mesh=mesh))
 note("12 rows at once", lambda: train(more_rows=4, accumulation=1))
 note("9 rows to evaluate", lambda: train(more_to_evaluate=1))
+note("token", lambda: train(token=999))
 note("16 rows", lambda: train(more_rows=8))
 note("16 rows, full steps", lambda: train(more_rows=8, accumulation=1, mesh="fsdp"))
 note("use_cpu", lambda: train(mesh="fsdp", use_cpu=True))
@@ -231,10 +232,13 @@ Path(output).write_text(json.dumps(told))
 class MoreRows(DataCollatorForLanguageModeling):
     """Yields more rows than it was given, as one that makes variants of them does."""
 
-    more = 0
+    more, token = 0, None
 
     def __call__(self, examples):
-        return super().__call__([*examples, *examples[: self.more]])
+        batch = super().__call__([*examples, *examples[: self.more]])
+        if self.token is not None:
+            batch["input_ids"][5, 0] = self.token
+        return batch
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +274,7 @@ def on_eight(tiny_model, tmp_path_factory):
         ("9 rows, data", ["9 rows", "8 chips", "multiple of 8", "data collator", "num_chips=1"]),
         ("9 rows, fsdp", ["9 rows", "8 chips", "multiple of 8", "data collator", "num_chips=1"]),
         ("12 rows at once", ["12 rows", "8 chips", "multiple of 8", "data collator"]),
+        ("token", ["Row 5 of the batch", "token id 999", "has 259 rows"]),
         ("9 rows to evaluate", ["9 rows", "8 chips", "multiple of 8", "data collator"]),
     ],
 )

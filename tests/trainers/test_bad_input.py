@@ -20,8 +20,8 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.data import StaticShapeCollator
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.trainers.trainer import collate_with_mask
 
 
 QUESTIONS = Dataset.from_list([{"question": "a?", "answer": "b"}] * 4)
@@ -332,7 +332,7 @@ def test_a_mask_that_the_collator_leaves_out_costs_no_reads(general, dataset):
 
 def test_masks_and_positions_of_a_batch_are_left_alone():
     ids, given = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    collate = partial(collate_with_mask, lambda rows: rows[0])
+    collate = StaticShapeCollator(lambda rows: rows[0], [], 0, adds_mask=True)
     assert collate([{"input_ids": ids}])["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert collate([{"input_ids": ids, "attention_mask": given}])["attention_mask"] is given
     for batch in ({"input_ids": ids, "position_ids": ids}, {"pixel_values": ids}):

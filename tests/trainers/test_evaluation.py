@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUTrainer
@@ -93,13 +100,21 @@ class NoLoss(torch.nn.Module):
 def general(runs):
     """Makes a trainer of the general class with another model than language models, or with the tiny one."""
 
-    def make(cls=TPUTrainer, model=None, train_dataset=None, eval_dataset=None, compute_metrics=None, **config):
+    def make(
+        cls=TPUTrainer,
+        model=None,
+        train_dataset=None,
+        eval_dataset=None,
+        compute_metrics=None,
+        collator=None,
+        **config,
+    ):
         settings = dict(output_dir=str(runs.output_dir), report_to="none", disable_tqdm=True, save_strategy="no")
         settings |= dict(per_device_train_batch_size=4, per_device_eval_batch_size=4, use_cpu=cls is Trainer)
         return cls(
             model or AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32),
             TrainingArguments(**{**settings, **config}),
-            DataCollatorForSeq2Seq(runs.tokenizer),
+            collator or DataCollatorForSeq2Seq(runs.tokenizer),
             train_dataset,
             eval_dataset,
             runs.tokenizer,
@@ -202,3 +217,21 @@ def test_input_tokens_are_counted_as_upstream_does(general, what):
         return trainer.state.num_input_tokens_seen
 
     assert seen(TPUTrainer) == seen(Trainer) == {"all": 4 * 12 + 4 * 11 + 2 * 9, "non_padding": sum(LENGTHS)}[what]
+
+
+@pytest.mark.parametrize("what", ["all", "non_padding"])
+def test_input_tokens_of_rows_without_a_mask_are_counted_as_upstream_does(general, runs, what):
+    """By the pad token, and not by the mask that batches get before they are sent."""
+    pad = runs.tokenizer.pad_token_id
+    ids = [[5, 6, 7, pad, pad, pad], [5, 6, 7, 8, 9, 10]]
+    rows = Dataset.from_list(
+        [{"input_ids": row, "labels": [-100 if token == pad else token for token in row]} for row in ids]
+    )
+
+    def seen(cls):
+        config = dict(max_steps=1, per_device_train_batch_size=2, include_num_input_tokens_seen=what)
+        trainer = general(cls, train_dataset=rows, collator=default_data_collator, **config)
+        trainer.train()
+        return trainer.state.num_input_tokens_seen
+
+    assert seen(TPUTrainer) == seen(Trainer) == {"all": 12, "non_padding": 9}[what]
