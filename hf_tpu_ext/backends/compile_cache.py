@@ -24,7 +24,7 @@ def cache_root(setting: str) -> tuple[Path | None, bool]:
     Where compiled programs are kept (`None`: nowhere), and whether a person chose it.
 
     `setting` is `"off"`, a directory or `"auto"`: what the environment variable `HF_TPU_EXT_COMPILE_CACHE` says, or a
-    directory of the user's. Raises `ValueError` if it is empty.
+    directory of the user's. Raises `ValueError` if it is empty, or the user has no home directory.
     """
     chosen = (os.environ.get(VARIABLE) or "auto") if setting == "auto" else setting
     if not chosen:
@@ -32,8 +32,18 @@ def cache_root(setting: str) -> tuple[Path | None, bool]:
     if chosen == "off":
         return None, True
     if chosen == "auto":
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_tpu_ext" / "compile", False
-    return Path(chosen).expanduser().absolute(), True
+        return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hf_tpu_ext" / "compile", False
+    return _expanded(chosen).absolute(), True
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"There is no home directory for {path}, where compiled programs are kept: HOME is not set, as in some containers. "
+            f"Set HOME, or {VARIABLE} to a directory or to off."
+        ) from error
 
 
 def compiler_settings() -> dict[str, str]:

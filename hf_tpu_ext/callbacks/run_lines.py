@@ -93,9 +93,17 @@ class RunLines(TrainerCallback):
             )
         if (cache := self._backend.cache_use()) is not None:
             tqdm.write(describe_cache_use(cache))
-        losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
+        losses = [(entry["step"], entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
         if len(losses) > 1:
-            tqdm.write(f"Evaluation loss: {losses[0]:.4f} -> {losses[-1]:.4f}")
+            (_, first), (_, last) = losses[0], losses[-1]
+            best = dict(losses).get(state.best_global_step) if args.load_best_model_at_end else None
+            if best is None:
+                tqdm.write(f"Evaluation loss: {first:.4f} -> {last:.4f}")
+            else:
+                tqdm.write(
+                    f"Evaluation loss: {first:.4f} -> {best:.4f} at step {state.best_global_step}, whose weights are loaded "
+                    f"(at the last step {last:.4f})"
+                )
         tqdm.write(f"Output: {os.path.abspath(args.output_dir)}")
 
 

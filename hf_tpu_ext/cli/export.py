@@ -119,6 +119,11 @@ def _write_gguf(args: argparse.Namespace) -> int:
     for name in ("merge", "ema", "dtype", "output_dir", "base_model", "prompts"):
         if vars(args)[name]:
             raise ValueError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")
+    if not args.gguf.is_file():
+        raise ValueError(
+            f"--gguf {args.gguf}: there is no such file. Make it of the merged model by llama.cpp: hf-tpu export {args.run_dir} "
+            f"--merge --dtype float32; python convert_hf_to_gguf.py {args.run_dir}/merged --outtype f32 --outfile {args.gguf}"
+        )
     trained_for = choose_quantization(args.run_dir, args.quantize, args.group_size, args.scale)
     export = write_gguf(args.gguf, trained_for, args.overwrite)
     print(

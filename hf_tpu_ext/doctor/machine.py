@@ -122,7 +122,8 @@ def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
 
 def places() -> dict[str, Path]:
     """The directories that a run writes much to, by the setting that moves them elsewhere."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    # Not by `Path.expanduser`, which raises where there is no home directory.
+    home = Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     return {"output_dir": Path.cwd(), "HF_HOME": home, "TMPDIR": Path(os.environ.get("TMPDIR") or "/tmp")}
 
 

@@ -62,11 +62,6 @@ def write_gguf(source: str | Path, trained_for: TrainedFor, overwrite: bool = Fa
             f"llama.cpp has no type of {trained_for.describe()}. It has such of int4 and int8, in groups of {_BLOCK}, with "
             "activations that are not rounded in training. Leave out --gguf."
         )
-    if not source.is_file():
-        raise ValueError(
-            f"--gguf {source}: there is no such file. Make it of the merged model by llama.cpp: hf-tpu export RUN --merge "
-            "--dtype float32; python convert_hf_to_gguf.py RUN/merged --outtype f32"
-        )
     name = _TYPES[rounding.bits]
     path = source.with_name(f"{source.stem}.{name}.gguf")
     if path.exists() and not overwrite:

@@ -52,7 +52,7 @@ def make_report(
     """
     if plan is not None and len(directories) > 1:
         raise ValueError(
-            f"--plan {plan} is of one run, and {len(directories)} are given: hf-tpu report RUN_DIR --plan {plan}"
+            f"--plan {plan} is of one run, and {len(directories)} are given: hf-tpu report {directories[0]} --plan {plan}"
         )
     runs = [read_run(directory) for directory in directories]
     known = read_prices(prices)

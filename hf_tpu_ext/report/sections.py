@@ -219,7 +219,7 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     if (known := _price(run, prices)) is None:
         section.lines.append(
             f"No price of {run.facts['backend']['device']} is known, so there is no cost. Prices of your own: hf-tpu report "
-            "RUN_DIR --prices FILE."
+            f"{run.name} --prices FILE."
         )
     else:
         price, dollars = known

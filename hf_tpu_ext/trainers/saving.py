@@ -12,6 +12,7 @@ from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
+from transformers.training_args import OptimizerNames
 
 from ..atomic_write import move_into_place, remove_temporary
 from ..backends.detect import TPU_BACKENDS, tpu_chips
@@ -120,6 +121,18 @@ class SavingMixin:
         # Where its tensors go to a device one by one, the file need not be in memory.
         with serialization_config.patch("load.mmap", self.backend.unknown_upstream), self._settings(**loads_on):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and not self.is_deepspeed_enabled:
+            self._check_optimizer(checkpoint)
+
+    def _check_optimizer(self, checkpoint: str) -> None:
+        """Refuse the state of another optimizer, whose first step would end in a `KeyError`."""
+        missing = {name for group in self.optimizer.param_groups for name in self.optimizer.defaults.keys() - group}
+        if missing:
+            raise ValueError(
+                f"{checkpoint} has the state of another optimizer than optim={OptimizerNames(self.args.optim).value}: "
+                f"{', '.join(sorted(missing))} is not in it. Set optim to what wrote the checkpoint, or begin a new run from "
+                f"its weights: model_name_or_path={checkpoint} without resume_from_checkpoint."
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         with self._loading_weights():

@@ -70,6 +70,21 @@ def test_root_in_the_home_directory(tmp_path, monkeypatch):
     assert cache_root("~/other") == (tmp_path / "other", True)
 
 
+def test_a_user_without_a_home_directory(monkeypatch, tmp_path):
+    """As in a container with a number for a user."""
+    for name in ("HOME", "XDG_CACHE_HOME", compile_cache.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    with pytest.raises(
+        ValueError, match="HOME is not set.* Set HOME, or HF_TPU_EXT_COMPILE_CACHE to a directory or to off"
+    ):
+        cache_root("auto")
+    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path))
+    assert cache_root("auto") == (tmp_path, True)
+    monkeypatch.setenv(compile_cache.VARIABLE, "off")
+    assert cache_root("auto") == (None, True)
+
+
 def test_empty_setting():
     with pytest.raises(ValueError, match="compile_cache_dir is empty. Set it to 'auto'"):
         cache_root("")

@@ -336,7 +336,7 @@ def test_a_save_that_is_interrupted_leaves_no_checkpoint(runs):
     assert not list(runs.output_dir.glob("_tmp-*"))
 
 
-def test_best_checkpoint_has_its_final_path(runs):
+def test_best_checkpoint_has_its_final_path(runs, capfd):
     """Upstream loads it at the end, and keeps it whatever the limit is; also after the directory was moved."""
     evaluates = dict(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
     config = dict(**SAVES, **evaluates, metric_for_best_model="eval_loss", greater_is_better=True)
@@ -344,6 +344,11 @@ def test_best_checkpoint_has_its_final_path(runs):
     state = json.loads((runs.output_dir / "checkpoint-2" / "trainer_state.json").read_text())
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[0] > losses[1]
+    # The line is of the model that is there at the end.
+    line = (
+        f"Evaluation loss: {losses[0]:.4f} -> {losses[0]:.4f} at step 2, whose weights are loaded (at the last step "
+    )
+    assert f"{line}{losses[1]:.4f})\n" in capfd.readouterr().out
     assert state["best_model_checkpoint"] == str(runs.output_dir / "checkpoint-2")
     assert trainer.state.best_model_checkpoint == str(runs.output_dir / "checkpoint-2")
     assert list(checkpoints_by_step(runs.output_dir)) == [2]

@@ -294,6 +294,20 @@ def test_a_checkpoint_that_was_changed_on_purpose_is_accepted_as_the_message_say
     same_logs(drop(trainer), whole, rel=0)
 
 
+@pytest.mark.parametrize(("before", "after"), [("adamw_torch", "sgd"), ("sgd", "adamw_torch")])
+def test_the_state_of_another_optimizer_is_refused(runs, tmp_path, before, after):
+    runs.ours(max_steps=1, optim=before, **EVERY_STEP)
+    checkpoint = runs.output_dir / "checkpoint-1"
+    with pytest.raises(
+        ValueError, match=rf"state of another optimizer than optim={after}: .* is not in it. Set optim"
+    ):
+        resume(runs.ours(train=False, max_steps=2, optim=after), checkpoint)
+    # What the message says.
+    resume(runs.ours(train=False, max_steps=2, optim=before), checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    runs.ours(model=model, max_steps=1, optim=after, output_dir=str(tmp_path / "new"))
+
+
 def test_nothing_to_resume_is_an_error_that_says_what_to_give(runs, tmp_path):
     trainer = runs.ours(train=False, max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(ValueError, match="Leave resume_from_checkpoint out to start over"):
