@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 from transformers.training_args import OptimizerNames
+from transformers.utils import logging
 
 from ..atomic_write import move_into_place, remove_temporary
 from ..backends.detect import TPU_BACKENDS, tpu_chips
@@ -40,6 +41,8 @@ from .own_code import is_known
 from .resumption import Resumption
 from .saved_model import free_space, is_of_disk, whole_model
 
+
+logger = logging.get_logger(__name__)
 
 #: What an evaluation of upstream's trainer gives.
 UPSTREAM_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
@@ -120,9 +123,26 @@ class SavingMixin:
         loads_on = {"_setup_devices": torch.device("cpu")} if self.backend.splits_weights else {}
         # Where its tensors go to a device one by one, the file need not be in memory.
         with serialization_config.patch("load.mmap", self.backend.unknown_upstream), self._settings(**loads_on):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and not self.is_deepspeed_enabled:
+            try:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            except ValueError as error:
+                # PyTorch counts the parameters of each group.
+                if "parameter group" not in str(error):
+                    raise
+                raise ValueError(
+                    f"{checkpoint} has the optimizer's state of other parameters than this run trains ({error}). Set the model, "
+                    "the adapter (use_peft, lora_*) and what is frozen as the run had them that wrote it, or begin a new run "
+                    "from its weights, without resume_from_checkpoint."
+                ) from error
+        if checkpoint is None or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return
+        if (Path(checkpoint) / OPTIMIZER_NAME).is_file():
             self._check_optimizer(checkpoint)
+        else:
+            logger.warning(
+                f"{checkpoint} has no {OPTIMIZER_NAME}, as with save_only_model: the optimizer and the learning rate begin anew, "
+                "and the run is not the one that was never stopped."
+            )
 
     def _check_optimizer(self, checkpoint: str) -> None:
         """Refuse the state of another optimizer, whose first step would end in a `KeyError`."""
@@ -407,11 +427,15 @@ class SavingMixin:
         except Exception as error:
             if not is_of_disk(error):
                 raise
+            last = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            again = (
+                f" Or use {last}, which is complete: the same command with --resume_from_checkpoint true saves the model again."
+                if last.is_dir()
+                else ""
+            )
             raise OSError(
                 f"The model could not be saved in {directory} ({error}). What was there is left as it was. "
-                f"{free_space(directory)}Make room there, or save to another disk: trainer.save_model('/path/on/it'). A "
-                "command's run begins at its last checkpoint with resume_from_checkpoint=True, and takes no step if that is "
-                "its last one."
+                f"{free_space(directory)}Make room there, or save to another disk: trainer.save_model('/path/on/it').{again}"
             ) from error
 
     def _write_model(self, output_dir: str, state_dict) -> None:

@@ -308,6 +308,22 @@ def test_the_state_of_another_optimizer_is_refused(runs, tmp_path, before, after
     runs.ours(model=model, max_steps=1, optim=after, output_dir=str(tmp_path / "new"))
 
 
+def test_the_state_of_other_parameters_is_refused(runs):
+    runs.ours(max_steps=1, **EVERY_STEP)
+    with pytest.raises(
+        ValueError, match="optimizer's state of other parameters than this run trains .* Set the model, the"
+    ):
+        resume(runs.ours(train=False, max_steps=2, lora={}), runs.output_dir / "checkpoint-1")
+
+
+def test_a_checkpoint_without_the_optimizer_says_so(runs, caplog):
+    runs.ours(max_steps=1, save_only_model=True, **EVERY_STEP)
+    resume(runs.ours(train=False, max_steps=2), True)
+    assert (
+        "checkpoint-1 has no optimizer.pt, as with save_only_model: the optimizer and the learning rate" in caplog.text
+    )
+
+
 def test_nothing_to_resume_is_an_error_that_says_what_to_give(runs, tmp_path):
     trainer = runs.ours(train=False, max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(ValueError, match="Leave resume_from_checkpoint out to start over"):

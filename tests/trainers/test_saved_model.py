@@ -44,7 +44,7 @@ def files(directory):
 @pytest.mark.parametrize("limit", [10, 5000, 4600])
 @pytest.mark.parametrize("saved_before", [True, False])
 def test_a_full_disk_leaves_what_was_there(runs, limit, saved_before):
-    trainer = runs.ours(max_steps=1, cls=FullDisk)
+    trainer = runs.ours(max_steps=1, cls=FullDisk, save_strategy="steps" if saved_before else "no", save_steps=1)
     if saved_before:
         trainer.save_model()
     before = files(runs.output_dir)
@@ -54,7 +54,9 @@ def test_a_full_disk_leaves_what_was_there(runs, limit, saved_before):
         trainer.save_model()
     for words in (f"could not be saved in {runs.output_dir}", "left as it was", f"The disk of {runs.output_dir} has "):
         assert words in str(error.value)
-    assert files(runs.output_dir) == before and [path for path in runs.output_dir.iterdir() if path.is_dir()] == []
+    last = f"use {runs.output_dir / 'checkpoint-1'}, which is complete: the same command with --resume_from_checkpoint true"
+    assert (last in str(error.value)) == saved_before
+    assert files(runs.output_dir) == before and not list(runs.output_dir.glob("_*"))
     # What the message says.
     trainer.limit = None
     trainer.save_model(str(runs.output_dir / "elsewhere"))
