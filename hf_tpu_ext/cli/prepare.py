@@ -40,9 +40,6 @@ def run(args: argparse.Namespace) -> int:
     from ..examples.jsonl import count_rows
     from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_questions, make_stories
 
-    model_dir = make_model(args.output_dir / "model", args.model_type)
-    teacher_dir = make_model(args.output_dir / "teacher", args.model_type, seed=1)
-    print(f"Model in {model_dir}, another as its teacher in {teacher_dir}")
     makers = {
         "data": make_arithmetic,
         "preferences": make_preferences,
@@ -50,8 +47,22 @@ def run(args: argparse.Namespace) -> int:
         "questions": make_questions,
         "stories": make_stories,
     }
+    _check_is_own(args.output_dir, {"model", "teacher", *makers})
+    model_dir = make_model(args.output_dir / "model", args.model_type)
+    teacher_dir = make_model(args.output_dir / "teacher", args.model_type, seed=1)
+    print(f"Model in {model_dir}, another as its teacher in {teacher_dir}")
     for name, make in makers.items():
         directory = make(args.output_dir / name)
         rows = count_rows(directory)
         print(f"{name.capitalize()} in {directory}: {rows['train']} training rows, {rows['test']} evaluation rows")
     return 0
+
+
+def _check_is_own(output_dir: Path, names: set[str]) -> None:
+    """Refuse a directory with anything else in it: `model` and `data` there are somebody's own."""
+    others = sorted({path.name for path in output_dir.iterdir()} - names) if output_dir.is_dir() else []
+    if others:
+        raise ValueError(
+            f"--output_dir {output_dir} holds other files ({', '.join(others[:3])}{', ...' * (len(others) > 3)}), and model, data "
+            f"and others in it would be replaced. Give a directory of its own: --output_dir {output_dir / 'tiny'}"
+        )

@@ -26,6 +26,18 @@ def test_tiny_makes_model_and_data_and_may_run_again(tmp_path, capsys):
     assert "1792 training rows, 256 evaluation rows" in capsys.readouterr().out
 
 
+def test_nothing_of_others_is_replaced(tmp_path):
+    """As in a project that has a directory of data."""
+    (tmp_path / "data").mkdir()
+    mine = tmp_path / "data" / "train.jsonl"
+    mine.write_text("mine")
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ValueError, match=r"holds other files \(train.py\).* Give a directory of its own: ") as refused:
+        run("tiny", "--output_dir", str(tmp_path))
+    assert mine.read_text() == "mine" and not (tmp_path / "model").exists()
+    assert run("tiny", *str(refused.value).rpartition(": ")[2].split()) == 0
+
+
 @pytest.mark.parametrize("argv", [(), ("tiny",), ("huge", "--output_dir", "x")])
 def test_missing_arguments_are_named(argv, capsys):
     with pytest.raises(SystemExit) as stop:
