@@ -115,7 +115,10 @@ class Backend(ABC):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train together, where each of them drives one chip. Asking for them may have them meet."""
+        """
+        The processes that train together, where each of them drives one device. Asking for them may have them meet. Where upstream
+        knows the device, it averages their gradients.
+        """
         return _ONE_PROCESS
 
     @property

@@ -6,6 +6,8 @@ import torch
 
 from .base import Backend
 from .host import peak_of_process
+from .launched_ranks import launched_ranks
+from .ranks import Ranks
 
 
 class CPUBackend(Backend):
@@ -20,6 +22,10 @@ class CPUBackend(Backend):
     @property
     def device_name(self) -> str:
         return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+    @property
+    def ranks(self) -> Ranks:
+        return launched_ranks()
 
     def peak_memory(self) -> int | None:
         return peak_of_process()

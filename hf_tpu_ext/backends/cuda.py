@@ -5,6 +5,8 @@ import os
 import torch
 
 from .base import Backend
+from .launched_ranks import launched_ranks
+from .ranks import Ranks
 
 
 class CUDABackend(Backend):
@@ -36,6 +38,10 @@ class CUDABackend(Backend):
             f"One process drives {self.chips_of_host} GPUs by nn.DataParallel, which is slow. Start a process for each: accelerate "
             f"launch --multi_gpu --num_processes {self.chips_of_host} SCRIPT; or use one GPU: CUDA_VISIBLE_DEVICES=0"
         ]
+
+    @property
+    def ranks(self) -> Ranks:
+        return launched_ranks()
 
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated()

@@ -51,14 +51,19 @@ _COLLECTIVES = (torch.ops.hf_tpu_ext.gather_over_ranks.default, torch.ops.hf_tpu
 
 class ProcessRanks(Ranks):
     """
-    The processes of the default group of `torch.distributed`, whose backend for the CPU is gloo. `by_host` is whether it has none
-    for the device, and tensors on the device go by the host.
+    The processes of the default group of `torch.distributed`.
+
+    Args:
+        by_host (`bool`):
+            Whether that group has no collectives for the device, so that tensors on the device go by the host.
+        host_group (`torch.distributed.ProcessGroup`, *optional*):
+            The same processes with collectives for the host. By default the group itself, whose backend for the CPU is gloo.
     """
 
-    def __init__(self, by_host: bool):
+    def __init__(self, by_host: bool, host_group: dist.ProcessGroup | None = None):
         self.count, self.index = dist.get_world_size(), dist.get_rank()
         self.stops = _Stops(self)
-        self._by_host = by_host
+        self._by_host, self._host_group = by_host, host_group
 
     def gather(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -82,8 +87,13 @@ class ProcessRanks(Ranks):
         return self._reduced(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.SUM)
 
     def _reduced(self, numbers: Tensor, how: dist.ReduceOp) -> list:
-        dist.all_reduce(numbers, how)
+        dist.all_reduce(numbers, how, group=self._host_group)
         return numbers.tolist()
+
+    def of_each(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self._host_group)
+        return values
 
     def take_from_first(self, model: nn.Module) -> None:
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -118,9 +128,7 @@ class _Stops(Hosts):
         asked = self._asked
         if not self._ranks.most([asked is not None])[0]:
             return None
-        reasons: list[str | None] = [None] * self._ranks.count
-        dist.all_gather_object(reasons, asked)
-        return next(reason for reason in reasons if reason is not None)
+        return next(reason for reason in self._ranks.of_each(asked) if reason is not None)
 
 
 # ---- Compiled functions ----

@@ -1,6 +1,7 @@
-"""The processes of a run, where each drives one chip and has rows of its own, as a run asks about them. Here: one process."""
+"""The processes of a run, where each drives one device and has rows of its own, as a run asks about them. Here: one process."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -9,7 +10,7 @@ from .hosts import Hosts
 
 class Ranks:
     """
-    The processes that train one model, each on a chip and with rows of its own. All run the same code in the same order.
+    The processes that train one model, each on a device and with rows of its own. All run the same code in the same order.
 
     What is on the device is exchanged there; a compiled function is cut at these places. This is one process, which has nobody
     to exchange anything with.
@@ -40,6 +41,10 @@ class Ranks:
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sum of each of a few numbers."""
         return list(numbers)
+
+    def of_each(self, value: Any) -> list[Any]:
+        """The values of all, in the order of their indices."""
+        return [value]
 
     def take_from_first(self, model: nn.Module) -> None:
         """Give all the weights of the first, before the model is placed. An adapter is random where it was made."""

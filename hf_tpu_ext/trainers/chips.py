@@ -104,8 +104,10 @@ class Chips:
     def __init__(self, trainer):
         self._trainer, self._backend = trainer, trainer.backend
         args, chips = trainer.compiled.args, trainer.backend.num_chips
+        # Elsewhere upstream shares the rows out, and knows no mesh.
+        processes = trainer.backend.ranks.count if trainer.backend.unknown_upstream else 1
         #: Size of each axis.
-        self.mesh = resolve_mesh(trainer.compiled.mesh, chips * trainer.backend.ranks.count)
+        self.mesh = resolve_mesh(trainer.compiled.mesh, chips * processes)
         trainer.backend.use_mesh(self.mesh)
         #: How the model is placed.
         self.sharding_plan: ShardingPlan | None = None
@@ -211,7 +213,7 @@ class Chips:
         gathers = {}
         if self.local_gradients is not None:
             gathers = {"gather_for_metrics": self.over_chips}
-        elif self._backend.ranks.count > 1:
+        elif self._backend.unknown_upstream and self._backend.ranks.count > 1:
             # On the device, and of all rows: upstream leaves values of a last batch out by their number.
             gather = partial(recursively_apply, self._backend.ranks.gather)
             gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}

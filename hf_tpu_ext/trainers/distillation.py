@@ -47,10 +47,10 @@ class DistillationMixin:
 
     def _prepare_teacher(self) -> None:
         args = self.args
-        if self.args.world_size > 1 and (self.backend.ranks.count == 1 or args.kd_cache is not None):
+        if self.backend.unknown_upstream and self.backend.ranks.count > 1 and args.kd_cache is not None:
             raise ValueError(
-                "Distillation runs in one process here. Start the script without torchrun or accelerate launch; with torch_tpu, a "
-                "cached teacher needs num_chips=1."
+                f"kd_cache={args.kd_cache!r} is read by one process with torch_tpu so far. Set num_chips=1, or name the teacher "
+                "itself (kd_teacher=MODEL) and leave kd_cache out."
             )
         self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
         if args.kd_cache is not None:

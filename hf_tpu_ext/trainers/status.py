@@ -31,14 +31,12 @@ class StatusMixin:
 
     def start_status(self) -> None:
         """Time the steps of the runs to come."""
-        over_processes = self._sum_over_processes if self.args.world_size > 1 else None
+        over_processes = self._sum_over_processes if self.backend.ranks.count > 1 else None
         self.status = StepStatus(self.backend, self._kind_of_step, self._flops_of_batch(), over_processes)
         self.add_callback(self.status)
 
     def _sum_over_processes(self, numbers: list[int]) -> list[int]:
-        if self.backend.ranks.count > 1:
-            return [int(number) for number in self.backend.ranks.total(numbers)]
-        return self.accelerator.reduce(torch.tensor(numbers, device=self.args.device), reduction="sum").tolist()
+        return [int(number) for number in self.backend.ranks.total(numbers)]
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
         """Keep a record of the runs to come, with the arguments as they were given, and make a report of each."""
@@ -102,11 +100,10 @@ class StatusMixin:
     # ---- Upstream's hooks ----
 
     def store_flos(self) -> None:
-        ranks = self.backend.ranks
-        if ranks.count == 1:
+        if not self.backend.unknown_upstream:
             super().store_flos()
             return
-        (flos,) = ranks.total([self.current_flos])
+        (flos,) = self.backend.ranks.total([self.current_flos])
         self.state.total_flos += flos
         self.current_flos = 0
 

@@ -1,0 +1,166 @@
+"""
+Trains tiny models on the eager CPU in one of several processes that a launcher has started, with this package's trainers and with
+upstream's, and notes what each process has seen.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+SECONDS = 300
+
+
+def in_processes(spec, model_dir, directory, count=2):
+    """Run this file in `count` processes that meet by gloo: what each noted of each training, and what each printed."""
+    spec_file = Path(directory) / "spec.json"
+    spec_file.write_text(json.dumps(spec))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    # Else upstream takes the machine for one with a TPU.
+    common |= {"USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": "cpu", "OMP_NUM_THREADS": "1"}
+    outputs = [Path(directory) / f"noted-{rank}.json" for rank in range(count)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, *map(str, (model_dir, directory, spec_file, output))],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * count, printed[0][-6000:] + printed[-1][-6000:]
+    return [json.loads(output.read_text()) for output in outputs], printed
+
+
+def taught_rows(count=24):
+    """Rows whose completions differ a lot in length: of two processes, one often has ten times the labels of the other."""
+    from datasets import Dataset
+
+    rng = random.Random(3)
+    rows = []
+    for index in range(count):
+        # Rows 0 and 1 go to one process, rows 2 and 3 to the other.
+        longest = 3 if index % 4 < 2 else 38
+        prompt, completion = ("".join(rng.choices("abcdefgh ", k=size)) for size in (6, rng.randint(longest // 2, longest)))
+        rows.append({"prompt": prompt, "completion": completion})
+    return Dataset.from_list(rows)
+
+
+def _sft(shared, model_dir, output_dir, ours, lora=None, seed_of_lora=0, qlora=False, **config):
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+
+    runs = shared.Runs(model_dir, output_dir)
+    runs.train_dataset = runs.eval_dataset = taught_rows()
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if qlora else None
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, quantization_config=quantization)
+    torch.manual_seed(seed_of_lora)
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "warmup_steps": 0,
+        "train_sampling_strategy": "sequential",
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+    }
+    cls, config_cls = (TPUSFTTrainer, TPUSFTConfig) if ours else (SFTTrainer, SFTConfig)
+    return runs.trainer(cls, runs.config(config_cls, **{**defaults, **config}), model, lora)
+
+
+def _other(module, case, output_dir, ours, **config):
+    config |= {"logging_steps": 1, "output_dir": str(output_dir)}
+    if ours:
+        config |= {"use_cpu": True, "run_report": False}
+    return module.trainer_for(module.Case(**case, settings=config), Path(output_dir), ours)
+
+
+def make_trainer(model_dir, output_dir, case=None, rollout=None, ours=True, **config):
+    spec = importlib.util.spec_from_file_location("trainers_conftest", HERE / "conftest.py")
+    shared = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shared)
+    if case is None and rollout is None:
+        return _sft(shared, model_dir, output_dir, ours, **config)
+    import preference
+    import rollouts
+
+    preference._model_dir = rollouts._model_dir = lambda *_, **__: str(model_dir)
+    if rollout is not None:
+        return _other(rollouts, rollout, output_dir, ours, **config)
+    return _other(preference, case, output_dir, ours, **config)
+
+
+def run(model_dir, output_dir, resume=None, stop_at=None, stopped=1, refused=False, evaluate=False, **config):
+    """Train as a specification says. Process `stopped` gets a SIGTERM within the step `stop_at`."""
+    from transformers import TrainerCallback
+
+    from hf_tpu_ext import TrainingPreempted
+
+    try:
+        trainer = make_trainer(model_dir, output_dir, **config)
+    except ValueError as error:
+        if refused:
+            return {"refused": str(error)}
+        raise
+
+    class StopOne(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step + 1 == stop_at and args.process_index == stopped:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    if stop_at is not None:
+        trainer.add_callback(StopOne())
+    noted = {}
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        if evaluate:
+            trainer.evaluate()
+    except TrainingPreempted as stop:
+        noted["stopped"] = [stop.code, stop.reason, stop.checkpoint, stop.step]
+    digest = hashlib.sha256()
+    for name, weight in sorted(trainer.model.state_dict().items()):
+        digest.update(name.encode() + weight.detach().float().numpy().tobytes())
+    timed = ("runtime", "per_second", "flos", "preparation_time", "step_time", "phase/", "mfu", "memory")
+    noted["log"] = [
+        {key: value for key, value in entry.items() if not any(word in key for word in timed)}
+        for entry in trainer.state.log_history
+    ]
+    return {**noted, "step": trainer.state.global_step, "weights": digest.hexdigest()}
+
+
+def main(model_dir, directory, spec_file, output_file):
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(HERE))
+    spec = json.loads(Path(spec_file).read_text())
+    results = {}
+    for name, config in spec.items():
+        began = time.perf_counter()
+        results[name] = run(model_dir, f"{directory}/{config.pop('dir', name)}", **config)
+        results[name]["seconds"] = time.perf_counter() - began
+    Path(output_file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
