@@ -56,12 +56,18 @@ class RolloutCheckpoints:
 
     def _rows_of_all(self, batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """What this process and the others are trained on in a micro-step."""
-        ranks = self.backend.ranks
-        if ranks.count > 1:
+        gather = self.backend.ranks.gather
+        if self.backend.ranks.count > 1:
             # Each has padded its own to the longest.
-            batch = self._pad_batch(batch, self.lengths[-1])
+            if self.backend.static_shapes:
+                batch = self._pad_batch(batch, self.lengths[-1])
+            elif self._is_vlm:
+                # Of images each process has another number of rows. A run that is resumed generates anew.
+                return {}
+            else:
+                batch, gather = self._pad_as_others(batch), self.accelerator.gather
         # A number is that of all rows.
-        return {key: ranks.gather(value) if value.ndim else value for key, value in batch.items() if value is not None}
+        return {key: gather(value) if value.ndim else value for key, value in batch.items() if value is not None}
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         checkpoint = super()._find_checkpoint(resume_from_checkpoint)

@@ -267,6 +267,17 @@ class RolloutMixin(RolloutCheckpoints):
         # Upstream's padding to a multiple may be cut off.
         return pad(value, (missing, 0) if key in _OF_PROMPTS else (0, missing), value=fill)
 
+    def _pad_as_others(self, batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Pad what upstream has padded to the longest of a process to the longest of all."""
+        pad = self.accelerator.pad_across_processes
+        return {
+            key: pad(
+                value, dim=1, pad_index=self._pad_token_id if key.endswith("_ids") else 0, pad_first=key in _OF_PROMPTS
+            )
+            for key, value in batch.items()
+            if value is not None
+        }
+
     # ---- On the device, beside the step ----
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):

@@ -68,8 +68,7 @@ class SavingMixin:
 
     def _arrange_saving(self) -> None:
         """Before upstream's `__init__`, where its own handler of signals is set."""
-        # Several processes that do not agree on when to stop are left to it.
-        if self.compiled.args.enable_jit_checkpoint and self._stops_together:
+        if self.compiled.args.enable_jit_checkpoint:
             self.compiled.args.enable_jit_checkpoint = False
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
@@ -247,12 +246,7 @@ class SavingMixin:
 
     def stopping_when_told(self) -> AbstractContextManager:
         """Context in which a signal stops the run."""
-        return self.preemption.listen() if self.stops_when_told and self._stops_together else nullcontext()
-
-    @property
-    def _stops_together(self) -> bool:
-        """Whether all processes stop after the same step."""
-        return self.compiled.args.world_size in (1, self.backend.ranks.count)
+        return self.preemption.listen() if self.stops_when_told else nullcontext()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         if self.preemption.reason is not None:
@@ -308,6 +302,8 @@ class SavingMixin:
             vars(self.args).update(kept)
 
     def _preempted(self, checkpoint: str) -> TrainingPreempted:
+        # As soon as one process ends, its launcher ends the others, of which the first still writes.
+        self.accelerator.wait_for_everyone()
         stopped = TrainingPreempted(self.preemption.reason, checkpoint, self.state.global_step)
         if self.is_world_process_zero():
             tqdm.write(str(stopped))
