@@ -78,17 +78,20 @@ def run(argv: list[str]) -> int:
     student = model_args.model_name_or_path
     kd_teacher = student if training_args.kd_teacher == "base" else training_args.kd_teacher
     trainer, pad_token_id, sequences, settings = _prepare(kd_teacher, *arguments, compute_dtype)
-    writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite)
-    if writer.complete:
+    ranks = trainer.backend.ranks
+    writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite, ranks=ranks)
+    if writer.complete and ranks.index == 0:
         print(f"{directory} is complete already, with the same settings.")
     how = (trainer.data_collator, trainer.args.eval_batch_size, pad_token_id, compute_dtype)
     teacher = TeacherRun(trainer.model, trainer.backend, *how)
-    chips = count(teacher.backend.num_chips, "chip")
+    chips = count(teacher.backend.num_chips, "chip") + (f" in each of {ranks.count} processes" * (ranks.count > 1))
     own = " (the student's own start)" if kd_teacher == student else ""
-    print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
+    if ranks.index == 0:
+        print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
     with trainer.chips.split_activations():
-        manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm)
-    _report(directory, manifest)
+        manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, ranks)
+    if ranks.index == 0:
+        _report(directory, manifest)
     return 0
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..backends.base import Backend
+from ..backends.ranks import Ranks
 from ..data import pad_rows
 from ..step.attention import static_masks
 from .cache_format import CacheManifest, dataset_sequences, sequence_key
@@ -102,7 +103,9 @@ class Sequences:
         return self._datasets[dataset][row]["input_ids"]
 
 
-def build_cache(teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, quiet: bool = False) -> CacheManifest:
+def build_cache(
+    teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, quiet: bool = False, ranks: Ranks | None = None
+) -> CacheManifest:
     """
     Run a teacher over all sequences that the cache does not have yet.
 
@@ -111,17 +114,25 @@ def build_cache(teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, 
         sequences ([`Sequences`]): The sequences.
         writer ([`CacheWriter`]): Writes the cache.
         quiet (`bool`, *optional*, defaults to `False`): Whether to show no progress.
+        ranks ([`Ranks`], *optional*):
+            The processes that share the work, each with a teacher of its own, as the `writer` has them. The first shows the
+            progress of all. By default there is one.
 
     Returns:
         [`CacheManifest`]: What the complete cache holds.
     """
+    ranks = Ranks() if ranks is None else ranks
     settings = writer.settings
     pending = writer.pending
     left = sum(map(len, pending))
     teacher.model.eval()
     shapes = set()
+    quiet = quiet or ranks.index > 0
     with tqdm(total=settings.sequences, initial=settings.sequences - left, unit=" sequences", disable=quiet) as bar:
-        for numbers in pending:
+        for first in range(0, len(pending), ranks.count):
+            # A file for each process. At the end some have none left.
+            files = pending[first : first + ranks.count]
+            numbers = files[ranks.index] if ranks.index < len(files) else range(0)
             # Rows of about the same length share a batch. No batch reaches into another file, so a build that continues
             # sees the same batches.
             ordered = sorted(numbers, key=lambda number: sequences.lengths[number], reverse=True)
@@ -141,4 +152,5 @@ def build_cache(teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, 
                 bar.update(len(chosen))
             bar.set_description("writing", refresh=False)
             writer.write(numbers, [rows[number] for number in numbers])
+            bar.update(sum(map(len, files)) - len(numbers))
     return writer.finish()

@@ -18,7 +18,8 @@ from .compact import compact_bytes_per_token
 MANIFEST = "manifest.json"
 #: What stands in the place of the manifest until the last shard is written.
 PROGRESS = "progress.json"
-FORMAT = "hf_tpu_ext teacher cache 2"
+_FORMATS = "hf_tpu_ext teacher cache "
+FORMAT = f"{_FORMATS}2"
 #: Less of the teacher's mass than this in the top K is a warning.
 LOW_COVERAGE = 0.5
 MAKE = "hf-tpu cache-teacher --config recipe.yaml --kd_cache"
@@ -189,16 +190,41 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Read a manifest or a progress, `None` where there is none; `ValueError` if it is not of this version."""
     if not path.is_file():
         return None
+    content = _content(path)
+    if content.pop("format", None) == FORMAT:
+        return content
+    if is_of_a_cache(path):
+        raise ValueError(
+            f"{path} was not written by this version (expected format {FORMAT!r}). Give another directory, or rebuild "
+            f"the cache: {MAKE} {path.parent} --overwrite."
+        )
+    raise ValueError(
+        f"{path} is not a file of a teacher's cache (expected format {FORMAT!r}), and is left as it is. Give another directory, or "
+        "move the file away."
+    )
+
+
+def is_of_a_cache(path: Path) -> bool:
+    """Whether a manifest or a progress was written by this package, in any version."""
+    return str(_content(path).get("format")).startswith(_FORMATS)
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        content = None
-    if isinstance(content, dict) and content.pop("format", None) == FORMAT:
-        return content
-    raise ValueError(
-        f"{path} was not written by this version (expected format {FORMAT!r}). Give another directory, or rebuild "
-        f"the cache: {MAKE} {path.parent} --overwrite."
-    )
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def shard_name(number: int) -> str:
+    """Name of a file of a cache."""
+    return f"shard-{number:05d}.arrow"
+
+
+def names_of_shards(sequences: int, sequences_per_shard: int) -> list[str]:
+    """Names of all files of a cache besides its manifest."""
+    return [shard_name(number) for number in range(-(-sequences // sequences_per_shard))]
 
 
 def read_shards(content: dict[str, Any]) -> tuple[Shard, ...]:

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import numpy as np
 from transformers.utils import logging
 
 from ..atomic_write import write_atomically
+from ..backends.ranks import Ranks
 from ..formatting import format_bytes
 from .cache_format import (
     FORMAT,
@@ -24,10 +26,13 @@ from .cache_format import (
     CacheSettings,
     Shard,
     find_damage,
+    is_of_a_cache,
+    names_of_shards,
     normalised,
     read_json,
     read_manifest,
     read_shards,
+    shard_name,
     write_shard,
 )
 from .compact import CompactTokens
@@ -57,6 +62,9 @@ class CacheWriter:
     settings continues with the files that are not there yet, so that the result is the same, byte for byte, as if it had
     never been stopped.
 
+    What else is in the directory stays as it is. A file by the name of one of the cache's that no earlier build has announced in
+    its manifest or progress is not overwritten, but refused.
+
     Args:
         directory (`str` or `Path`): Directory of the cache.
         settings ([`CacheSettings`]): What it is made from.
@@ -67,9 +75,12 @@ class CacheWriter:
         sequences_per_shard (`int`, *optional*):
             Sequences in a file; by default 256, or fewer where that would be more than 256 MB. A build that continues keeps
             the number that it began with.
+        ranks ([`Ranks`], *optional*):
+            The processes that build it together, each of which makes one of these with the same arguments. They write a file
+            each at a time, and the first notes them. By default there is one.
 
     Raises:
-        `ValueError`: There is a cache with other settings, or no room.
+        `ValueError`: There is a cache with other settings, a file that is not of a cache, or no room.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class CacheWriter:
         lengths: list[int],
         overwrite: bool = False,
         sequences_per_shard: int | None = None,
+        ranks: Ranks | None = None,
     ):
         self.directory, self.settings = Path(directory), settings
         self._keys, self._lengths = keys, lengths
@@ -87,16 +99,48 @@ class CacheWriter:
         self._per_shard = sequences_per_shard or max(1, min(_MOST_SEQUENCES, fitting))
         self._shards: dict[int, Shard] = {}
         self.complete = False
+        self._ranks = Ranks() if ranks is None else ranks
+        assert len(set(self._ranks.of_each(settings))) == 1, "processes have prepared different data"
+        error = None
+        if self._ranks.index == 0:
+            try:
+                self._begin(overwrite)
+            except (ValueError, OSError) as raised:
+                error = raised
+        # As the first has found the directory.
+        error, self.complete, self._per_shard, self._shards = self._ranks.of_each(
+            (error, self.complete, self._per_shard, self._shards)
+        )[0]
+        if error is not None:
+            raise error
+
+    def _begin(self, overwrite: bool) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._continue(overwrite)
+        announced = self._continue(overwrite)
         if self.complete:
             return
-        self._check_room(freed=sum(path.stat().st_size for path in self._leftovers()))
+        kept = {shard.file for shard in self._shards.values()}
+        for name in names_of_shards(len(self._keys), self._per_shard):
+            if name not in announced and (self.directory / name).exists():
+                raise ValueError(
+                    f"{self.directory / name} is not of a teacher's cache that was begun in this directory, and is left as it is. Give "
+                    "another directory (--output_dir DIR), or move the file away."
+                )
+        leftovers = [*self._partly_written(announced), *(self.directory / name for name in announced - kept)]
+        leftovers = [path for path in leftovers if path.is_file()]
+        self._check_room(freed=sum(path.stat().st_size for path in leftovers))
+        # While what announces them is there.
+        for path in leftovers:
+            path.unlink()
         # Without the manifest nothing is taken for a whole cache. It goes when what there is to go on from is noted.
         self._note_progress()
         (self.directory / MANIFEST).unlink(missing_ok=True)
-        for path in self._leftovers():
-            path.unlink()
+
+    def _partly_written(self, announced: set[str]) -> list[Path]:
+        """What [`write_atomically`] has left of files of a cache, where it was killed."""
+        found = {path: re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name) for path in self.directory.glob(".*.tmp")}
+        names = {*announced, MANIFEST, PROGRESS} if announced else set()
+        return [path for path, match in found.items() if match is not None and match[1] in names]
 
     @property
     def pending(self) -> list[range]:
@@ -110,13 +154,23 @@ class CacheWriter:
         ]
 
     def write(self, sequences: range, rows: list[Any]) -> None:
-        """Write a file: the [`TeacherRows`] of one of [`~CacheWriter.pending`]. `ValueError` if there is no room."""
+        """
+        Write a file: the [`TeacherRows`] of one of [`~CacheWriter.pending`]. All processes come here as often; one that has none
+        left has an empty range. `ValueError` if there is no room, or the teacher's answer is not one.
+        """
+        written = self._write_file(sequences, rows) if sequences else None
+        self._shards |= dict(entry for entry in self._ranks.of_each(written) if entry is not None)
+        if self._ranks.index == 0:
+            self._note_progress()
+
+    def _write_file(self, sequences: range, rows: list[Any]) -> tuple[int, Shard]:
         temperatures = self.settings.temperatures
         stored = [temperatures.index(temperature) for temperature in normalised(temperatures)]
         tensors, coverage_sums, largest_id = [], np.zeros(len(temperatures)), 0
         for number, row in zip(sequences, rows, strict=True):
             ids, values, normalisers, log_tails = (tensor.numpy() for tensor in row)
             assert len(ids) == self._lengths[number]
+            self._check(number, ids, values)
             entries = (
                 CompactTokens.pack(ids, values)._asdict() if self.settings.compact else {"ids": ids, "values": values}
             )
@@ -128,7 +182,7 @@ class CacheWriter:
         data = write_shard(tensors, keys, compression="zstd" if self.settings.compact else None)
         number = sequences.start // self._per_shard
         shard = Shard(
-            file=f"shard-{number:05d}.arrow",
+            file=shard_name(number),
             sequences=len(sequences),
             tokens=sum(self._lengths[number] for number in sequences),
             bytes=len(data),
@@ -138,14 +192,45 @@ class CacheWriter:
         )
         with self._need_room():
             write_atomically(self.directory / shard.file, data)
-        self._shards[number] = shard
-        self._note_progress()
+        return number, shard
+
+    def _check(self, number: int, ids: np.ndarray, values: np.ndarray) -> None:
+        """Refuse what no teacher can mean, before it is kept for many runs."""
+        if not np.isfinite(values).all():
+            position = np.flatnonzero(~np.isfinite(values).all(axis=1))[0]
+            raise ValueError(
+                f"The teacher's log-probs at position {position} of sequence {number} are not numbers. Try bf16=false in the recipe, or "
+                "another teacher."
+            )
+        if ids.min() < 0 or ids.max() >= self.settings.vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(
+                f"The teacher gives the token id {wrong} in sequence {number}, and its vocabulary has {self.settings.vocab_size} "
+                "tokens. Use a teacher whose output embeddings are as many as its config says."
+            )
 
     def finish(self) -> CacheManifest:
         """Write the manifest, which makes the cache complete, and return it."""
+        error = None
+        if self._ranks.index == 0:
+            try:
+                self._finish()
+            except (ValueError, OSError) as raised:
+                error = raised
+        if (error := self._ranks.of_each(error)[0]) is not None:
+            raise error
+        self.complete = True
+        return read_manifest(self.directory)
+
+    def _finish(self) -> None:
         if not self.complete:
             assert not self.pending
             shards = [self._shards[number] for number in sorted(self._shards)]
+            for shard in shards:
+                if (damage := find_damage(self.directory, shard, verify=False)) is not None:
+                    raise ValueError(
+                        f"{self.directory / shard.file} {damage}. Give a directory that all processes write to (--output_dir DIR)."
+                    )
             size, tokens = sum(shard.bytes for shard in shards), self.settings.tokens
             coverage_sums = zip(*(shard.coverage_sums for shard in shards), strict=True)
             manifest = CacheManifest(
@@ -158,21 +243,33 @@ class CacheWriter:
             )
             with self._need_room():
                 write_atomically(self.directory / MANIFEST, _json(dataclasses.asdict(manifest)))
-            self.complete = True
         (self.directory / PROGRESS).unlink(missing_ok=True)
-        return read_manifest(self.directory)
 
-    def _continue(self, overwrite: bool) -> None:
-        """Take up what is there, if it was made with the same settings."""
+    def _continue(self, overwrite: bool) -> set[str]:
+        """
+        Take up what is there, if it was made with the same settings. Returns the names of the files that were announced: those
+        of this cache or one that is to be discarded.
+        """
+        paths = [self.directory / name for name in (MANIFEST, PROGRESS)]
         try:
-            manifest, progress = (read_json(self.directory / name) for name in (MANIFEST, PROGRESS))
-            found = manifest or progress
-            if found is None:
-                return
+            manifest, progress = map(read_json, paths)
+        except ValueError:
+            if overwrite and all(is_of_a_cache(path) for path in paths if path.exists()):
+                # Files of another version have other names, and are left where they are.
+                return set()
+            raise
+        announced: set[str] = set()
+        for found, settings in ((manifest, manifest), (progress, progress and progress["settings"])):
+            if found is not None:
+                announced |= set(names_of_shards(settings["sequences"], found["sequences_per_shard"]))
+        found = manifest or progress
+        if found is None:
+            return announced
+        try:
             self._compare(manifest or progress["settings"])
         except ValueError:
             if overwrite:
-                return
+                return announced
             raise
         self._per_shard = found["sequences_per_shard"]
         # Whoever makes a complete cache again has a reason to doubt its files.
@@ -182,6 +279,7 @@ class CacheWriter:
             else:
                 logger.warning(f"{self.directory / shard.file} {damage}, and is rebuilt.")
         self.complete = manifest is not None and not self.pending
+        return announced
 
     def _compare(self, before: dict[str, Any]) -> None:
         now = json.loads(json.dumps(dataclasses.asdict(self.settings)))
@@ -195,12 +293,6 @@ class CacheWriter:
                 f"{self.directory} holds a teacher's cache that was built with other settings: {'; '.join(other)}. Give another "
                 "directory (--output_dir DIR), or start over and discard it (--overwrite)."
             )
-
-    def _leftovers(self) -> list[Path]:
-        """Files of this or another build that are no part of what it goes on from."""
-        kept = {shard.file for shard in self._shards.values()}
-        found = [*self.directory.glob("shard-*"), *self.directory.glob(".*.tmp")]
-        return [path for path in found if path.name not in kept]
 
     def _note_progress(self) -> None:
         shards = [dataclasses.asdict(self._shards[number]) for number in sorted(self._shards)]

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.distillation.cache import TeacherCache
 from hf_tpu_ext.distillation.cache_format import sequence_key
+from hf_tpu_ext.distillation.top_k import TeacherRows
 
 
 VOCAB_SIZE = 259
@@ -166,10 +167,16 @@ def test_checksums_are_only_compared_on_request(own_cache_dir):
     TeacherCache(own_cache_dir, verify=False)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": "hf_tpu_ext teacher cache 1"}'])
-def test_manifest_of_something_else(own_cache_dir, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((content, "is not a file of a teacher's cache") for content in ("", "{", "[]", "{}", '{"format": 2}')),
+        ('{"format": "hf_tpu_ext teacher cache 1"}', "was not written by this version"),
+    ],
+)
+def test_manifest_of_something_else(own_cache_dir, content, message):
     (own_cache_dir / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match="manifest.json was not written by this version"):
+    with pytest.raises(ValueError, match=f"manifest.json {message}"):
         TeacherCache(own_cache_dir)
 
 
@@ -258,9 +265,96 @@ def test_overwriting_that_was_stopped_continues(own_cache_dir, tiny_teacher, row
     assert writer.pending == [range(24, 25)]
 
 
-def test_overwriting_what_is_no_cache_of_this_version(own_cache_dir, make_cache):
-    (own_cache_dir / "manifest.json").write_text("{}")
-    assert make_cache(own_cache_dir, overwrite=True).sequences == 25
+def test_overwriting_a_cache_of_an_earlier_version(make_cache, tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": "hf_tpu_ext teacher cache 1"}')
+    (tmp_path / "shard-00000.safetensors").write_text("earlier")
+    assert make_cache(tmp_path, overwrite=True).sequences == 25
+    assert (tmp_path / "shard-00000.safetensors").read_text() == "earlier"
+
+
+# ---- Files of somebody else ----
+
+FOREIGN = ["shard-00000-of-00003.parquet", "shard-00000.parquet", "shard-00099.arrow", ".draft.tmp", ".x.0123abcd.tmp"]
+
+
+def _write(directory, names):
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        (directory / name).write_text("mine")
+
+
+def _assert_kept(directory, names):
+    assert {name: (directory / name).read_text() for name in names} == dict.fromkeys(names, "mine")
+
+
+def test_files_of_somebody_else_are_left_as_they_are(make_cache, rows, tiny_teacher, tmp_path):
+    _write(tmp_path, FOREIGN)
+    make_writer(tmp_path, tiny_teacher, rows)
+    assert make_cache(tmp_path).sequences == 25
+    # A build that goes on, and one that starts over.
+    (tmp_path / "shard-00001.arrow").unlink()
+    make_cache(tmp_path)
+    make_cache(tmp_path, overwrite=True, top_k=8)
+    _assert_kept(tmp_path, FOREIGN)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *FOREIGN,
+        "manifest.json",
+        *(f"shard-{n:05d}.arrow" for n in range(4)),
+    }
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["shard-00002.arrow", "manifest.json", "progress.json"])
+def test_file_of_somebody_else_with_a_name_of_the_cache_is_refused(rows, tiny_teacher, tmp_path, name, overwrite):
+    names = [name, *FOREIGN]
+    _write(tmp_path, names)
+    with pytest.raises(ValueError, match=f"{name} is not .* and is left as it is. Give another directory"):
+        make_writer(tmp_path, tiny_teacher, rows, overwrite=overwrite)
+    _assert_kept(tmp_path, names)
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+
+
+def test_file_of_somebody_else_that_a_larger_cache_would_overwrite_is_refused(
+    make_cache, rows, tiny_teacher, tmp_path
+):
+    make_cache(tmp_path, dataset=rows.select(range(5)))
+    _write(tmp_path, ["shard-00003.arrow"])
+    before = (tmp_path / "manifest.json").read_bytes()
+    with pytest.raises(ValueError, match="shard-00003.arrow is not of a teacher's cache"):
+        make_writer(tmp_path, tiny_teacher, rows, overwrite=True)
+    _assert_kept(tmp_path, ["shard-00003.arrow"])
+    assert (tmp_path / "manifest.json").read_bytes() == before and (tmp_path / "shard-00000.arrow").exists()
+
+
+def test_what_a_killed_build_has_left_is_removed(rows, tiny_teacher, make_cache, tmp_path):
+    make_writer(tmp_path, tiny_teacher, rows)
+    # Not noted yet, and not renamed yet.
+    left = ["shard-00001.arrow", ".shard-00002.arrow.0123abcd.tmp", ".manifest.json.89abcdef.tmp"]
+    _write(tmp_path, left)
+    make_writer(tmp_path, tiny_teacher, rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"progress.json"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "value", "message"),
+    [
+        ([3, 300], -1.0, "token id 300 in sequence 0, and its vocabulary has 261"),
+        ([-1, 3], -1.0, "token id -1 in sequence 0"),
+        ([3, 4], float("nan"), "log-probs at position 0 of sequence 0 are not numbers"),
+    ],
+)
+def test_answers_that_no_teacher_can_mean_are_not_kept(rows, tiny_teacher, tmp_path, ids, value, message):
+    _, writer = make_writer(tmp_path, tiny_teacher, rows, top_k=2, vocab_size=261, sequences_per_shard=1)
+    length = len(rows[0]["input_ids"])
+    answer = TeacherRows(
+        torch.tensor([ids] * length, dtype=torch.int32),
+        torch.full((length, 2), value, dtype=torch.float16),
+        torch.zeros(length, 2),
+        torch.zeros(length, 2, dtype=torch.float16),
+    )
+    with pytest.raises(ValueError, match=message):
+        writer.write(range(1), [answer])
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
 
 
 def test_complete_cache_is_left_alone(own_cache_dir, make_cache):

@@ -88,6 +88,34 @@ def test_compact_error():
     assert ((log_probs.exp().sum(-1) - mass).abs() / mass).mean() < 5e-3
 
 
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("allowed", [1, 2, 40])
+def test_compact_form_keeps_tokens_that_are_never_said(allowed, temperature):
+    """As of a teacher whose logits are masked: fewer tokens than K have any probability."""
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:32, allowed:] = -torch.inf
+    rows = TeacherRows.of(logits, 128, (1.0, temperature))
+    ids, log_probs = map(torch.from_numpy, CompactTokens.pack(rows.ids.numpy(), rows.values.numpy()).unpack())
+    found = log_probs / temperature - rows.normalisers[:, 1:]
+    exact = (logits.double() / temperature).log_softmax(-1).gather(-1, ids.long())
+    said = torch.isfinite(exact)
+    assert torch.equal(ids.sort(-1).values, rows.ids.sort(-1).values) and (said.sum(-1)[:32] == allowed).all()
+    assert (found.exp()[~said] == 0).all()
+    assert (log_probs[~said] == torch.finfo(torch.float16).min).all()
+    # Half a step, and the rounding to 16 bits.
+    kept = torch.where(said, exact, exact[:, :1])
+    spans = (exact[:, :1] - kept.amin(-1, keepdim=True)).expand_as(exact)
+    bound = spans / 508 + (kept.abs().amax(-1, keepdim=True) * temperature + 20) / 1024 / temperature
+    assert ((found - exact).abs() <= bound)[said].all()
+    assert (found.exp().sum(-1) - exact.exp().sum(-1)).abs().max() < 0.02
+
+
+def test_compact_form_refuses_what_it_would_blur():
+    ids = np.arange(3, dtype=np.int32)[None]
+    with pytest.raises(ValueError, match="lie 10000 apart, .*Leave out --compact"):
+        CompactTokens.pack(ids, np.array([[-0.5, -1.0, -1e4]], np.float16))
+
+
 def test_compact_cache_is_read_as_the_plain_one(make_cache, rows, tmp_path):
     make_cache(tmp_path / "plain")
     make_cache(tmp_path / "compact", compact=True)

@@ -27,7 +27,12 @@ def in_processes(spec, model_dir, directory, count=2):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
     # Else upstream takes the machine for one with a TPU.
     common |= {"USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": "cpu", "OMP_NUM_THREADS": "1"}
     outputs = [Path(directory) / f"noted-{rank}.json" for rank in range(count)]
@@ -59,7 +64,9 @@ def taught_rows(count=24):
     for index in range(count):
         # Rows 0 and 1 go to one process, rows 2 and 3 to the other.
         longest = 3 if index % 4 < 2 else 38
-        prompt, completion = ("".join(rng.choices("abcdefgh ", k=size)) for size in (6, rng.randint(longest // 2, longest)))
+        prompt, completion = (
+            "".join(rng.choices("abcdefgh ", k=size)) for size in (6, rng.randint(longest // 2, longest))
+        )
         rows.append({"prompt": prompt, "completion": completion})
     return Dataset.from_list(rows)
 
