@@ -88,16 +88,6 @@ class Averaging(TrainerCallback):
         self._optimizer: torch.optim.Optimizer | None = None
         self._hook = None
 
-    def check(self) -> None:
-        """Refuse (`ValueError`) what splits weights over processes, once accelerate has said so."""
-        trainer = self._trainer
-        if self.average is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            what = "deepspeed" if trainer.is_deepspeed_enabled else "fsdp"
-            raise ValueError(
-                f"ema_decay={self.average.decay} does not work with {what} on {trainer.backend.name}, which splits the "
-                f"weights over processes. Leave ema_decay out, or train without {what}."
-            )
-
     def note_names(self, model: nn.Module) -> None:
         """Note the names of parameters, before layers run as one loop."""
         self._names = {parameter: name for name, parameter in model.named_parameters()}

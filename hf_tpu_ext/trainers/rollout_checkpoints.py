@@ -1,5 +1,6 @@
 """Completions in checkpoints: a run that is resumed goes on with those that it was trained on."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +11,13 @@ from trl.trainer.utils import RepeatSampler
 from .checkpoints import read_run_state
 
 
+#: What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
+OF_PROMPTS = ("prompt_ids", "prompt_mask")
 _FILE = "rollouts.safetensors"
 # Micro-steps that were taken; rows of each, and of a generation.
 _STEP, _ROWS, _GENERATION = "step", "rows", "generation_rows"
+# After the name of a tensor: the columns that the process of each row had.
+_COLUMNS = " (columns)"
 
 
 class RolloutCheckpoints:
@@ -69,6 +74,20 @@ class RolloutCheckpoints:
         # A number is that of all rows.
         return {key: gather(value) if value.ndim else value for key, value in batch.items() if value is not None}
 
+    def _pad_as_others(self, batch: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Pad what upstream has padded to the longest of this process to the longest of all, and note what it was."""
+        padded = {}
+        for key, value in batch.items():
+            if value is None:
+                continue
+            fill = self._pad_token_id if key.endswith("_ids") else 0
+            padded[key] = self.accelerator.pad_across_processes(
+                value, dim=1, pad_index=fill, pad_first=key in OF_PROMPTS
+            )
+            if value.ndim == 2:
+                padded[key + _COLUMNS] = torch.full((len(value),), value.shape[1], device=value.device)
+        return padded
+
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         checkpoint = super()._find_checkpoint(resume_from_checkpoint)
         if checkpoint is not None and (Path(checkpoint) / _FILE).is_file():
@@ -113,4 +132,8 @@ class RolloutCheckpoints:
                 whole = whole.to(self.args.device)
             for batch, value in zip(batches, whole.chunk(count) if whole.ndim else [whole] * count, strict=True):
                 batch[key] = value.chunk(ranks.count)[ranks.index] if value.ndim else value
+        for batch in batches:
+            for key in [key for key in batch if key.endswith(_COLUMNS)]:
+                columns, name = int(batch.pop(key).max()), key.removesuffix(_COLUMNS)
+                batch[name] = batch[name][:, -columns:] if name in OF_PROMPTS else batch[name][:, :columns]
         return batches if parts else None

@@ -16,14 +16,12 @@ from ..generation.sampling import check_generation_config
 from .configs import ExtensionArguments
 from .dataset_checks import named_datasets
 from .lengths import declare_lengths
-from .rollout_checkpoints import RolloutCheckpoints
+from .rollout_checkpoints import OF_PROMPTS, RolloutCheckpoints
 from .rollout_checks import check_rollouts
 from .text import TextGeneration
 from .upstream import checkpointing_left_on, upstream_of
 
 
-# What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
-_OF_PROMPTS = ("prompt_ids", "prompt_mask")
 # Rows of a dataset that are tokenized at once.
 _ROWS_AT_ONCE = 1000
 
@@ -253,7 +251,7 @@ class RolloutMixin(RolloutCheckpoints):
                 f"max_completion_length={longest}, or have the rollout_func return no more."
             )
         return {
-            key: self._pad_tokens(key, value, width if key in _OF_PROMPTS else room)
+            key: self._pad_tokens(key, value, width if key in OF_PROMPTS else room)
             for key, value in batch.items()
             if value is not None
         }
@@ -265,18 +263,7 @@ class RolloutMixin(RolloutCheckpoints):
         missing = length - value.shape[1]
         fill = self._pad_token_id if key.endswith("_ids") else 0
         # Upstream's padding to a multiple may be cut off.
-        return pad(value, (missing, 0) if key in _OF_PROMPTS else (0, missing), value=fill)
-
-    def _pad_as_others(self, batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Pad what upstream has padded to the longest of a process to the longest of all."""
-        pad = self.accelerator.pad_across_processes
-        return {
-            key: pad(
-                value, dim=1, pad_index=self._pad_token_id if key.endswith("_ids") else 0, pad_first=key in _OF_PROMPTS
-            )
-            for key, value in batch.items()
-            if value is not None
-        }
+        return pad(value, (missing, 0) if key in OF_PROMPTS else (0, missing), value=fill)
 
     # ---- On the device, beside the step ----
 

@@ -41,7 +41,7 @@ from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
 from .predicted_text import PredictedText, PredictedTextArguments
 from .run_facts import find_facts
-from .setting_checks import check_settings
+from .setting_checks import check_settings, check_split_by_upstream
 from .training_steps import TrainingSteps
 from .upstream import check_trainer, loads_model
 from .watching import TrainerWatch
@@ -78,6 +78,8 @@ class SetUpMixin:
             if isinstance(model, PreTrainedModel):
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
                 model.tie_weights()
+        else:
+            check_split_by_upstream(args)
         of_host = self.backend.prepare_host()
         self.compiled = (
             compile_arguments(args, loads_model(args, given), self.backend.num_chips, traced=self.backend.traces_steps)
@@ -101,7 +103,6 @@ class SetUpMixin:
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
         self.alike.take_random_state()
-        self.averaging.check()
         #: Metrics of upstream's loss, on the device until a log.
         self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
         if self.backend.traces_steps:

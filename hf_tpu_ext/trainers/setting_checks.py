@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
 from peft import PeftModel
 from transformers import TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy
-from transformers.training_args import OptimizerNames
+from transformers.training_args import OptimizerNames, ParallelMode
 from trl import DPOConfig, KTOConfig, SFTConfig
 
 from ..backends import select_backend
@@ -19,6 +20,8 @@ from .configs import ExtensionArguments
 _REFUSE_NEGATIVE_RATES = ADAMW_NAMES | HOST_SCALAR_NAMES - {OptimizerNames.ADAFACTOR}
 # Losses of DPO that sort the pairs, that are one number for all of them, or that PyTorch needs as they were.
 _NOT_WEIGHTED = {"aot", "aot_unpaired", "hinge", "sft"}
+# Settings that read or run whole weights, outside of the forward pass or in one process only.
+_WHOLE_WEIGHTS = ("qat_weight_dtype", "kd_teacher", "show_samples", "predict_with_generate")
 
 
 def check_recipe(args: ExtensionArguments) -> None:
@@ -28,6 +31,45 @@ def check_recipe(args: ExtensionArguments) -> None:
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
     check_settings(args, backend.static_shapes, {"train_dataset": True})
+    if not backend.unknown_upstream:
+        check_split_by_upstream(args)
+
+
+def check_split_by_upstream(args: TrainingArguments) -> None:
+    """
+    Refuse (`ValueError`) settings of this package that do not work where accelerate splits over processes what is trained (FSDP,
+    DeepSpeed).
+    """
+    if args.parallel_mode != ParallelMode.DISTRIBUTED:
+        return
+    if args.deepspeed_plugin is not None:
+        by, splits_weights = "deepspeed", args.deepspeed_plugin.zero_stage == 3
+    elif args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        by, splits_weights = "fsdp", True
+    else:
+        return
+    settings = vars(args)
+    names = ["ema_decay", *(_WHOLE_WEIGHTS if splits_weights else ())]
+    if by == "deepspeed" and splits_weights:
+        # Its weights are whole in the forward pass alone, and the gradient of a head is computed later.
+        names.append("kd_cache")
+    elif settings.get("kd_cache") is not None:
+        # It is compared with the name of the teacher that has made the cache, and not loaded.
+        names = [name for name in names if name != "kd_teacher"]
+    for name in names:
+        if not settings.get(name):
+            continue
+        instead = f"Leave {name} out, or train without {by}."
+        if name.startswith("kd_") and by == "deepspeed":
+            instead = "Set ZeRO's stage to 2 (zero_stage: 2), or train without deepspeed."
+        elif name == "kd_teacher":
+            instead = (
+                "Make a cache of the teacher first (hf-tpu cache-teacher --kd_teacher MODEL --kd_cache DIRECTORY), then set "
+                "kd_cache=DIRECTORY and leave kd_teacher out."
+            )
+        raise ValueError(
+            f"{name}={settings[name]!r} does not work with {by}, which splits what is trained over processes. {instead}"
+        )
 
 
 def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 
@@ -20,9 +19,13 @@ HERE = Path(__file__).parent
 SECONDS = 300
 
 
-def in_processes(spec, model_dir, directory, count=2):
-    """Run this file in `count` processes that meet by gloo: what each noted of each training, and what each printed."""
-    spec_file = Path(directory) / "spec.json"
+def in_processes(spec, model_dir, directory, count=2, lost=False):
+    """
+    Run this file in `count` processes that meet by gloo: what each noted of each training, and what each printed. With `lost`,
+    one is killed, and the others fail.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    spec_file = directory / "spec.json"
     spec_file.write_text(json.dumps(spec))
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -35,7 +38,7 @@ def in_processes(spec, model_dir, directory, count=2):
     }
     # Else upstream takes the machine for one with a TPU.
     common |= {"USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": "cpu", "OMP_NUM_THREADS": "1"}
-    outputs = [Path(directory) / f"noted-{rank}.json" for rank in range(count)]
+    outputs = [directory / f"noted-{rank}.json" for rank in range(count)]
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, *map(str, (model_dir, directory, spec_file, output))],
@@ -51,7 +54,11 @@ def in_processes(spec, model_dir, directory, count=2):
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * count, printed[0][-6000:] + printed[-1][-6000:]
+    codes = [process.returncode for process in processes]
+    if lost:
+        assert -signal.SIGKILL in codes and 0 not in codes, printed
+        return None, printed
+    assert codes == [0] * count, printed[0][-6000:] + printed[-1][-6000:]
     return [json.loads(output.read_text()) for output in outputs], printed
 
 
@@ -71,7 +78,7 @@ def taught_rows(count=24):
     return Dataset.from_list(rows)
 
 
-def _sft(shared, model_dir, output_dir, ours, lora=None, seed_of_lora=0, qlora=False, **config):
+def _sft(shared, model_dir, output_dir, ours, lora=None, first_row=0, qlora=False, **config):
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
@@ -79,10 +86,12 @@ def _sft(shared, model_dir, output_dir, ours, lora=None, seed_of_lora=0, qlora=F
     from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 
     runs = shared.Runs(model_dir, output_dir)
-    runs.train_dataset = runs.eval_dataset = taught_rows()
+    runs.eval_dataset = taught_rows()
+    runs.train_dataset = runs.eval_dataset.select(range(first_row, len(runs.eval_dataset)))
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if qlora else None
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, quantization_config=quantization)
-    torch.manual_seed(seed_of_lora)
+    # Adapters begin at random.
+    torch.manual_seed(0)
     defaults = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -117,22 +126,37 @@ def make_trainer(model_dir, output_dir, case=None, rollout=None, ours=True, **co
     return _other(preference, case, output_dir, ours, **config)
 
 
-def run(model_dir, output_dir, resume=None, stop_at=None, stopped=1, refused=False, evaluate=False, **config):
-    """Train as a specification says. Process `stopped` gets a SIGTERM within the step `stop_at`."""
+def run_command(words, per_file, dies_at=None):
+    """Run a command of `hf-tpu` with so many sequences in a file of a cache. Process 1 may be killed at its n-th file."""
+    from hf_tpu_ext.cli.main import main
+    from hf_tpu_ext.distillation import cache_writer
+
+    cache_writer._MOST_SEQUENCES = per_file
+    write, written = cache_writer.CacheWriter.write, []
+
+    def write_or_die(writer, *args):
+        written.append(args)
+        if len(written) == dies_at and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(writer, *args)
+
+    cache_writer.CacheWriter.write = write_or_die
+    return {"status": main(words), "files": len(written)}
+
+
+def run(model_dir, output_dir, resume=None, stop_at=None, left_alone=False, evaluate=False, **config):
+    """
+    Train as a specification says. Process 1 gets a SIGTERM within the step `stop_at`; `left_alone`, that ends the processes.
+    """
     from transformers import TrainerCallback
 
     from hf_tpu_ext import TrainingPreempted
 
-    try:
-        trainer = make_trainer(model_dir, output_dir, **config)
-    except ValueError as error:
-        if refused:
-            return {"refused": str(error)}
-        raise
+    trainer = make_trainer(model_dir, output_dir, **config)
 
     class StopOne(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step + 1 == stop_at and args.process_index == stopped:
+            if state.global_step + 1 == stop_at and args.process_index == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     if stop_at is not None:
@@ -143,6 +167,8 @@ def run(model_dir, output_dir, resume=None, stop_at=None, stopped=1, refused=Fal
         if evaluate:
             trainer.evaluate()
     except TrainingPreempted as stop:
+        if left_alone:
+            raise
         noted["stopped"] = [stop.code, stop.reason, stop.checkpoint, stop.step]
     digest = hashlib.sha256()
     for name, weight in sorted(trainer.model.state_dict().items()):
@@ -163,9 +189,10 @@ def main(model_dir, directory, spec_file, output_file):
     spec = json.loads(Path(spec_file).read_text())
     results = {}
     for name, config in spec.items():
-        began = time.perf_counter()
-        results[name] = run(model_dir, f"{directory}/{config.pop('dir', name)}", **config)
-        results[name]["seconds"] = time.perf_counter() - began
+        if "command" in config:
+            results[name] = run_command(**config["command"])
+        else:
+            results[name] = run(model_dir, f"{directory}/{config.pop('dir', name)}", **config)
     Path(output_file).write_text(json.dumps(results))
 
 

@@ -1,14 +1,17 @@
 """Settings of upstream that cannot work: refused with the fix at the start of a run, and only if upstream does not take them."""
 
+from types import SimpleNamespace
+
 import pytest
 from datasets import Dataset
 from refusals import refused
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.training_args import ParallelMode
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers.arguments import compile_arguments
-from hf_tpu_ext.trainers.setting_checks import check_settings
+from hf_tpu_ext.trainers.setting_checks import check_recipe, check_settings, check_split_by_upstream
 
 
 @pytest.mark.parametrize(
@@ -153,3 +156,51 @@ def test_variable_that_compiles_on_other_devices(runs, monkeypatch):
     ]
     assert "has no effect" in change
     assert not any("DYNAMO" in line for line in compile_arguments(runs.config(), False, 1).changes), "it is off by now"
+
+
+# ---- Weights that accelerate splits over processes ----
+
+
+@pytest.mark.parametrize(
+    ("by", "settings", "words"),
+    [
+        ("fsdp", dict(ema_decay=0.9), ["ema_decay=0.9", "Leave ema_decay out"]),
+        ("launched fsdp", dict(ema_decay=0.9), ["ema_decay=0.9", "train without fsdp"]),
+        ("fsdp", dict(qat_weight_dtype="int4"), ["qat_weight_dtype='int4'", "Leave qat_weight_dtype out"]),
+        ("fsdp", dict(kd_teacher="base"), ["kd_teacher='base'", "hf-tpu cache-teacher", "kd_cache=DIRECTORY"]),
+        ("fsdp", dict(show_samples=2), ["show_samples=2", "Leave show_samples out"]),
+        ("zero-3", dict(kd_teacher="base"), ["kd_teacher='base'", "zero_stage: 2"]),
+        ("zero-3", dict(kd_cache="cache"), ["kd_cache='cache'", "zero_stage: 2"]),
+        ("zero-2", dict(ema_decay=0.9), ["ema_decay=0.9", "deepspeed", "Leave ema_decay out"]),
+    ],
+    ids=str,
+)
+def test_what_needs_whole_weights_is_refused_before_anything_is_loaded(runs, monkeypatch, by, settings, words):
+    monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
+    if by == "launched fsdp":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    config = runs.config(TPUSFTConfig, use_cpu=True, **settings)
+    config.fsdp = by == "fsdp"
+    if "zero" in by:
+        config.deepspeed_plugin = SimpleNamespace(zero_stage=int(by[-1]))
+    refused(words, lambda: TPUSFTTrainer("no/such/model", config, train_dataset=runs.train_dataset))
+    refused(words, lambda: check_recipe(config))
+
+
+@pytest.mark.parametrize(
+    ("by", "settings"),
+    [
+        ("fsdp", dict(kd_cache="cache", kd_teacher="teacher")),
+        ("zero-2", dict(kd_teacher="base", qat_weight_dtype="int4", show_samples=1)),
+        ("zero-3", {}),
+        (None, dict(ema_decay=0.9)),
+    ],
+    ids=str,
+)
+def test_what_accelerate_may_split(runs, monkeypatch, by, settings):
+    monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
+    config = runs.config(TPUSFTConfig, use_cpu=True, **settings)
+    config.fsdp = by == "fsdp"
+    if by is not None and "zero" in by:
+        config.deepspeed_plugin = SimpleNamespace(zero_stage=int(by[-1]))
+    check_split_by_upstream(config)

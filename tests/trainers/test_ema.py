@@ -376,13 +376,6 @@ def test_settings_that_cannot_be(config_cls, settings, words, tmp_path):
     refused(words, lambda: config_cls(str(tmp_path), **settings))
 
 
-def test_weights_that_are_split_over_processes(runs):
-    trainer = on_cpu(runs, train=False, **SETTINGS)
-    trainer.averaging.check()
-    trainer.is_fsdp_enabled = True
-    refused(["ema_decay=0.9", "fsdp on cpu", "Leave ema_decay out"], trainer.averaging.check)
-
-
 def test_the_start_says_how_much_of_the_beginning_is_left(runs, capsys):
     on_cpu(runs, **{**SETTINGS, "max_steps": 2})
     output = capsys.readouterr().out

@@ -1,0 +1,308 @@
+"""Two processes that a launcher has started, on the eager CPU with gloo: upstream's numbers there, or those of one process."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import processes_driver
+import pytest
+import yaml
+from processes_driver import in_processes, taught_rows
+from safetensors.torch import load_file
+
+from hf_tpu_ext.trainers.checkpoints import find_damage
+
+
+LEARNS = dict(max_steps=3, learning_rate=1e-2)
+SAVES = dict(
+    max_steps=6,
+    kd_teacher="TEACHER",
+    ema_decay=0.5,
+    gradient_accumulation_steps=2,
+    save_strategy="steps",
+    save_steps=2,
+    report_to="none",
+)
+TAUGHT = {
+    "online": dict(LEARNS, kd_teacher="TEACHER"),
+    "top-k": dict(LEARNS, kd_teacher="TEACHER", kd_top_k=8, kd_loss="jsd", gradient_accumulation_steps=2),
+    "base": dict(LEARNS, kd_teacher="base", lora={}),
+    "cached": dict(LEARNS, kd_cache="CACHE", lora={}),
+}
+# Process 0 has rows 0 and 1, process 1 rows 2 and 3.
+BY_PROCESS = {
+    "own tokens": dict(TAUGHT["online"], average_tokens_across_devices=False, max_steps=1),
+}
+
+
+def of_test(spec, teacher, cache):
+    """A specification with the paths of a test."""
+    paths = {"TEACHER": teacher, "CACHE": str(cache)}
+    return {
+        name: {key: paths.get(value, value) if isinstance(value, str) else value for key, value in config.items()}
+        for name, config in spec.items()
+    }
+
+
+def rows_of_two(spec):
+    """As many rows in one process."""
+    return {
+        name: config
+        if "command" in config
+        else {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, **config}
+        for name, config in spec.items()
+    }
+
+
+def build(directory, model_dir, teacher, data, per_file=4, **more):
+    """What builds a cache of the rows that runs are taught on."""
+    recipe = directory / "cache.yaml"
+    directory.mkdir(exist_ok=True)
+    values = {
+        "model_name_or_path": str(model_dir),
+        "dataset_name": str(data),
+        "kd_teacher": teacher,
+        "kd_cache": str(directory / "cache"),
+        "max_length": 48,
+        "per_device_eval_batch_size": 4,
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "output_dir": str(directory / "unused"),
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    return {"command": {"words": ["cache-teacher", "--config", str(recipe)], "per_file": per_file, **more}}
+
+
+def assert_same(found, expected, rel=1e-6):
+    """Logged numbers are those of another run. Of a divergence, which is a difference of logarithms, to 1e-8 at least."""
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        assert sorted(mine) == sorted(other)
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-8), f"{key} at step {other['step']}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    taught_rows().to_json(directory / "train.jsonl")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two(tiny_model, teacher, data, tmp_path_factory):
+    """A directory, what each of two processes noted, and what it printed."""
+    directory = tmp_path_factory.mktemp("two")
+    spec = {
+        "cache": build(directory, tiny_model, teacher, data),
+        **TAUGHT,
+        **BY_PROCESS,
+        "whole": SAVES,
+        "stopped": dict(SAVES, stop_at=3, save_strategy="no", run_report=True),
+        "resumed": dict(SAVES, dir="stopped", resume=True, save_strategy="no"),
+    }
+    noted, printed = in_processes(of_test(spec, teacher, directory / "cache"), tiny_model, directory)
+    for name in spec:
+        assert noted[0][name].get("weights") == noted[1][name].get("weights"), name
+    return directory, noted, printed
+
+
+@pytest.fixture(scope="module")
+def one(tiny_model, teacher, data, tmp_path_factory):
+    """A directory, and what one process noted with the rows of two."""
+    directory = tmp_path_factory.mktemp("one")
+    # Of one process of the two by itself.
+    alone = {
+        f"{name} of {process}": dict(config, first_row=2 * process, per_device_train_batch_size=2)
+        for name, config in BY_PROCESS.items()
+        for process in range(2)
+    }
+    spec = {"cache": build(directory, tiny_model, teacher, data), **TAUGHT, **alone}
+    (noted,), _ = in_processes(
+        rows_of_two(of_test(spec, teacher, directory / "cache")), tiny_model, directory, count=1
+    )
+    return directory, noted
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_two_processes_learn_from_a_teacher_as_one(two, one, name):
+    assert_same(two[1][0][name]["log"], one[1][name]["log"])
+
+
+def test_tokens_of_each_process_by_themselves(two, one):
+    """`average_tokens_across_devices=False`: the mean of the losses that each process has of its own tokens."""
+    step, of_each = (
+        two[1][0]["own tokens"]["log"][0],
+        [one[1][f"own tokens of {process}"]["log"][0] for process in (0, 1)],
+    )
+    assert step["loss"] == pytest.approx(sum(each["loss"] for each in of_each) / 2, rel=1e-6)
+    assert of_each[0]["loss"] != pytest.approx(of_each[1]["loss"], rel=1e-2)
+
+
+def test_cache_that_two_processes_build_is_that_of_one(two, one):
+    assert [noted["cache"] for noted in two[1]] == [{"status": 0, "files": 3}] * 2
+    assert one[1]["cache"] == {"status": 0, "files": 6}
+    found, expected = (
+        {path.name: path.read_bytes() for path in (directory / "cache").iterdir()} for directory in (two[0], one[0])
+    )
+    assert found == expected and len(found) == 7
+    assert "in each of 2 processes, batch size 4" in two[2][0] and "24 sequences of" in two[2][0]
+    assert "batch size 4" not in two[2][1] and "sequences of" not in two[2][1]
+
+
+def test_signal_to_one_process_stops_both_and_the_run_goes_on(two):
+    directory, noted, printed = two
+    checkpoint = str(directory / "stopped" / "checkpoint-3")
+    assert [each["stopped"]["stopped"] for each in noted] == [[os.EX_TEMPFAIL, "SIGTERM", checkpoint, 3]] * 2
+    assert find_damage(Path(checkpoint)) is None
+    for each in noted:
+        assert each["resumed"]["weights"] == each["whole"]["weights"]
+    # The mean loss of a run is that of the steps after it was resumed.
+    assert_same(noted[0]["resumed"]["log"][:-1], noted[0]["whole"]["log"][:-1], rel=0)
+
+
+def test_one_process_writes_and_prints(two):
+    directory, noted, printed = two
+    assert printed[0].count("Stopped by SIGTERM after step 3") == 1 and "Stopped by" not in printed[1]
+    assert "in 2 processes" in printed[0] and "Training on" not in printed[1] and "'loss'" not in printed[1]
+    files = {path.name for path in (directory / "stopped").iterdir()}
+    assert {"run.jsonl", "report.html", "report.md", "checkpoint-3"} <= files
+    events = [json.loads(line)["event"] for line in (directory / "stopped" / "run.jsonl").read_text().splitlines()]
+    assert events.count("begin") == 1
+
+
+# ---- As upstream's trainers in the same two processes ----
+
+
+KINDS = {
+    "sft": dict(max_steps=3, evaluate=True, gradient_accumulation_steps=2),
+    "lora": dict(max_steps=3, lora={}, gradient_checkpointing=True),
+    "dpo": dict(case=dict(kind="dpo", steps=3)),
+    "kto": dict(case=dict(kind="kto", steps=3)),
+    "reward": dict(case=dict(kind="reward", steps=3)),
+    "grpo": dict(rollout=dict(kind="grpo", steps=3)),
+    "rloo": dict(rollout=dict(kind="rloo", steps=3)),
+    "distillation": dict(rollout=dict(kind="distillation", rewards=[], steps=3)),
+}
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_with_upstreams_trainers(tiny_model, tmp_path):
+    spec = {}
+    for name, config in KINDS.items():
+        spec |= {name: config, f"stock {name}": dict(config, ours=False)}
+    noted, _ = in_processes(spec, tiny_model, tmp_path)
+    for name in KINDS:
+        for each in noted:
+            assert_same(each[name]["log"], each[f"stock {name}"]["log"], rel=0)
+            assert each[name]["weights"] == each[f"stock {name}"]["weights"], name
+
+
+# ---- As one process with the rows of both ----
+
+
+@pytest.mark.slow
+def test_two_processes_round_average_and_take_quantized_weights_as_one(wide_model, tmp_path):
+    spec = {
+        # Adam would move a weight by its rate where the gradient is rounding, and it would be rounded to another step.
+        "qat": dict(LEARNS, qat_weight_dtype="int4", qat_group_size=16, optim="sgd"),
+        "qlora": dict(LEARNS, learning_rate=1e-3, qlora=True, lora={}, kd_teacher="base"),
+        "average": dict(LEARNS, optim="sgd", ema_decay=0.5, save_strategy="steps", save_steps=3),
+    }
+    two, _ = in_processes(spec, wide_model, tmp_path / "two")
+    one, _ = in_processes(rows_of_two(spec), wide_model, tmp_path / "one", count=1)
+    for name in spec:
+        assert two[0][name]["weights"] == two[1][name]["weights"]
+        assert_same(two[0][name]["log"], one[0][name]["log"])
+    averages = [load_file(tmp_path / count / "average/checkpoint-3/ema.safetensors") for count in ("two", "one")]
+    for name, average in averages[0].items():
+        assert (average - averages[1][name]).abs().max() < 1e-6, name
+
+
+@pytest.mark.slow
+def test_run_moves_from_two_processes_to_one_and_back(tiny_model, teacher, tmp_path):
+    spec = of_test({"run": SAVES}, teacher, "")
+    (whole, _), _ = in_processes(spec, tiny_model, tmp_path / "whole")
+    resumed = {"run": dict(spec["run"], resume=True)}
+    shutil.copytree(tmp_path / "whole/run/checkpoint-2", tmp_path / "one/run/checkpoint-2")
+    (one,), printed = in_processes(resumed, tiny_model, tmp_path / "one", count=1)
+    assert "To keep it on 1: 2 per chip x 4 gradient accumulation steps." in printed[0]
+    shutil.copytree(tmp_path / "one/run/checkpoint-4", tmp_path / "back/run/checkpoint-4")
+    (back, _), _ = in_processes(resumed, tiny_model, tmp_path / "back")
+    assert back["run"]["step"] == 6
+    for found in (one, back):
+        for mine, other in zip(found["run"]["log"][:-1], whole["run"]["log"][:-1], strict=True):
+            # Upstream and we log the mean over micro-steps of metrics, whose number differs.
+            for key in ("step", "loss", "grad_norm", "learning_rate", "num_tokens"):
+                assert mine[key] == pytest.approx(other[key], rel=1e-6), f"{key} at step {other['step']}"
+    averages = [load_file(tmp_path / run / "run/checkpoint-6/ema.safetensors") for run in ("whole", "back")]
+    for name, average in averages[0].items():
+        assert (average - averages[1][name]).abs().max() < 1e-6, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation"])
+def test_completions_of_both_processes_are_resumed(tiny_model, tmp_path, kind):
+    """In the middle of a generation, whose completions each process has padded to its own longest."""
+    config = dict(
+        rollout=dict(kind=kind, steps=4, **({"rewards": []} if kind == "distillation" else {})),
+        save_strategy="steps",
+        save_steps=1,
+    )
+    if kind != "distillation":
+        config |= dict(steps_per_generation=2, num_iterations=2)
+    spec = {"whole": config, "resumed": dict(config, resume=str(tmp_path / "whole" / "checkpoint-3"))}
+    noted, _ = in_processes(spec, tiny_model, tmp_path)
+    for each in noted:
+        # The rest is the mean of a run, of which the resumed one has had one step.
+        assert_same(each["resumed"]["log"][:-1], each["whole"]["log"][:-1], rel=0)
+        assert each["resumed"]["weights"] == each["whole"]["weights"]
+
+
+# ---- Lost processes ----
+
+
+@pytest.mark.slow
+def test_cache_whose_build_lost_a_process_is_the_same_byte_for_byte(tiny_model, teacher, data, tmp_path):
+    spec = {name: build(tmp_path / name, tiny_model, teacher, data, per_file=2) for name in ("whole", "killed")}
+    killed = build(tmp_path / "killed", tiny_model, teacher, data, per_file=2, dies_at=3)
+    in_processes({"killed": killed}, tiny_model, tmp_path / "first", lost=True)
+    progress = json.loads((tmp_path / "killed/cache/progress.json").read_text())
+    assert len(progress["shards"]) == 4 and not (tmp_path / "killed/cache/manifest.json").exists()
+    noted, _ = in_processes(spec, tiny_model, tmp_path / "second")
+    assert [each["whole"]["files"] for each in noted] == [6, 6]
+    assert [each["killed"]["files"] for each in noted] == [4, 4]
+    found, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "cache").iterdir()} for name in spec
+    )
+    assert found == expected and len(found) == 13
+
+
+@pytest.mark.slow
+def test_torchrun_of_which_one_process_is_told_to_stop(tiny_model, teacher, tmp_path):
+    spec_file = tmp_path / "spec.json"
+    spec = of_test({"run": dict(SAVES, stop_at=3, save_strategy="no", left_alone=True)}, teacher, "")
+    spec_file.write_text(json.dumps(spec))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [
+            *launch,
+            processes_driver.__file__,
+            str(tiny_model),
+            str(tmp_path),
+            str(spec_file),
+            str(tmp_path / "noted.json"),
+        ],
+        env={**os.environ, "USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=processes_driver.SECONDS,
+    )
+    # Of torchrun itself, which names those of its processes.
+    assert result.returncode == 1 and "exitcode  : 75" in result.stderr, result.stderr[-3000:]
+    assert result.stdout.count("Stopped by SIGTERM after step 3") == 1
+    assert find_damage(tmp_path / "run" / "checkpoint-3") is None
