@@ -95,6 +95,18 @@ class ProcessRanks(Ranks):
         dist.all_gather_object(values, value, group=self._host_group)
         return values
 
+    def by_first(self, function: Callable[[], Any]) -> Any:
+        found = error = None
+        if self.index == 0:
+            try:
+                found = function()
+            except (ValueError, OSError) as raised:
+                error = raised
+        found, error = self.of_each((found, error))[0]
+        if error is not None:
+            raise error
+        return found
+
     def take_from_first(self, model: nn.Module) -> None:
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         # Nearly all were read from the same files, and need not be sent.

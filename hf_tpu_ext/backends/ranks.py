@@ -1,6 +1,6 @@
 """The processes of a run, where each drives one device and has rows of its own, as a run asks about them. Here: one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ class Ranks:
     def of_each(self, value: Any) -> list[Any]:
         """The values of all, in the order of their indices."""
         return [value]
+
+    def by_first(self, function: Callable[[], Any]) -> Any:
+        """What the first gets from a function, for all. Its `ValueError` or `OSError` is raised by all."""
+        return function()
 
     def take_from_first(self, model: nn.Module) -> None:
         """Give all the weights of the first, before the model is placed. An adapter is random where it was made."""

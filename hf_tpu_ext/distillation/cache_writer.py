@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +102,18 @@ class CacheWriter:
         self.complete = False
         self._ranks = Ranks() if ranks is None else ranks
         assert len(set(self._ranks.of_each(settings))) == 1, "processes have prepared different data"
-        error = None
-        if self._ranks.index == 0:
-            try:
-                self._begin(overwrite)
-            except (ValueError, OSError) as raised:
-                error = raised
-        # As the first has found the directory.
-        error, self.complete, self._per_shard, self._shards = self._ranks.of_each(
-            (error, self.complete, self._per_shard, self._shards)
-        )[0]
-        if error is not None:
-            raise error
+        # As the first finds the directory.
+        self.complete, self._per_shard, self._shards = self._ranks.by_first(partial(self._begin, overwrite))
 
-    def _begin(self, overwrite: bool) -> None:
+    def _begin(self, overwrite: bool) -> tuple[bool, int, dict[int, Shard]]:
         self.directory.mkdir(parents=True, exist_ok=True)
         announced = self._continue(overwrite)
-        if self.complete:
-            return
+        if not self.complete:
+            self._clear(announced)
+        return self.complete, self._per_shard, self._shards
+
+    def _clear(self, announced: set[str]) -> None:
+        """Delete what is left of `announced` files that are not kept, and announce those of this build."""
         kept = {shard.file for shard in self._shards.values()}
         for name in names_of_shards(len(self._keys), self._per_shard):
             if name not in announced and (self.directory / name).exists():
@@ -211,14 +206,7 @@ class CacheWriter:
 
     def finish(self) -> CacheManifest:
         """Write the manifest, which makes the cache complete, and return it."""
-        error = None
-        if self._ranks.index == 0:
-            try:
-                self._finish()
-            except (ValueError, OSError) as raised:
-                error = raised
-        if (error := self._ranks.of_each(error)[0]) is not None:
-            raise error
+        self._ranks.by_first(self._finish)
         self.complete = True
         return read_manifest(self.directory)
 

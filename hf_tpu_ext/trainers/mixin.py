@@ -349,7 +349,7 @@ class TPUTrainerMixin(
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
         self.followed.take_up()
-        with only_run_in(self.args.output_dir, self.backend.hosts, self._writes_run):
+        with only_run_in(self.args.output_dir, self.backend.hosts, self._writes_run, self.backend.ranks):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             if self.backend.static_shapes:
                 self.expect_batches("train")

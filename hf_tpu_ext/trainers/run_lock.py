@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from ..backends.hosts import Hosts
+from ..backends.ranks import Ranks
 
 
 logger = logging.get_logger(__name__)
@@ -25,10 +26,10 @@ _held: set[int] = set()
 
 
 @contextmanager
-def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool) -> Iterator[None]:
+def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool, ranks: Ranks | None = None) -> Iterator[None]:
     """
-    Context of a run that writes to an output directory. Raises `ValueError`, on all hosts, if another run is in such a
-    context.
+    Context of a run that writes to an output directory. Raises `ValueError`, in all of its processes, if another run is in
+    such a context.
 
     The lock is the kernel's (`flock`), so a run that is killed leaves none. It holds between the processes that see the
     directory, on several machines too if the file system shares locks, as NFS does.
@@ -40,6 +41,8 @@ def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool) -> Iterator[
             The hosts of the run.
         writes (`bool`):
             Whether this process is the one that writes to the directory, and so takes the lock.
+        ranks ([`Ranks`], *optional*):
+            The processes of the run, where each drives one device. By default there is one.
     """
     with ExitStack() as stack:
         in_use = None
@@ -49,6 +52,9 @@ def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool) -> Iterator[
             except ValueError as error:
                 in_use = error
         hosts.raise_together("the look for another run in output_dir", in_use)
+        for error in [] if ranks is None else ranks.of_each(in_use):
+            if error is not None:
+                raise error
         yield
 
 
