@@ -324,14 +324,14 @@ def test_several_processes_are_counted_together(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_are_saved_by_upstreams_handler(tiny_model, tmp_path):
+def test_several_processes_that_are_all_told_to_stop(tiny_model, tmp_path):
     processes = start_two(tiny_model, tmp_path / "run")
     try:
         for process in processes:
             assert any(line == "training\n" for line in process.stdout)
         for process in processes:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(100) for process in processes] == [0, 0]
+        assert [process.wait(100) for process in processes] == [os.EX_TEMPFAIL] * 2
     finally:
         for process in processes:
             process.kill()
