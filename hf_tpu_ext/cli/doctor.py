@@ -19,6 +19,7 @@ PyTorch. Nothing is changed, and nothing is downloaded.
 
 The exit status is 0 if all is well and 1 if something failed.
 """
+_NAMES = 24
 _MARKS = {"ok": "✓", "failed": "✗", "none": "–"}
 _PLAIN_MARKS = {"ok": "ok", "failed": "FAILED", "none": "-"}
 
@@ -32,12 +33,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--no-smoke", action="store_true", help="skip the smoke training run")
+    parser.add_argument(
+        "--full", action="store_true", help="try every mechanism of training, each against eager CPU, in its place"
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="how long --full may take (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine, and return the exit status: `0` if all is well, `1` if something failed."""
+    from ..doctor.full import FullTest
     from ..doctor.machine import examine_machine
     from ..doctor.smoke import SmokeTest
 
@@ -52,15 +58,19 @@ def run(args: argparse.Namespace) -> int:
 
     print(f"hf_tpu_ext {__version__}")
     show(examine_machine())
-    smoke = None
-    if not args.no_smoke:
-        smoke = SmokeTest()
+    tried = None
+    if args.full:
+        tried = FullTest(args.minutes)
+        print(f"mechanisms, each against eager CPU, in at most {args.minutes:g} minutes:", flush=True)
+        show(tried.run())
+    elif not args.no_smoke:
+        tried = SmokeTest()
         print("smoke training run:", flush=True)
-        show(smoke.run())
+        show(tried.run())
     failed = [check.name for check in checks if check.status == "failed"]
     print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all is well")
     if args.json is not None:
-        _write(args.json, checks, smoke.output if smoke else "")
+        _write(args.json, checks, tried.output if tried else "")
     return 1 if failed else 0
 
 
@@ -74,9 +84,9 @@ def _describe(check) -> str:
     signs = "".join(_MARKS.values())
     marks = _MARKS if _printable(signs) == signs else _PLAIN_MARKS
     width = max(map(len, marks.values()))
-    text = f"{marks[check.status]:<{width}} {check.name:<17} {check.text}"
+    text = f"{marks[check.status]:<{width}} {check.name:<{_NAMES}} {check.text}"
     if check.fix is not None:
-        text += f"\n{'':<{width}} {'':<17} fix: {check.fix}"
+        text += f"\n{'':<{width}} {'':<{_NAMES}} fix: {check.fix}"
     # Paths and messages of others have characters of their own.
     return _printable(text)
 

@@ -1,0 +1,393 @@
+"""
+Tries mechanisms of training one after the other: `python -m hf_tpu_ext.doctor.mechanisms DIRECTORY TICKS NAME ...`.
+
+Each is a small training that is set beside the same on eager CPU, and beside another one on the accelerator where both
+are to have the same bits. A line of JSON for each mechanism goes to TICKS. After one that failed the process ends: what
+else it would compute may suffer from that.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import hf_tpu_ext
+
+from ..backends import select_backend
+from ..backends.counters import Counters
+from .full import MECHANISMS
+from .small_runs import RUNS, STEPS, Outcome, SmallRuns, finish, make_trainer
+
+
+# What may lie between a logged number and that of eager CPU. A TPU multiplies float32 in bfloat16, unless it is told not to.
+_TOLERANCES = {"xla": 2e-2, "tpu": 2e-2, "cuda": 2e-3, "cpu": 1e-5}
+_ON_HOST = 1e-3
+_BFLOAT16 = 3e-2
+_SAVED_AT = 4
+_DIES_AT = 6
+# Greedy tokens of nearly equal logits may change places.
+_LOGIT_TOLERANCE = 0.05
+
+
+class WrongError(Exception):
+    """A mechanism does not do what it should. The message says what it does."""
+
+
+class Found(NamedTuple):
+    """What is said of a mechanism, and the numbers behind it; `applies` is false where there is nothing to try."""
+
+    text: str
+    numbers: dict[str, Any] = {}
+    applies: bool = True
+
+
+def _not_here(why: str) -> Found:
+    return Found(why, applies=False)
+
+
+def _check(holds: bool, text: str) -> None:
+    if not holds:
+        raise WrongError(text)
+
+
+def _describe(counters: Counters, micro_steps: int) -> str:
+    return (
+        f"{micro_steps} micro-steps: {counters.compiles} compiles, {counters.loads} from disk, "
+        f"{counters.executions} executions, {counters.reads} reads"
+    )
+
+
+def _numbers(**outcomes: Outcome) -> dict[str, Any]:
+    return {
+        name: {
+            "loss": outcome.values("loss"),
+            "grad_norm": outcome.values("grad_norm"),
+            "counters": vars(outcome.counters),
+            "late_counters": vars(outcome.late),
+        }
+        for name, outcome in outcomes.items()
+    }
+
+
+def _same_bits(first: Outcome, second: Outcome) -> str | None:
+    """How the weights of two trainings differ; `None` if they do not."""
+    differing = [name for name, weight in first.weights.items() if not torch.equal(weight, second.weights[name])]
+    if not differing:
+        return None
+    most = max((first.weights[name] - second.weights[name]).abs().max().item() for name in differing)
+    return f"{len(differing)} of {len(first.weights)} weights differ, by up to {most:.1g}"
+
+
+class Mechanisms:
+    """Tries mechanisms in a directory, on the accelerator of this process."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._started: SmallRuns | None = None
+
+    @property
+    def runs(self) -> SmallRuns:
+        """The trainings; the accelerator is started when they are first asked for."""
+        if self._started is None:
+            self._started = SmallRuns(self._directory, select_backend())
+        return self._started
+
+    @property
+    def backend(self):
+        """The accelerator."""
+        return self.runs.backend
+
+    @property
+    def on_xla(self) -> bool:
+        """Whether torch_xla compiles the steps."""
+        return self.backend.name == "xla"
+
+    @property
+    def tolerance(self) -> float:
+        """What numbers may differ by from eager CPU's, relative to them."""
+        on_host = self.backend.name in ("xla", "tpu") and self.backend.chip is None
+        return _ON_HOST if on_host else _TOLERANCES[self.backend.name]
+
+    def near(
+        self, ours: Outcome, reference: Outcome, names: Iterable[str] = ("loss", "grad_norm"), tolerance: float = 0
+    ) -> str:
+        """Check logged numbers against those of eager CPU, and say how far the farthest is off."""
+        worst = 0.0
+        for name in names:
+            found, expected = ours.values(name), reference.values(name)
+            _check(len(found) == len(expected) > 0, f"{len(found)} logs of {name}, and {len(expected)} on eager CPU")
+            for place, (value, right) in enumerate(zip(found, expected, strict=True)):
+                off = abs(value - right) / max(abs(right), 1e-3)
+                worst = max(worst, off)
+                # The other way round, a NaN would pass.
+                _check(
+                    off <= max(self.tolerance, tolerance),
+                    f"{name} of log {place + 1} is {value:.6g}, and {right:.6g} on eager CPU",
+                )
+        return f"eager CPU's {' and '.join(names)} to {worst:.1g}"
+
+    def counted(self, name: str, outcome: Outcome) -> str:
+        """Check what the runtime did, where it says so, and say it."""
+        micro_steps = RUNS[name].micro_steps
+        if not self.on_xla:
+            return f"{micro_steps} micro-steps"
+        text = _describe(outcome.counters, micro_steps)
+        _check(outcome.late.compiles == 0, f"{outcome.late.compiles} graphs were compiled late. {text}")
+        _check(outcome.counters.fallbacks == 0, f"{outcome.counters.fallbacks} operators ran on the host. {text}")
+        evaluations = 0
+        if RUNS[name].evaluates:
+            evaluations = len(outcome.values("eval_loss")) * len(outcome.trainer.get_eval_dataloader())
+        _check(
+            outcome.counters.executions == micro_steps + evaluations,
+            f"each micro-step is to be one execution. {text}",
+        )
+        return text
+
+    def compare(self, name: str, names: Iterable[str] = ("loss", "grad_norm"), tolerance: float = 0) -> Found:
+        """Check a training against eager CPU, and what the runtime did in it."""
+        ours, reference = self.runs.ours(name), self.runs.reference(name)
+        text = f"{self.near(ours, reference, names, tolerance)}; {self.counted(name, ours)}"
+        return Found(text, _numbers(ours=ours, eager_cpu=reference))
+
+    # ---- Mechanisms ----
+
+    def parity(self) -> Found:
+        backend = self.backend
+        chips = f"{backend.num_chips} chip{'s' if backend.num_chips > 1 else ''}"
+        found = self.compare("plain")
+        return found._replace(text=f"{backend.name} ({backend.device_name}), {chips}: {found.text}")
+
+    def replay(self) -> Found:
+        if not self.on_xla:
+            return _not_here("graphs of torch_xla are replayed")
+        replayed, traced = self.runs.ours("plain"), self.runs.ours("traced")
+        difference = _same_bits(replayed, traced)
+        _check(difference is None, f"traced against replayed: {difference}")
+        _check(traced.counters.replays == 0, f"{traced.counters.replays} replays with step_replay=False")
+        _check(replayed.counters.replays > 0, "no step was replayed")
+        text = f"{replayed.counters.replays} of {STEPS} steps replayed, the same bits as traced ones"
+        return Found(text, _numbers(replayed=replayed, traced=traced))
+
+    def donation(self) -> Found:
+        if not self.on_xla:
+            return _not_here("graphs of torch_xla are donated their buffers")
+        if self.backend.num_chips > 1:
+            return _not_here("not visible where one device stands for several chips; TPU_NUM_DEVICES=1 shows it")
+        from torch_xla import _XLAC
+
+        backend = self.backend
+
+        class Places(TrainerCallback):
+            """Where weights and moments are after each step."""
+
+            steps: list[set[int]] = []
+
+            def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+                moments = (value for values in optimizer.state.values() for value in values.values())
+                tensors = [*model.parameters(), *(value for value in moments if isinstance(value, torch.Tensor))]
+                on_device = [tensor.detach() for tensor in tensors if tensor.device.type == "xla"]
+                backend.wait()
+                self.steps.append({_XLAC._unsafe_buffer_pointer(tensor) for tensor in on_device})
+
+        finish(self.runs.make("plain", places := Places()), self.backend)
+        before, after = places.steps[-2:]
+        # The compiler may let any of the same shape take a place.
+        text = f"{len(before & after)} of {len(after)} weights and moments are updated in place"
+        _check(before == after, text)
+        return Found(text)
+
+    def two_lengths(self) -> Found:
+        return self.compare("two lengths")
+
+    def accumulation(self) -> Found:
+        return self.compare("accumulated")
+
+    def bfloat16(self) -> Found:
+        found = self.compare("bfloat16", tolerance=_BFLOAT16)
+        ours, plain = self.runs.ours("bfloat16"), self.runs.ours("plain")
+        _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
+        rounded = [name for name, weight in ours.weights.items() if torch.equal(weight, weight.bfloat16().float())]
+        rounded = [name for name in rounded if "norm" not in name]
+        _check(not rounded, f"{len(rounded)} weights are kept in bfloat16")
+        return found._replace(text=f"float32 weights; {found.text}")
+
+    def activation_checkpointing(self) -> Found:
+        return self.compare("checkpointed")
+
+    def layers_as_a_loop(self) -> Found:
+        if not self.on_xla:
+            return _not_here("a loop in a graph of torch_xla")
+        return self.compare("loop")
+
+    def splash_attention(self) -> Found:
+        if not self.on_xla:
+            return _not_here("a kernel for TPU")
+        found = self.compare("splash", tolerance=_BFLOAT16)
+        splash, slices = self.runs.ours("splash"), self.runs.ours("bfloat16")
+        text = self.near(splash, slices, tolerance=_BFLOAT16).replace("eager CPU's", "sliced attention's")
+        return found._replace(text=f"{text}; {found.text}")
+
+    def evaluation(self) -> Found:
+        return self.compare("evaluated", ("loss", "eval_loss"))
+
+    def teacher(self) -> Found:
+        return self.compare("taught", ("loss", "grad_norm"))
+
+    def dpo(self) -> Found:
+        return self.compare("preferences", ("loss", "rewards/margins"))
+
+    def generation(self) -> Found:
+        greedy = self._generate()
+        ours, reference = self.runs.ours("completions"), self.runs.reference("completions")
+        text = self.near(ours, reference, ("loss", "grad_norm", "reward", "entropy"), 10 * self.tolerance)
+        if self.on_xla:
+            _check(ours.late.compiles == 0, f"{ours.late.compiles} graphs were compiled late")
+            text += f"; {_describe(ours.counters, STEPS)}"
+        return Found(f"{greedy}; GRPO: {text}", _numbers(ours=ours, eager_cpu=reference))
+
+    def _generate(self) -> str:
+        """Greedy tokens, each set beside the logits of eager CPU for what is before it."""
+        model_dir = self.runs.directory / "model"
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        model = AutoModelForCausalLM.from_pretrained(model_dir)
+        prompts = torch.tensor([tokenizer("What is 12+34?")["input_ids"], tokenizer("What is 56+78?")["input_ids"]])
+        made = hf_tpu_ext.generate(
+            AutoModelForCausalLM.from_pretrained(model_dir).to(self.backend.device),
+            prompts.to(self.backend.device) if self.backend.name == "cuda" else prompts,
+            max_new_tokens=16,
+            do_sample=False,
+        ).cpu()
+        with torch.no_grad():
+            logits = model(made).logits[:, prompts.shape[1] - 1 : -1]
+        chosen = logits.gather(-1, made[:, prompts.shape[1] :, None]).squeeze(-1)
+        behind = (logits.amax(-1) - chosen).max().item()
+        _check(
+            behind <= _LOGIT_TOLERANCE, f"a greedy token has a logit that is {behind:.2g} below eager CPU's largest"
+        )
+        return f"{chosen.numel()} greedy tokens are eager CPU's"
+
+    def all_chips(self) -> Found:
+        if self.backend.name in ("cuda", "cpu"):
+            return self._all_gpus()
+        if self.backend.num_chips == 1:
+            return _not_here("one chip")
+        found = self.compare("sharded")
+        return found._replace(text=f"{self.backend.num_chips} chips, sharded weights: {found.text}")
+
+    def _all_gpus(self) -> Found:
+        """A process for each GPU, as torchrun starts them; on eager CPU two."""
+        gpus = torch.cuda.device_count() if self.backend.name == "cuda" else 2
+        if gpus < 2:
+            return _not_here("one GPU")
+        directory = self.runs.directory
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+        command += ["-m", "hf_tpu_ext.doctor.mechanisms", str(directory), "processes"]
+        _run(command, HF_TPU_EXT_BACKEND=self.backend.name)
+        logs = json.loads((directory / "processes.json").read_text())
+        reference = finish(make_trainer(RUNS["plain"], directory, "plain-as-many", gpus, stock=True), self.backend)
+        ours = Outcome(logs, {}, Counters(), Counters(), None)
+        return Found(f"{gpus} processes (DDP): {self.near(ours, reference)}", _numbers(eager_cpu=reference))
+
+    def kill_and_resume(self) -> Found:
+        # Before this process takes the accelerator.
+        died = subprocess.run(
+            [sys.executable, *_this_program(), str(self._directory), "die"], stdin=subprocess.DEVNULL
+        ).returncode
+        _check(died == -signal.SIGKILL, f"the run that was to be killed ended with status {died}")
+        checkpoint = self._directory / "killed-run" / f"checkpoint-{_SAVED_AT}"
+        whole = self.runs.ours("plain")
+        resumed = finish(self.runs.make("killed"), self.backend, resume=str(checkpoint))
+        difference = _same_bits(resumed, whole)
+        _check(difference is None, f"resumed against never stopped: {difference}")
+        text = f"killed at step {_DIES_AT}, resumed from step {_SAVED_AT}, the same bits as a run that was not stopped"
+        return Found(text, _numbers(resumed=resumed, whole=whole))
+
+    def compile_cache(self) -> Found:
+        if not self.on_xla:
+            return _not_here("graphs of torch_xla are kept on disk")
+        self.runs.ours("plain")
+        use, counters = self.backend.cache_use(), self.backend.counters()
+        _check(use is not None, "the compilation cache is off")
+        _check(use.programs > 0, f"no graph was written to {use.directory}")
+        numbers = {"counters": vars(counters)}
+        if self.backend.chip is None:
+            return Found(f"{use.programs} graphs on disk; XLA:CPU cannot load them", numbers)
+        _check(counters.loads > 0, f"{use.programs} graphs on disk, and none was loaded")
+        return Found(f"{counters.loads} graphs loaded, {counters.compiles} compiled in this process", numbers)
+
+    def smollm2(self) -> Found:
+        from .speed import measure_speed
+
+        return measure_speed(self.backend, self._directory, self)
+
+
+_METHODS: dict[str, Callable[[Mechanisms], Found]] = {
+    name: getattr(Mechanisms, name.lower().replace(" ", "_")) for name in MECHANISMS if name != "SmolLM2-135M"
+} | {"SmolLM2-135M": Mechanisms.smollm2}
+
+
+def _this_program() -> list[str]:
+    """How Python was started for this process, up to the directory: `-m module`, or `-c` and a text that imports it."""
+    return ["-m", __spec__.name] if sys.orig_argv[1] == "-m" else sys.orig_argv[1:3]
+
+
+def _run(command: list[str], **environment: str) -> None:
+    """Run a command; what it wrote last is the error if it fails."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment
+    )
+    print(done.stdout)
+    _check(done.returncode == 0, (done.stdout.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+
+
+class _Dies(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == _DIES_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(directory: str, ticks: str, *names: str) -> int:
+    """Try mechanisms, and write a line of JSON for each to the file `ticks`. Returns the exit status."""
+    mechanisms = Mechanisms(Path(directory))
+    os.environ.setdefault("HF_TPU_EXT_COMPILE_CACHE", str(Path(directory) / "compiled"))
+    if ticks == "die":
+        finish(mechanisms.runs.make("killed", _Dies()), mechanisms.backend)
+        return 0
+    if ticks == "processes":
+        trainer = make_trainer(RUNS["plain"], Path(directory), "processes-run")
+        trainer.train()
+        if trainer.is_world_process_zero():
+            Path(directory, "processes.json").write_text(json.dumps(trainer.state.log_history))
+        return 0
+    for name in names:
+        began = time.monotonic()
+        line: dict[str, Any] = {"name": name, "status": "failed", "fix": MECHANISMS[name]}
+        try:
+            found = _METHODS[name](mechanisms)
+        except Exception as error:
+            # Whatever it is: the next mechanism is tried all the same.
+            traceback.print_exc()
+            words = str(error).strip().splitlines() or [""]
+            line["text"] = words[0] if isinstance(error, WrongError) else f"{type(error).__name__}: {words[0]}"
+        else:
+            line |= {"status": "ok" if found.applies else "none", "text": found.text, "fix": None}
+            line["numbers"] = found.numbers
+        line.setdefault("numbers", {})["seconds"] = round(time.monotonic() - began, 1)
+        with open(ticks, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if line["status"] == "failed":
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
