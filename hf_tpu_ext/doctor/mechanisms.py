@@ -24,6 +24,7 @@ import hf_tpu_ext
 
 from ..backends import select_backend
 from ..backends.counters import Counters
+from ..formatting import count
 from .full import MECHANISMS
 from .small_runs import RUNS, STEPS, Outcome, SmallRuns, finish, make_trainer
 
@@ -61,8 +62,8 @@ def _check(holds: bool, text: str) -> None:
 
 def _describe(counters: Counters, micro_steps: int) -> str:
     return (
-        f"{micro_steps} micro-steps: {counters.compiles} compiles, {counters.loads} from disk, "
-        f"{counters.executions} executions, {counters.reads} reads"
+        f"{micro_steps} micro-steps: {count(counters.compiles, 'compile')}, {counters.loads} from disk, "
+        f"{count(counters.executions, 'execution')}, {count(counters.reads, 'read')}"
     )
 
 
@@ -206,18 +207,24 @@ class Mechanisms:
         return Found(text)
 
     def two_lengths(self) -> Found:
-        return self.compare("two lengths")
+        found = self.compare("two lengths")
+        if not self.on_xla:
+            return found
+        batches = self.runs.ours("two lengths").trainer.get_train_dataloader()
+        lengths = sorted({batch["input_ids"].shape[1] for batch in batches})
+        _check(len(lengths) == 2, f"batches have the lengths {lengths}, and are to have two")
+        return found._replace(text=f"{' and '.join(map(str, lengths))} tokens: {found.text}")
 
     def accumulation(self) -> Found:
         return self.compare("accumulated")
 
     def bfloat16(self) -> Found:
-        found = self.compare("bfloat16", tolerance=_BFLOAT16)
         ours, plain = self.runs.ours("bfloat16"), self.runs.ours("plain")
         _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
         rounded = [name for name, weight in ours.weights.items() if torch.equal(weight, weight.bfloat16().float())]
         rounded = [name for name in rounded if "norm" not in name]
         _check(not rounded, f"{len(rounded)} weights are kept in bfloat16")
+        found = self.compare("bfloat16", tolerance=_BFLOAT16)
         return found._replace(text=f"float32 weights; {found.text}")
 
     def activation_checkpointing(self) -> Found:
@@ -281,6 +288,12 @@ class Mechanisms:
         if self.backend.num_chips == 1:
             return _not_here("one chip")
         found = self.compare("sharded")
+        if self.on_xla:
+            from torch_xla import _XLAC
+
+            weights = list(self.runs.ours("sharded").trainer.model.parameters())
+            split = sum("devices=" in _XLAC._get_xla_sharding_spec(weight) for weight in weights)
+            _check(split > 0, "mesh: fsdp, and every chip holds every weight whole")
         return found._replace(text=f"{self.backend.num_chips} chips, sharded weights: {found.text}")
 
     def _all_gpus(self) -> Found:

@@ -247,7 +247,7 @@ def make_trainer(
     if run.trainer == "GRPO":
         kwargs["reward_funcs"] = reward_tokens
         cls = type(cls.__name__, (_TakesCompletions if stock else _RecordsCompletions, cls), {"completions": []})
-    return cls(str(directory / "model"), args=args, **kwargs)
+    return cls(model=str(directory / "model"), args=args, **kwargs)
 
 
 def finish(trainer: Any, backend: Backend, resume: str | None = None) -> Outcome:

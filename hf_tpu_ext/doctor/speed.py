@@ -87,7 +87,8 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
     settings = dict(SETTINGS)
     batch, length = (_BATCH_ON_HOST, _LENGTH_ON_HOST) if on_host else (BATCH, LENGTH)
     if on_host:
-        settings |= {"max_steps": _STEPS_ON_HOST, "logging_steps": 5}
+        # Each device of a host would have a copy of all weights and moments, in the memory of one machine.
+        settings |= {"max_steps": _STEPS_ON_HOST, "mesh": "fsdp" if backend.num_chips > 1 else None}
     settings |= {"max_length": length, "per_device_train_batch_size": batch}
     losses, times, memory = _train(backend, directory, settings, hf_tpu_ext.TPUSFTTrainer, hf_tpu_ext.TPUSFTConfig)
     numbers: dict[str, Any] = {"loss": losses, "seconds_per_step": times.seconds, "peak_bytes": memory}

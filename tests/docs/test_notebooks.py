@@ -50,4 +50,4 @@ def test_is_stored_as_it_is_pasted(path):
 
 
 def test_are_found():
-    assert len(NOTEBOOKS) == 6
+    assert len(NOTEBOOKS) == 7

@@ -25,7 +25,7 @@ tick("data")
 
 
 def watch(script, patience=30.0):
-    smoke = SmokeTest((sys.executable, "-c", TICK + script), patience)
+    smoke = SmokeTest((sys.executable, "-c", TICK + script), patience=patience)
     return list(smoke.run()), smoke
 
 
