@@ -376,7 +376,8 @@ def main(directory: str, ticks: str, *names: str) -> int:
         finish(mechanisms.runs.make("killed", _Dies()), mechanisms.backend)
         return 0
     if ticks == "processes":
-        trainer = make_trainer(RUNS["plain"], Path(directory), "processes-run")
+        on_cpu = os.environ["HF_TPU_EXT_BACKEND"] == "cpu"
+        trainer = make_trainer(RUNS["plain"], Path(directory), "processes-run", use_cpu=on_cpu)
         trainer.train()
         if trainer.is_world_process_zero():
             Path(directory, "processes.json").write_text(json.dumps(trainer.state.log_history))

@@ -185,8 +185,9 @@ def make_inputs(directory: Path, chips: int) -> None:
     make_model(directory / "model", **_SIZES)
     make_model(directory / "teacher", seed=1, **_SIZES)
     rows = 2 * ROWS_PER_CHIP * chips
-    # Every eighth row is one for evaluation, and the last batch of these is not full.
-    make_arithmetic(directory / "data", 8 * (ROWS_PER_CHIP * chips + 3))
+    # Rows for more than one training, in one epoch, also of two processes or one for each GPU. Every eighth is one for
+    # evaluation, and the last batch of these is not full.
+    make_arithmetic(directory / "data", 8 * (7 * max(chips, torch.cuda.device_count(), 2) + 1))
     make_preferences(directory / "preferences", 4 * rows)
     make_questions(directory / "questions", 4 * rows)
     rng = random.Random(0)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -149,7 +150,7 @@ def _train(
 def write_recipe(directory: Path) -> Path:
     """Write the recipe of this run, with a model of which there is the configuration alone."""
     model = make_tokenizer(directory / "smollm2")
-    AutoConfig.for_model("llama", **SMOLLM2).save_pretrained(model)
+    AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"], **SMOLLM2).save_pretrained(model)
     path = directory / "smollm2.yaml"
     values = {"model_name_or_path": str(model), "max_length": LENGTH, "per_device_train_batch_size": BATCH}
     path.write_text(yaml.safe_dump(values | SETTINGS | {"output_dir": str(directory / "planned")}))
@@ -171,21 +172,25 @@ def plan_speed(backend: Backend, directory: Path) -> dict[str, Any] | None:
     written = directory / "plan.json"
     command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--config", str(write_recipe(directory))]
     command += ["--topology", topology, "--seq-lengths", str(LENGTH), "--json", str(written)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # The chips are this process's.
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_PLAN_SECONDS,
-            # The chips are this process's.
-            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        )
+        output, _ = process.communicate(timeout=_PLAN_SECONDS)
     except subprocess.TimeoutExpired:
+        # With the compiler, which is a process of its own.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return {"text": f"hf-tpu plan took more than {_PLAN_SECONDS} s", "peak_bytes": None}
-    print(done.stdout)
-    if done.returncode == 2 or not written.exists():
-        return {"text": f"no plan: {(done.stdout.strip().splitlines() or [''])[-1]}", "peak_bytes": None}
+    print(output)
+    if process.returncode == 2 or not written.exists():
+        return {"text": f"no plan: {(output.strip().splitlines() or [''])[-1]}", "peak_bytes": None}
     derived = json.loads(written.read_text(encoding="utf-8"))["derived"]
     least, expected = derived["roofline"]["seconds"], derived["roofline"]["expected_seconds"]
     text = (
