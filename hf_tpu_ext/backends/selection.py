@@ -8,6 +8,7 @@ import torch
 
 from ..hardware.topologies import Chip
 from ..importing import without_garbage_collection
+from ..installing import install_command, requirement
 from .base import Backend
 from .cpu import CPUBackend
 from .cuda import CUDABackend
@@ -120,7 +121,7 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Ch
     if not has_torch_xla():
         where = ", in an environment of its own, beside that of torch_tpu" if has_torch_tpu() else ""
         raise ValueError(
-            f"Ahead-of-time tracing needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'{where}"
+            f"Ahead-of-time tracing needs torch_xla, which is not installed: {install_command('tpu')}{where}"
         )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
     from .xla_tracing import TracingBackend
@@ -166,7 +167,7 @@ def _choose() -> Backend:
         return CUDABackend("CUDA is available")
     if chips:
         return CPUBackend(
-            "a TPU is attached but torch_xla is not used: pip install 'hf_tpu_ext[tpu]' (or 'hf_tpu_ext[torch_tpu]' for "
+            f"a TPU is attached but torch_xla is not used: {install_command('tpu')} (or {requirement('torch_tpu')} for "
             "torch_tpu, which TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps out), unset USE_TORCH_XLA"
         )
     if has_torch_xla():
@@ -183,7 +184,7 @@ def _explicit(name: str, setting: str) -> Backend:
     if name == "tpu":
         if not has_torch_tpu():
             raise ValueError(
-                f"{setting} needs torch_tpu, which is not installed: pip install 'hf_tpu_ext[torch_tpu]'. torch_xla is "
+                f"{setting} needs torch_tpu, which is not installed: {install_command('torch_tpu')}. torch_xla is "
                 "backend='xla'."
             )
         if not _finds_torch_tpu():
@@ -194,7 +195,7 @@ def _explicit(name: str, setting: str) -> Backend:
         return _torch_tpu(f"{setting} was asked for")
     if name == "xla":
         if not has_torch_xla():
-            raise ValueError(f"{setting} needs torch_xla, which is not installed: pip install 'hf_tpu_ext[tpu]'")
+            raise ValueError(f"{setting} needs torch_xla, which is not installed: {install_command('tpu')}")
         chips = tpu_chips()
         pjrt_device = pjrt_device_asked_for() or ("TPU" if chips else "CPU")
         _check_pjrt_device(pjrt_device, chips)

@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from .. import __version__
-from . import cache_teacher, doctor, export, plan, prepare, report, warmup
+from . import cache_teacher, doctor, export, init, plan, prepare, report, warmup
 from .commands import COMMANDS
 from .trl_scripts import SCRIPTS
 
@@ -15,8 +15,8 @@ DESCRIPTION = """\
 Run Hugging Face recipes on the TPU, GPU or CPU of this machine.
 
 first steps:
-  hf-tpu prepare tiny --output_dir .cache/tiny               a tiny model and synthetic data, in seconds
-  hf-tpu sft --config recipes/sft_lora_qwen3.yaml --smoke    try a recipe on them
+  hf-tpu init sft                                            write recipes/sft_lora_qwen3.yaml
+  hf-tpu sft --config recipes/sft_lora_qwen3.yaml --smoke    try it on a tiny model and synthetic data
   hf-tpu sft --config recipes/sft_lora_qwen3.yaml            run it
 """
 
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "plan", help="compile a recipe ahead of time, without a TPU: HBM, FLOPs, cost (`hf-tpu plan --help` says how)"
     )
+    init.add_parsers(commands)
     prepare.add_parser(commands)
     report.add_parser(commands)
     export.add_parser(commands)

@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from ..examples.jsonl import write_splits
+from ..installing import install_command
 from .commands import COMMANDS, take_command
 from .recipe import Recipe, load_recipe
 
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, FLOPs, step time and cost.
-The compiler: pip install 'hf_tpu_ext[plan]'. A large model takes minutes and no more memory than the compiler does.
+The compiler: {install_command("plan")}. A large model takes minutes and no more memory than the compiler does.
 
 examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml

@@ -15,6 +15,7 @@ from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
 from ..backends.detect import TPU_BACKENDS, find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
 from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, LOCK_FILE, find_chip_holders, hugepages_setting
 from ..formatting import count, format_bytes
+from ..installing import install_command
 from .check import Check
 from .versions import check_libtpu, check_versions
 
@@ -84,7 +85,7 @@ def check_backend(has_tpu: bool, command: Sequence[str] = (sys.executable, "-c",
     name, reason = json.loads(result.stdout.splitlines()[-1])
     text = f"{name}: {reason}"
     if has_tpu and name not in TPU_BACKENDS:
-        fix = "pip install 'hf_tpu_ext[tpu]'; unset PJRT_DEVICE, USE_TORCH_XLA, HF_TPU_EXT_BACKEND"
+        fix = f"{install_command('tpu')}; unset PJRT_DEVICE, USE_TORCH_XLA, HF_TPU_EXT_BACKEND"
         return Check("backend", "failed", text, fix)
     return Check("backend", "ok", text)
 
@@ -98,11 +99,10 @@ def explain_end(status: int, output: str) -> tuple[str, str]:
     if status < 0:
         return (
             f"crashed ({Signals(-status).name}): {last}",
-            "torch, torch_xla and libtpu of versions that do not match crash: pip install --force-reinstall "
-            "'hf_tpu_ext[tpu]'",
+            f"torch, torch_xla and libtpu of versions that do not match crash: {install_command('tpu', '--force-reinstall')}",
         )
     if "ModuleNotFoundError" in last or "ImportError" in last or "undefined symbol" in last:
-        return last, "pip install --force-reinstall 'hf_tpu_ext[tpu]', on a GPU or CPU without [tpu]"
+        return last, f"{install_command('tpu', '--force-reinstall')}, on a GPU or CPU without [tpu]"
     return last, "Do what the message says; with --json FILE, all that a training has written is kept"
 
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from ..backends import select_backend
 from ..examples.tiny import make_arithmetic, make_model
 from ..export.make import export_run
+from ..installing import install_command
 from ..trainers import TPUSFTConfig, TPUSFTTrainer
 from .smoke import PHASES
 
@@ -63,7 +64,7 @@ class _Ticks(TrainerCallback):
             if not loss < self._first_loss:
                 raise WrongError(
                     f"the loss did not fall: {self._first_loss:.4f} -> {loss:.4f}",
-                    "Reinstall torch and torch_xla: pip install --force-reinstall 'hf_tpu_ext[tpu]'",
+                    f"Reinstall torch and torch_xla: {install_command('tpu', '--force-reinstall')}",
                 )
             self._tick("ok", f"loss {self._first_loss:.4f} -> {loss:.4f}")
             if self._chips == 1:
@@ -84,7 +85,7 @@ def _check_near(what: str, value: float, expected: float) -> None:
     if not abs(value - expected) <= _TOLERANCE * abs(expected):
         raise WrongError(
             f"{what} is {value:.4f}, and {expected:.4f} on eager CPU",
-            "Unset XLA_USE_BF16 and XLA_FLAGS; reinstall: pip install --force-reinstall 'hf_tpu_ext[tpu]'",
+            f"Unset XLA_USE_BF16 and XLA_FLAGS; reinstall: {install_command('tpu', '--force-reinstall')}",
         )
 
 

@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ..installing import install_command, requirement
 from .check import Check
 
 
@@ -41,18 +42,16 @@ def check_versions(
         ]
     asked = [Requirement(line) for line in requires or importlib.metadata.requires(_PACKAGE)]
     checks = [_check_python(python or platform.python_version())]
-    checks += [_check(requirement, find_version) for requirement in asked if requirement.marker is None]
+    checks += [_check(line, find_version) for line in asked if line.marker is None]
     with_xla, with_torch_tpu = (find_version(name) is not None for name in ("torch_xla", "torch_tpu"))
     if with_xla and with_torch_tpu:
         return [*checks, _both(find_version)]
     extra = "torch_tpu" if with_torch_tpu else "tpu" if with_xla or has_tpu else None
     if extra is None:
-        how = "pip install 'hf_tpu_ext[tpu]', or 'hf_tpu_ext[torch_tpu]' for torch_tpu"
+        how = f"{install_command('tpu')}, or {requirement('torch_tpu')} for torch_tpu"
         return [*checks, Check("torch_xla", "none", f"not installed; a TPU needs it: {how}")]
     return checks + [
-        _check(requirement, find_version, extra)
-        for requirement in asked
-        if requirement.marker is not None and _is_of_extra(requirement, extra)
+        _check(line, find_version, extra) for line in asked if line.marker is not None and _is_of_extra(line, extra)
     ]
 
 
@@ -63,7 +62,7 @@ def _both(find_version: Callable[[str], str | None]) -> Check:
         "torch_xla and torch_tpu",
         "failed",
         f"{found}: torch_xla needs torch 2.9, torch_tpu 2.11 or newer, so one of them cannot work",
-        "Make an environment for each: pip install 'hf_tpu_ext[tpu]' in one, 'hf_tpu_ext[torch_tpu]' in the other",
+        f"Make an environment for each: {install_command('tpu')} in one, {requirement('torch_tpu')} in the other",
     )
 
 
@@ -85,9 +84,9 @@ def check_libtpu(
     if requires is None:
         drives = next((name for name in ("torch_tpu", "torch_xla") if installed_version(name)), None)
         requires = [] if drives is None else importlib.metadata.requires(drives) or []
-    for requirement in map(Requirement, requires):
-        if requirement.name == "libtpu" and (requirement.marker is None or _is_of_extra(requirement, "tpu")):
-            return _check(requirement, find_version)
+    for line in map(Requirement, requires):
+        if line.name == "libtpu" and (line.marker is None or _is_of_extra(line, "tpu")):
+            return _check(line, find_version)
     return _check(Requirement("libtpu"), find_version)
 
 
@@ -98,18 +97,18 @@ def _check_python(version: str) -> Check:
     return Check("python", "failed", f"{version}, {asked} is needed", "Make an environment with Python 3.11 or newer")
 
 
-def _check(requirement: Requirement, find_version: Callable[[str], str | None], extra: str | None = None) -> Check:
-    name, asked = requirement.name, str(requirement.specifier)
+def _check(required: Requirement, find_version: Callable[[str], str | None], extra: str | None = None) -> Check:
+    name, asked = required.name, str(required.specifier)
     label = f"{name} [{extra}]" if extra else name
-    fix = f"pip install '{name}{asked}'" if extra is None else f"pip install 'hf_tpu_ext[{extra}]'"
+    fix = f"pip install '{name}{asked}'" if extra is None else install_command(extra)
     version = find_version(name)
     if version is None:
         return Check(label, "failed", f"not installed; {asked or 'any version'} is needed", fix)
     # A release candidate is the version that it is a candidate for.
-    if not requirement.specifier.contains(Version(version), prereleases=True):
+    if not required.specifier.contains(Version(version), prereleases=True):
         return Check(label, "failed", f"{version}, {asked} is needed", fix)
     return Check(label, "ok", f"{version} ({asked})" if asked else version)
 
 
-def _is_of_extra(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
+def _is_of_extra(line: Requirement, extra: str) -> bool:
+    return line.marker.evaluate({"extra": extra}) and not line.marker.evaluate({"extra": ""})

@@ -8,6 +8,7 @@ from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..installing import install_command
 from ..quantization.rounding import SCALES, WEIGHT_DTYPES
 from ..quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 
@@ -62,7 +63,7 @@ def check_installed() -> None:
     """Raise a `ValueError` unless what [`write_quantized`] needs is there."""
     if find_spec("compressed_tensors") is None:
         raise ValueError(
-            "--quantize writes the format of compressed-tensors, which is not installed: pip install 'hf_tpu_ext[quantize]'"
+            f"--quantize writes the format of compressed-tensors, which is not installed: {install_command('quantize')}"
         )
 
 

@@ -16,6 +16,7 @@ import psutil
 
 from ..formatting import format_bytes
 from ..hardware.topologies import Topology
+from ..installing import install_command
 from ..kernels.versions import required_versions
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
@@ -24,16 +25,15 @@ from .programs import CompiledProgram, TracedProgram
 _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 # What a compilation takes of the host's memory, but where layers have kernels each. Of the cores it takes one.
 _HOST_BYTES = 5 * 2**30
-_HOW_TO_INSTALL = (
-    "Install them: pip install 'hf_tpu_ext[plan]', or in an environment of their own, whose Python --compiler names: "
-    "{packages}"
-)
 
 
 def why_no_compiler(python: str) -> str | None:
     """Say why a Python, given by its path, cannot compile for TPU, and what to type; `None` if it can."""
     required = required_versions()
-    how = _HOW_TO_INSTALL.format(packages=" ".join(f"{name}=={version}" for name, version in required.items()))
+    how = (
+        f"Install them: {install_command('plan')}, or in an environment of their own, whose Python --compiler names: "
+        + " ".join(f"{name}=={version}" for name, version in required.items())
+    )
     try:
         done = subprocess.run([python, str(_SCRIPT)], capture_output=True, text=True)
     except OSError as error:

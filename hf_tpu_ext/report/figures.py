@@ -8,15 +8,14 @@ from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 
+from ..installing import install_command
 from .phases import CLASSES_PER_DECADE
 
 
 #: Points of a curve, as pairs of a step, or a time, and a value.
 Points = Sequence[tuple[float, float]]
 #: What to install for figures.
-HOW_TO_DRAW = (
-    "There are no figures: they are drawn by matplotlib. pip install 'hf_tpu_ext[report]', then give the command"
-)
+HOW_TO_DRAW = f"There are no figures: they are drawn by matplotlib. {install_command('report')}, then give the command"
 
 _STYLE = Path(__file__).with_name("figures.mplstyle")
 # In the style, what stands for the colour of the page's text.

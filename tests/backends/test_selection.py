@@ -10,6 +10,7 @@ import torch
 
 from hf_tpu_ext.backends import detect, select_backend, selection, tpu_chips
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.installing import install_command
 
 
 def run_script(script, *argv, **env):
@@ -199,7 +200,7 @@ def test_nothing_is_noted_once_torch_xla_has_set_the_variable(fresh):
         (4, True, {"PJRT_DEVICE": "TPU"}, False, "xla TPU", "4 TPU chips found"),
         (4, True, {"PJRT_DEVICE": "CPU"}, False, "xla CPU", "PJRT_DEVICE=CPU is set"),
         (4, True, {"USE_TORCH_XLA": "0"}, False, "cpu", "unset USE_TORCH_XLA"),
-        (4, False, {}, False, "cpu", "pip install 'hf_tpu_ext[tpu]'"),
+        (4, False, {}, False, "cpu", install_command("tpu")),
         (4, False, {}, True, "cuda", "CUDA is available"),
     ],
 )
@@ -265,7 +266,7 @@ def test_a_choice_stands_and_an_explicit_one_does_not_replace_it(fresh, xla):
         (
             lambda patch: patch.setattr(selection, "has_torch_tpu", lambda: False),
             "tpu",
-            ["backend='tpu'", "pip install 'hf_tpu_ext[torch_tpu]'", "torch_xla is backend='xla'"],
+            ["backend='tpu'", install_command("torch_tpu"), "torch_xla is backend='xla'"],
         ),
         (
             lambda patch: patch.setenv("HF_TPU_EXT_BACKEND", "gpu"),
@@ -280,7 +281,7 @@ def test_a_choice_stands_and_an_explicit_one_does_not_replace_it(fresh, xla):
         (
             lambda patch: patch.setattr(selection, "has_torch_xla", lambda: False),
             "xla",
-            ["backend='xla'", "pip install 'hf_tpu_ext[tpu]'"],
+            ["backend='xla'", install_command("tpu")],
         ),
         (
             lambda patch: patch.setattr(detect, "_pjrt_device_before_torch_xla", ["TPU"]),

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_tokenizer
+from hf_tpu_ext.installing import install_command
 
 
 @pytest.fixture(scope="module")
@@ -231,5 +232,5 @@ def test_without_the_compiler(refused):
     assert status == 2
     assert "UNKNOWN whether it fits" in page
     assert "jax 0.7.1 is not installed" in page
-    assert "pip install 'hf_tpu_ext[plan]'" in page
+    assert install_command("plan") in page
     assert json.loads(planned.read_text())["programs"] == []

@@ -15,6 +15,7 @@ from hf_tpu_ext.doctor.machine import (
     check_tpu,
     places,
 )
+from hf_tpu_ext.installing import install_command
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_a_device_that_there_is_not(pjrt_device, text, monkeypatch):
 def test_a_tpu_that_would_not_be_used():
     check = check_backend(True, python("""print('["cpu", "a TPU is attached but torch_xla is not used"]')"""))
     assert check.status == "failed"
-    assert "pip install 'hf_tpu_ext[tpu]'" in check.fix
+    assert install_command("tpu") in check.fix
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from hf_tpu_ext.doctor.versions import check_libtpu, check_versions
+from hf_tpu_ext.installing import install_command
 
 
 REQUIRES = [
@@ -59,7 +60,7 @@ def test_torch_that_does_not_match_torch_xla():
     checks = examine({"torch": "2.10.0", "torch_xla": "2.9.0", "trl": "1.16.0"})
     assert checks["torch"].status == "ok"
     assert checks["torch [tpu]"].status == "failed"
-    assert checks["torch [tpu]"].fix == "pip install 'hf_tpu_ext[tpu]'"
+    assert checks["torch [tpu]"].fix == install_command("tpu")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_torch_that_does_not_match_torch_xla():
 def test_torch_xla_is_needed_by_a_tpu_only(has_tpu, name, status):
     check = examine({"torch": "2.9.1", "trl": "1.16.0"}, has_tpu)[name]
     assert check.status == status
-    assert "pip install 'hf_tpu_ext[tpu]'" in (check.fix or check.text)
+    assert install_command("tpu") in (check.fix or check.text)
 
 
 @pytest.mark.parametrize("has_tpu", [False, True])
@@ -81,7 +82,7 @@ def test_torch_tpu_in_place_of_torch_xla(has_tpu):
 @pytest.mark.parametrize("torch", ["2.9.1", "2.16.0"])
 def test_torch_that_does_not_match_torch_tpu(torch):
     check = examine({"torch": torch, "torch_tpu": "0.2.0", "trl": "1.16.0"})["torch [torch_tpu]"]
-    assert (check.status, check.fix) == ("failed", "pip install 'hf_tpu_ext[torch_tpu]'")
+    assert (check.status, check.fix) == ("failed", install_command("torch_tpu"))
 
 
 def test_both_in_one_environment():

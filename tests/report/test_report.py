@@ -1,12 +1,13 @@
 import re
 import subprocess
 import sys
+from html import unescape
 
 import pytest
 
 from hf_tpu_ext.formatting import format_number, format_seconds
 from hf_tpu_ext.hardware.prices import read_prices
-from hf_tpu_ext.report.figures import draw_curves
+from hf_tpu_ext.report.figures import HOW_TO_DRAW, draw_curves
 from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.report.sections import headline
@@ -172,7 +173,7 @@ def test_without_matplotlib(write_run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = write_run(tmp_path / "run")
     html = make_report([run]).read_text()
-    assert "<svg" not in html and "hf_tpu_ext[report]" in html and "31.6 %" in html
+    assert "<svg" not in html and HOW_TO_DRAW in unescape(html) and "31.6 %" in html
     assert "pip install" in make_report([run, write_run(tmp_path / "other")], tmp_path).read_text()
 
 

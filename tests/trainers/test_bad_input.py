@@ -22,6 +22,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.data import StaticShapeCollator
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.installing import install_command
 
 
 QUESTIONS = Dataset.from_list([{"question": "a?", "answer": "b"}] * 4)
@@ -72,7 +73,7 @@ def test_variable_that_turns_weights_into_bfloat16(runs, variable, monkeypatch):
     ("backend", "words"),
     [
         ("cuda", ["'cuda'", "torch.cuda.is_available()", "'auto'", "'cpu'"]),
-        ("tpu", ["'tpu'", "torch_tpu", "pip install 'hf_tpu_ext[torch_tpu]'"]),
+        ("tpu", ["'tpu'", "torch_tpu", install_command("torch_tpu")]),
         ("rocm", ["'rocm'", "auto, tpu, xla, cuda, cpu"]),
     ],
 )

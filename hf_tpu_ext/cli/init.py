@@ -1,0 +1,80 @@
+"""`hf-tpu recipes` and `hf-tpu init`: the recipes that come with this package, and a copy of one to start from."""
+
+import argparse
+from pathlib import Path
+
+from ..atomic_write import write_atomically
+from .trl_scripts import SCRIPTS
+
+
+#: In a clone this is a link to `recipes/`.
+RECIPES = Path(__file__).parents[1] / "recipes"
+#: Where recipes are written, relative to the current directory: commands in them name it.
+DIRECTORY = Path("recipes")
+# What recipes use besides, by the name that stands in them.
+_MODULES = {"recipes.rewards.": "rewards.py"}
+
+
+def by_command() -> dict[str, str]:
+    """The recipe to start from for each training command, by its name without `.yaml`."""
+    found = {command: Path(script.recipe).stem for command, script in SCRIPTS.items()}
+    return found | {"pretrain": "pretrain_tinystories"}
+
+
+def add_parsers(subparsers: argparse._SubParsersAction) -> None:
+    """Register the `init` and `recipes` subcommands."""
+    init = subparsers.add_parser(
+        "init",
+        help="write a recipe to start from",
+        description="Write a recipe to start from into recipes/, in the current directory.",
+    )
+    init.add_argument("name", help=f"a command ({', '.join(by_command())}), or a recipe that `hf-tpu recipes` lists")
+    init.set_defaults(func=write_recipe)
+    recipes = subparsers.add_parser(
+        "recipes", help="list the recipes that come with this package", description="List the recipes."
+    )
+    recipes.set_defaults(func=list_recipes)
+
+
+def purpose_of(recipe: Path) -> str:
+    """What a recipe does: its first line."""
+    with recipe.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("# ").strip()
+
+
+def list_recipes(args: argparse.Namespace) -> int:
+    """Print the recipes, and return the exit status `0`."""
+    recipes = sorted(RECIPES.glob("*.yaml"))
+    width = max(len(recipe.stem) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.stem:<{width}}  {purpose_of(recipe)}")
+    print("\nhf-tpu init NAME writes one into recipes/")
+    return 0
+
+
+def write_recipe(args: argparse.Namespace) -> int:
+    """Write a recipe, and return the exit status `0`. Raises `ValueError` where there is none, or a file is in the way."""
+    name = args.name.removesuffix(".yaml")
+    name = by_command().get(name, name)
+    source = RECIPES / f"{name}.yaml"
+    if not source.is_file():
+        known = ", ".join(recipe.stem for recipe in sorted(RECIPES.glob("*.yaml")))
+        raise ValueError(
+            f"{args.name!r} is no command and no recipe. Commands: {', '.join(by_command())}. Recipes: {known}."
+        )
+    text = source.read_text(encoding="utf-8")
+    sources = [source, *(RECIPES / module for use, module in _MODULES.items() if use in text)]
+    for path in sources:
+        target = DIRECTORY / path.name
+        if target.exists() and target.read_bytes() != path.read_bytes():
+            raise ValueError(f"{target} exists, and is kept. Rename it, or start in another directory.")
+    DIRECTORY.mkdir(exist_ok=True)
+    for path in sources:
+        write_atomically(DIRECTORY / path.name, path.read_bytes())
+        print(f"Wrote {DIRECTORY / path.name}")
+    command = next(
+        (command for command, recipe in by_command().items() if f"hf-tpu {command} --config recipes/{name}" in text),
+        "sft",
+    )
+    print(f"Try it, with a tiny model: hf-tpu {command} --config {DIRECTORY / source.name} --smoke")
+    return 0
