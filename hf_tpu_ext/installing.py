@@ -16,11 +16,14 @@ def requirement(extras: str = "") -> str:
     where it came from (`direct_url.json`), and by name if that was an index.
     """
     brackets = f"[{extras}]" if extras else ""
+    clone = Path(__file__).parents[1]
     try:
         noted = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:
-        # Found on the path alone: the package's directory is that of a clone.
-        return f"-e {_quoted(f'{Path(__file__).parents[1]}{brackets}')}"
+        noted = None
+    if noted is None and (clone / "setup.cfg").is_file():
+        # Not installed, and found on the path.
+        return f"-e {_quoted(f'{clone}{brackets}')}"
     if noted is None:
         return _quoted(f"{_NAME}{brackets}")
     origin = json.loads(noted)

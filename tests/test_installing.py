@@ -27,15 +27,13 @@ ROOT = Path(__file__).parents[1]
             "pip install 'hf_tpu_ext[tpu] @ git+https://host/a.git@abc'",
         ),
         ({"url": "https://host/x.whl", "archive_info": {}}, "pip install 'hf_tpu_ext[tpu] @ https://host/x.whl'"),
-        (None, "pip install 'hf_tpu_ext[tpu]'"),
     ],
 )
 def test_by_what_pip_has_noted(noted, command, tmp_path, monkeypatch):
     info = tmp_path / "hf_tpu_ext-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hf_tpu_ext\nVersion: 0.1.0\n")
-    if noted is not None:
-        (info / "direct_url.json").write_text(json.dumps(noted))
+    (info / "direct_url.json").write_text(json.dumps(noted))
     monkeypatch.syspath_prepend(str(tmp_path))
     assert install_command("tpu") == command
 

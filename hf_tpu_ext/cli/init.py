@@ -76,5 +76,6 @@ def write_recipe(args: argparse.Namespace) -> int:
         (command for command, recipe in by_command().items() if f"hf-tpu {command} --config recipes/{name}" in text),
         "sft",
     )
-    print(f"Try it, with a tiny model: hf-tpu {command} --config {DIRECTORY / source.name} --smoke")
+    run = f"hf-tpu {command} --config {DIRECTORY / source.name}"
+    print(f"Try it on a tiny model: hf-tpu prepare tiny --output_dir .cache/tiny && {run} --smoke\nRun it: {run}")
     return 0

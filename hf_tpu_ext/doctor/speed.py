@@ -55,7 +55,7 @@ SETTINGS = {
 }
 #: Rows of a batch on a chip, and their length.
 BATCH, LENGTH = 8, 512
-_BATCH_ON_HOST, _LENGTH_ON_HOST, _STEPS_ON_HOST = 1, 64, 10
+_BATCH_ON_HOST, _LENGTH_ON_HOST, _STEPS_ON_HOST = 1, 64, 6
 # A plan may be below what a chip holds by as much.
 _BEYOND_PLAN = 1.25
 _PLAN_SECONDS = 150
@@ -89,7 +89,11 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
     batch, length = (_BATCH_ON_HOST, _LENGTH_ON_HOST) if on_host else (BATCH, LENGTH)
     if on_host:
         # Each device of a host would have a copy of all weights and moments, in the memory of one machine.
-        settings |= {"max_steps": _STEPS_ON_HOST, "mesh": "fsdp" if backend.num_chips > 1 else None}
+        settings |= {
+            "max_steps": _STEPS_ON_HOST,
+            "logging_steps": 2,
+            "mesh": "fsdp" if backend.num_chips > 1 else None,
+        }
     settings |= {"max_length": length, "per_device_train_batch_size": batch}
     losses, times, memory = _train(backend, directory, settings, hf_tpu_ext.TPUSFTTrainer, hf_tpu_ext.TPUSFTConfig)
     numbers: dict[str, Any] = {"loss": losses, "seconds_per_step": times.seconds, "peak_bytes": memory}

@@ -69,6 +69,7 @@ def test_a_recipe_is_written_trained_resumed_and_exported(wheel, environment, tm
     assert place.startswith(str(tmp_path))
     assert "sft_lora_qwen3" in hf_tpu(environment, "recipes", cwd=tmp_path)
     assert "Wrote recipes/sft_lora_qwen3.yaml" in hf_tpu(environment, "init", "sft", cwd=tmp_path)
+    hf_tpu(environment, "prepare", "tiny", "--output_dir", ".cache/tiny", cwd=tmp_path)
     train = ("sft", "--config", "recipes/sft_lora_qwen3.yaml", "--smoke", "--output_dir", "runs/first")
     hf_tpu(environment, *train, "--save_strategy", "steps", "--save_steps", "2", cwd=tmp_path)
     checkpoint = "runs/first/checkpoint-2"
