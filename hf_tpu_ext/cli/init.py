@@ -72,10 +72,7 @@ def write_recipe(args: argparse.Namespace) -> int:
     for path in sources:
         write_atomically(DIRECTORY / path.name, path.read_bytes())
         print(f"Wrote {DIRECTORY / path.name}")
-    command = next(
-        (command for command, recipe in by_command().items() if f"hf-tpu {command} --config recipes/{name}" in text),
-        "sft",
-    )
-    run = f"hf-tpu {command} --config {DIRECTORY / source.name}"
+    commands = (command for command in by_command() if f"hf-tpu {command} --config " in text)
+    run = f"hf-tpu {next(commands, 'sft')} --config {DIRECTORY / source.name}"
     print(f"Try it on a tiny model: hf-tpu prepare tiny --output_dir .cache/tiny && {run} --smoke\nRun it: {run}")
     return 0
