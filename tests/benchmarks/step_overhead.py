@@ -35,7 +35,7 @@ from hf_tpu_ext.examples.tiny import SIZES, make_arithmetic, make_model
 LOSS_TOLERANCE = 1e-4
 # Over hundreds of steps, differences of rounding grow in any two programs.
 LOSS_STEPS = 100
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Returns:
         `argparse.Namespace`: The arguments.
     """
-    parser = make_parser(__doc__, README, write="--write-readme")
+    parser = make_parser(__doc__, DOCUMENT)
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (default: 28)")
     parser.add_argument("--repeats", type=int, default=21, help="timed windows of each contender (default: 21)")
     parser.add_argument(
@@ -269,7 +269,7 @@ def main() -> None:
     setup = describe_setup(arguments, plan, results)
     loss_step = max(set.intersection(*(set(result["losses"]) for result in results.values())))
     block = "\n".join([make_table(results, loss_step), "", *(f"- {name}: {line}" for name, line in setup.items())])
-    publish(arguments, README, "benchmark", block, {**setup, "results": results})
+    publish(arguments, DOCUMENT, "benchmark", block, {**setup, "results": results})
     stock = results["stock_padded"]["losses"]
     for name, result in results.items():
         worst = max(abs(loss - stock[step]) for step, loss in result["losses"].items() if step <= LOSS_STEPS)

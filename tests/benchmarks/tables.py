@@ -9,7 +9,7 @@ from typing import Any
 from hf_tpu_ext.atomic_write import write_atomically
 
 
-def make_parser(description: str, document: Path, write: str = "--write-docs") -> argparse.ArgumentParser:
+def make_parser(description: str, document: Path) -> argparse.ArgumentParser:
     """
     Make the parser of a benchmark's command line, with the options that [`publish`] takes.
 
@@ -18,15 +18,15 @@ def make_parser(description: str, document: Path, write: str = "--write-docs") -
             What the benchmark does, as it is to be printed.
         document (`Path`):
             Document that its table is in.
-        write (`str`, *optional*, defaults to `"--write-docs"`):
-            The option that replaces the table.
 
     Returns:
         `argparse.ArgumentParser`: The parser.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
-    parser.add_argument(write, dest="write", action="store_true", help=f"replace the table in {document.name}")
+    parser.add_argument(
+        "--write-docs", dest="write", action="store_true", help=f"replace the table in {document.name}"
+    )
     return parser
 
 

@@ -4,7 +4,7 @@ What the compiler for TPU makes of the training steps of models that people trai
     python tests/benchmarks/tpu_plans.py [--only WORDS] [--tables NAME ...] [--write-docs]
 
 Models are given by their configuration alone; nothing is downloaded and nothing is run. With `--write-docs` the tables go into
-docs/plan.md, and the page of one plan into README.md. `--tables` makes some of these alone.
+docs/plan.md, the page of one plan too. `--tables` makes some of these alone.
 """
 
 import json
@@ -24,7 +24,7 @@ from hf_tpu_ext.formatting import format_bytes
 
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT, README = ROOT / "docs" / "plan.md", ROOT / "README.md"
+DOCUMENT = ROOT / "docs" / "plan.md"
 QWEN3 = {
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -243,7 +243,7 @@ TABLES = {
     "qat_plans": (ROOT / "docs" / "quantization.md", ROUNDED),
 }
 
-# The page in README.md. The data is not read, so the number of steps is said.
+# The page that is shown whole. The data is not read, so the number of steps is said.
 PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-1", settings={"max_steps": "1000"})
 
 
@@ -413,7 +413,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             _, page = plan(PAGE, Path(directory), "--config", PAGE.title)
         command = f"hf-tpu plan --config {PAGE.title} --topology {PAGE.topology} --seq-lengths {PAGE.length} --max_steps 1000"
-        write_block(README, "plan_page", f"```text\n$ {command}\n\n{page.rstrip()}\n```")
+        write_block(DOCUMENT, "plan_page", f"```text\n$ {command}\n\n{page.rstrip()}\n```")
 
 
 if __name__ == "__main__":
