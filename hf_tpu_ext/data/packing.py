@@ -82,4 +82,5 @@ class PackedCollator:
             "segment_ids": segment_ids,
         }
         num_tokens = None if self.count_tokens is None else self.count_tokens({"input_ids": input_ids[is_token]})
-        return CollatedBatch(batch, int(is_token.sum(1).max()), batch, num_tokens)
+        # Upstream puts the rows one behind another.
+        return CollatedBatch(batch, int(is_token.sum()), (), len(examples), num_tokens)

@@ -41,13 +41,23 @@ class CollatedBatch(dict):
     A batch that was padded to a declared length, with what it was before.
 
     Attributes:
-        length (`int`): Tokens of its longest row, with the padding that upstream's collator adds.
+        length (`int`): How many columns upstream's collator gives it: those of its longest row.
         padded (`frozenset`): The keys that were padded.
+        num_examples (`int`): How many examples it was made of. A pair is two rows, one after the chosen ones and one after the
+            rejected ones.
         num_tokens (`int`, *optional*): How many tokens upstream counts in it; `None` if it counts none.
     """
 
-    def __init__(self, batch: Mapping[str, Any], length: int, padded: Iterable[str], num_tokens: int | None = None):
+    def __init__(
+        self,
+        batch: Mapping[str, Any],
+        length: int,
+        padded: Iterable[str],
+        num_examples: int,
+        num_tokens: int | None = None,
+    ):
         super().__init__(batch)
+        self.num_examples = num_examples
         self.length = length
         self.padded = frozenset(padded)
         self.num_tokens = num_tokens
@@ -134,7 +144,8 @@ class StaticShapeCollator:
             batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         length = length_of(batch)
         padded = pad_columns(batch, self._declared(length), self.pad_token_id)
-        return CollatedBatch(padded, length, (key for key in batch if padded[key] is not batch[key]), num_tokens)
+        changed = (key for key in batch if padded[key] is not batch[key])
+        return CollatedBatch(padded, length, changed, len(examples), num_tokens)
 
     def _declared(self, length: int) -> int:
         if not self.lengths:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
@@ -22,6 +22,7 @@ from ..data import (
     pad_value_of,
 )
 from ..formatting import dtype_name
+from ..step.batch_length import BatchLength
 from .configs import TPUTrainingArguments
 from .index_ranges import IndexRanges, classes_for
 from .lengths import row_lengths
@@ -37,9 +38,31 @@ logger = logging.get_logger(__name__)
 _TOKEN_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
 #: ... or one for each row, if they are classes.
 _ROW_MODELS = classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
+# Families whose hidden states change with the columns behind a row, whatever is masked: convolutions, Fourier transforms, means
+# over parts of a row. Found by computing a row with and without padding, of each family that transformers has.
+_COMPUTES_WITH_PADDING = (
+    "canine",
+    "convbert",
+    "cpmant",
+    "fnet",
+    "funnel",
+    "mobilebert",
+    "nystromformer",
+    "reformer",
+    "yoso",
+)
 # Trainers whose loss takes `labels` as the model's does.
 _LOSSES_BY_LABELS = ("transformers.trainer", "trl.trainer.sft_trainer")
 _TRUNCATION = "tokenizer(..., truncation=True, max_length={})"
+
+
+def _why_not_scaled(rope_type: str, unscaled: int, why: str) -> str:
+    return (
+        f"The frequencies of the model's rotary embeddings depend on the longest row of a batch (rope_type={rope_type!r}), which is "
+        f"not known where {why}. Keep to {unscaled} tokens, up to which they are always the same "
+        f"(max_length={unscaled}; with generated text, max_completion_length and the prompts together), or load the model with "
+        "another rope_type, for example 'yarn'."
+    )
 
 
 class BatchesMixin:
@@ -54,7 +77,7 @@ class BatchesMixin:
     def _arrange_batches(self) -> None:
         self._shape_guards: dict[str, ShapeGuard] = {}
         self._last_batch_guards: dict[str, ShapeGuard] = {}
-        # By the first batch of a pass over data, which is full if any is.
+        # Where the collator does not tell: by the first batch of a pass over data, which is full if any is.
         self._rows_of_example: dict[str, int] = {}
         # What a line was said about already.
         self._said: set[str] = set()
@@ -97,17 +120,27 @@ class BatchesMixin:
             if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
         )
 
-    def shape_batch(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def _find_lengths_asked_for(self) -> None:
+        """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""
+        longest = max(self.step_lengths) if self.lengths else None
+        self.by_length = BatchLength([self.model, *self._other_models()], longest)
+        if self.by_length.scaled is None:
+            return
+        writes = self.predicted_text is not None or vars(self.args).get("show_samples")
+        if self.generates or (writes and "dynamic" in self.by_length.scaled[0]):
+            raise ValueError(_why_not_scaled(*self.by_length.scaled, "a model writes text"))
+
+    def shape_batch(self, inputs: dict[str, Any], rows_of_example: int | None = None) -> tuple[dict[str, Any], int]:
         """
         Give a batch on the host a shape that a program is there for, or will be. Returns the batch, completed if that
-        is possible, and the rows that a batch should have. Ever new shapes are a `ValueError`.
+        is possible, and the rows that a batch should have, of which so many are one example if that is known. Ever new shapes
+        are a `ValueError`.
         """
         mode, wanted = (
             ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
         )
         rows, guards = count_rows(inputs), self._shape_guards
-        # A pair is two rows, one after the chosen ones and one after the rejected ones.
-        rows_of_example = self._rows_of_example.setdefault(mode, max(1, rows // wanted))
+        rows_of_example = rows_of_example or self._rows_of_example.setdefault(mode, max(1, rows // wanted))
         wanted *= rows_of_example
         if rows < wanted:
             # Chips that compute gradients by themselves take as many rows each.
@@ -159,6 +192,9 @@ class BatchesMixin:
         self._said.add("columns")
         # TRL's own collators pad, too.
         reason = self._why_loss_counts_tokens() if upstream_of(type(self)) is Trainer else None
+        model = unwrap_peft_model(self.model)
+        if isinstance(model, PreTrainedModel) and model.config.model_type in _COMPUTES_WITH_PADDING:
+            reason = f"{type(model).__name__} computes with the tokens beside a token, masked or not. length_buckets pads less"
         if (own_code := self.own_code_in_step("train")) is not None:
             reason = f"{own_code}, which may count masked tokens"
         if reason is None:
@@ -177,13 +213,27 @@ class BatchesMixin:
         """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
         self.check_ranges(inputs)
         ragged = {key: value for key, value in inputs.items() if not self._is_unread_text(key, value)}
-        batch, wanted = self.shape_batch(ragged)
+        rows_of_example = (
+            max(1, count_rows(inputs) // inputs.num_examples) if isinstance(inputs, CollatedBatch) else None
+        )
+        batch, wanted = self.shape_batch(ragged, rows_of_example)
         # A collator of the caller's may yield more rows than it was given.
         rows = count_rows(batch)
         if self.status is not None and self.model.training:
             # With the columns that all processes have agreed on, by which these are added up.
             self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
+        beside = {**self.data_by_length(inputs), **(beside or {})}
         return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0, beside=beside)
+
+    def data_by_length(self, inputs: Mapping[str, Any]) -> dict[Hashable, torch.Tensor]:
+        """What goes to the device with a batch because models ask for its length, see [`BatchLength`]."""
+        if not self.by_length.asks:
+            return {}
+        length = inputs.length if isinstance(inputs, CollatedBatch) else length_of(inputs)
+        sequences = [key for key in inputs if key.endswith("input_ids") and key != "decoder_input_ids"]
+        if self.by_length.scaled is not None and len(sequences) > 1:
+            raise ValueError(_why_not_scaled(*self.by_length.scaled, f"a batch has {' and '.join(sequences)}"))
+        return self.by_length.data(length, inputs.get("position_ids"))
 
     def _is_unread_text(self, key: str, value: Any) -> bool:
         """Whether a column of a batch is text that upstream's collator hands on, and no code of a step looks at."""
@@ -220,7 +270,7 @@ class BatchesMixin:
                 else value
                 for key, value in sent.items()
             }
-        return sent
+        return self.by_length.take(sent)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         if not self.backend.static_shapes:

@@ -108,6 +108,8 @@ class EagerSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer, **kwargs):
         self._counted = state.global_step
+        if self._trainer.neftune_noise_alpha is not None:
+            self._trainer.by_length.replace_noise(self._trainer.neftune_hook_handle)
         self._trainer.watching.begin()
         self.reset_upstream_loss()
         if isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer.optimizer.defaults["fused"]:

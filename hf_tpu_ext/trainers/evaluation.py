@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,10 +72,17 @@ class CompiledEvaluation:
             logits = self._preprocess_on_device(logits, labels)
         return loss, logits, labels
 
-    def _loss_in_prediction(self, inputs: dict[str, Any]) -> AbstractContextManager:
-        """Context of a prediction of upstream's that computes its loss without calling `compute_loss`."""
-        calls = computes_loss_by_itself(type(self))
-        return self._loss_compiled(inputs) if calls and self.backend.static_shapes else nullcontext()
+    @contextmanager
+    def _loss_in_prediction(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Context of a prediction of upstream's, which may compute its loss without calling `compute_loss`."""
+        if not self.backend.static_shapes:
+            yield
+            return
+        with self._loss_compiled(inputs) if computes_loss_by_itself(type(self)) else nullcontext():
+            try:
+                yield
+            finally:
+                self.by_length.forget()
 
     def _read_predictions(self, predictions: list[tuple[Any, int, int]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.

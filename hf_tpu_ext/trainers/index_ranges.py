@@ -163,6 +163,11 @@ class IndexRanges:
                 ignores=True,
             )
 
+    @property
+    def positions(self) -> int | None:
+        """How many tokens of a row the model has learned positions for, if it has such a table."""
+        return self._positions["input_ids"].size if "input_ids" in self._positions else None
+
     def check(self, batch: Mapping[str, Any]) -> None:
         """
         Refuse (`ValueError`) a batch on the host that has a place outside of a table. What a collator of this package has added

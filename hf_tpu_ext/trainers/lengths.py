@@ -55,12 +55,17 @@ def longest_kept(args: TrainingArguments) -> int | None:
 
 
 def lengths_for(
-    args: TrainingArguments, train_lengths: list[int] | None, train, evaluated, batch_size: int
+    args: TrainingArguments,
+    train_lengths: list[int] | None,
+    train,
+    evaluated,
+    batch_size: int,
+    positions: int | None = None,
 ) -> list[int]:
     """
     Decide the lengths that the batches of a trainer are padded to, from those of the rows of the training data, if
     known, and from the data. Returns distinct lengths, ascending; none where nothing is known, and batches keep what
-    the collator gives them.
+    the collator gives them. Rows that fit into the `positions` of a model are not padded beyond them.
     """
     kept = longest_kept(args)
     eval_lengths = [
@@ -79,7 +84,10 @@ def lengths_for(
     declared = declare_lengths(buckets, max_length, lengths, batch_size, args.train_sampling_strategy)
     # Rows to evaluate on may be longer.
     longest = max(eval_lengths, default=0)
-    return declared if longest <= declared[-1] else [*declared, round_up_length(longest, longest + 128)]
+    if longest > declared[-1]:
+        declared = [*declared, round_up_length(longest, longest + 128)]
+    fits = positions is not None and lengths is not None and max(*lengths, longest) <= positions
+    return sorted({min(length, positions) for length in declared}) if fits else declared
 
 
 def declare_lengths(

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
@@ -21,6 +22,7 @@ from .batches import BatchesMixin
 from .checkpoints import leaving_no_empty_dir, set_aside
 from .dataset_checks import check_has_rows, named_datasets
 from .evaluation import CompiledEvaluation
+from .index_ranges import IndexRanges
 from .lengths import lengths_for, pad_token_of
 from .run_lock import only_run_in
 from .saving import SavingMixin
@@ -107,7 +109,12 @@ class TPUTrainerMixin(
         if vars(self.args).get("packing"):
             return [self.args.max_length]
         return lengths_for(
-            self.args, self._train_lengths, self.train_dataset, self.eval_dataset, self._train_batch_size
+            self.args,
+            self._train_lengths,
+            self.train_dataset,
+            self.eval_dataset,
+            self._train_batch_size,
+            IndexRanges(self.model, labels=False).positions,
         )
 
     def _make_batches_static(self) -> None:
@@ -133,7 +140,12 @@ class TPUTrainerMixin(
         tokenizer = self.processing_class
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
-        return 0 if tokenizer is None else pad_token_of(tokenizer)
+        if tokenizer is None:
+            # By which models tell padding from tokens, where they do.
+            config = vars(unwrap_peft_model(self.model)).get("config")
+            pad_token = config.pad_token_id if isinstance(config, PreTrainedConfig) else None
+            return 0 if pad_token is None else pad_token
+        return pad_token_of(tokenizer)
 
     @property
     def _config_name(self) -> str | None:
@@ -263,7 +275,10 @@ class TPUTrainerMixin(
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """What upstream computes in a micro-step."""
-        return super().training_step(model, inputs, num_items_in_batch)
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self.by_length.forget()
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
@@ -371,13 +386,15 @@ class TPUTrainerMixin(
     def models_as_run(self) -> Iterator[None]:
         """Within this context models compute as they do in programs: what training, evaluation and predictions share."""
         adapted = [self.model] if self.backend.traces_steps else []
-        with self.frozen.in_bfloat16(), self.chips.split_activations(), adapters_scaled_inside(adapted):
+        told = self.by_length.told() if self.backend.static_shapes else nullcontext()
+        with told, self.frozen.in_bfloat16(), self.chips.split_activations(), adapters_scaled_inside(adapted):
             yield
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
         if self.backend.static_shapes:
             self.watching.end()
+            self.by_length.end_run()
             self.layers.end()
             self.steps.end_run()
             # Of a run that failed, no log has shown them.

@@ -137,8 +137,10 @@ class ReferenceLogProbsMixin:
         if not self.backend.static_shapes:
             return super().compute_ref_log_probs(model, inputs)
         self.check_ranges(inputs)
-        with self.compute_loss_context_manager(), self.models_compiled():
-            computed = super().compute_ref_log_probs(model, self._send_rows(inputs))
+        with self.by_length.told(), self.compute_loss_context_manager(), self.models_compiled():
+            sent = self._send_rows(inputs, beside=self.data_by_length(inputs))
+            computed = super().compute_ref_log_probs(model, self.by_length.take(sent))
+            self.by_length.forget()
         self.end_program("reference step", "reference log-probs before training")
         return computed
 

@@ -206,6 +206,8 @@ class RolloutMixin(RolloutCheckpoints):
         with self.phase(phase), self._on_host():
             batch = upstream_of(type(self))._prepare_inputs(self, inputs)
         self.check_ranges(batch)
+        columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
+        beside = {**self.by_length.data(columns), **(beside or {})}
         # As long for all processes.
         (width,) = self.backend.ranks.most([self._width_of(batch)])
         batch = self._pad_batch(self._arrange_rows(batch), width)

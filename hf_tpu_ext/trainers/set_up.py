@@ -122,6 +122,8 @@ class SetUpMixin:
             self.loss_log = LossLog(self.backend)
         if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
             self.predicted_text = PredictedText(self)
+        if self.backend.static_shapes:
+            self._find_lengths_asked_for()
         lines = RunLines(self.backend, partial(find_facts, self))
         self.add_callback(lines)
         if extension.step_status:

@@ -72,6 +72,8 @@ class TrainingSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
+        if trainer.neftune_noise_alpha is not None:
+            trainer.by_length.replace_noise(trainer.neftune_hook_handle)
         with trainer.layers.in_place():
             self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
         with trainer.layers.as_a_loop():

@@ -1,0 +1,179 @@
+"""
+What models and tricks derive from the length of a batch. Its columns are those of a declared length; the length is the one that
+upstream's collator gives the batch, and it comes with the batch, as data: another one is no other program.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+_KEY = "of the batch's length"
+_LENGTH = "length"
+
+
+def _types_of(module: nn.Module) -> dict[str | None, str]:
+    """The type of a module's rotary embeddings, by the type of layers if they are of several."""
+    types = vars(module).get("rope_type")
+    return types if isinstance(types, dict) else {None: types}
+
+
+def _depends_on_length(rope_type: Any) -> bool:
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+
+
+def _longest_unscaled(module: nn.Module, layer_type: str | None, rope_type: str) -> int:
+    """The length up to which frequencies are those that the module was made with."""
+    if rope_type != "longrope":
+        return module.original_max_seq_len
+    parameters = module.config.rope_parameters
+    return (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+
+
+class BatchLength:
+    """
+    Gives models the length of a batch where they ask for it: rotary embeddings whose frequencies depend on it (`dynamic`,
+    `longrope`), and the noise of NEFTune.
+
+    Args:
+        models (`Sequence`):
+            Models that a step runs.
+        longest (`int`, *optional*):
+            The longest row that a step has; `None` if it is not known.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], longest: int | None):
+        #: What the batch under way has on the device. Empty in between, for what compares the state of two steps.
+        self.values: dict[Hashable, Tensor] = {}
+        self._adds_noise = False
+        self._is_told = False
+        self._ropes: list[nn.Module] = []
+        # Those whose frequencies depend on the length of batches, each with a copy on the host in which upstream's own code
+        # decides, and keeps what it knows of earlier batches.
+        self._by_length: list[tuple[nn.Module, nn.Module]] = []
+        for model in models:
+            for module in model.modules():
+                types = {layers: kind for layers, kind in _types_of(module).items() if _depends_on_length(kind)}
+                if not types:
+                    continue
+                self._ropes.append(module)
+                unscaled = min(_longest_unscaled(module, layers, kind) for layers, kind in types.items())
+                if longest is None or longest > unscaled:
+                    self._by_length.append((module, type(module)(module.config)))
+        #: A module whose frequencies change within a run, with the length up to which they do not.
+        self.scaled: tuple[str, int] | None = None
+        if self._by_length:
+            module, _ = self._by_length[0]
+            layers, kind = next(
+                (layers, kind) for layers, kind in _types_of(module).items() if _depends_on_length(kind)
+            )
+            self.scaled = kind, _longest_unscaled(module, layers, kind)
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything asks for the length of a batch."""
+        return self._adds_noise or bool(self._by_length)
+
+    def data(self, length: int, positions: Tensor | None = None) -> dict[Hashable, Tensor]:
+        """
+        What goes to the device with a batch on the host whose longest row has so many tokens, and whose `positions` are these
+        if it has its own.
+        """
+        data: dict[Hashable, Tensor] = {}
+        if self._adds_noise:
+            data[_KEY, _LENGTH] = torch.tensor([[float(length)]])
+        if not self._by_length:
+            return data
+        last = length - 1 if positions is None else int(positions.max())
+        for place, (_, on_host) in enumerate(self._by_length):
+            for layers in _types_of(on_host):
+                given = {} if layers is None else {"layer_type": layers}
+                on_host(torch.zeros(1), torch.tensor([[last]]), **given)
+            # Of one row: what has as many as the batch is split over the chips.
+            data |= {
+                (_KEY, place, name): value[None].clone() for name, value in on_host.named_buffers() if _is_used(name)
+            }
+        return data
+
+    def take(self, batch: dict[Hashable, Any]) -> dict[str, Any]:
+        """Take from a batch on the device what [`~BatchLength.data`] has added to it. Returns the rest."""
+        is_own = [isinstance(key, tuple) and key[0] == _KEY for key in batch]
+        self.values.clear()
+        self.values.update({key: value for (key, value), own in zip(batch.items(), is_own, strict=True) if own})
+        return {key: value for (key, value), own in zip(batch.items(), is_own, strict=True) if not own}
+
+    def forget(self) -> None:
+        """The batch under way is done."""
+        self.values.clear()
+
+    def end_run(self) -> None:
+        """Upstream has taken its hook back."""
+        self._adds_noise = False
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Within this context, models take the length of a batch from here."""
+        if self._is_told:
+            yield
+            return
+        self._is_told = True
+        scaled = [module for module, _ in self._by_length]
+        for module in self._ropes:
+            place = scaled.index(module) if module in scaled else None
+            module.forward = partial(_rotary, module, self.values, place)
+        try:
+            yield
+        finally:
+            self._is_told = False
+            for module in self._ropes:
+                del module.forward
+
+    def replace_noise(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Put noise for the length of a batch in the place of the hook of upstream that adds noise for its columns."""
+        self._adds_noise = True
+        handle.hooks_dict_ref()[handle.id] = partial(_add_noise, self.values)
+
+
+def _is_used(name: str) -> bool:
+    return name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+
+
+@torch.no_grad()
+def _rotary(
+    module: nn.Module,
+    values: dict[Hashable, Tensor],
+    place: int | None,
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Upstream's rotary embedding with the frequencies that came with the batch, or with those that never change."""
+    upstream: Callable = type(module).forward
+    if place is not None and not values:
+        # Of another call than that of a batch.
+        return upstream(module, x, position_ids, *args, **kwargs)
+    buffers = module._buffers
+    sent = {key[2]: value[0] for key, value in values.items() if key[1] == place}
+    kept = {name: buffers[name] for name in sent}
+    buffers.update(sent)
+    try:
+        # Without what looks for the longest row among the columns, and reads it from the device.
+        return inspect.unwrap(upstream)(module, x, position_ids, *args, **kwargs)
+    finally:
+        buffers.update(kept)
+
+
+def _add_noise(values: dict[Hashable, Tensor], module: nn.Module, _, output: Tensor) -> Tensor:
+    """As `neftune_post_forward_hook` of transformers, whose noise is the smaller the longer a batch is."""
+    if not module.training:
+        return output
+    length = values.get((_KEY, _LENGTH))
+    size = output.new_tensor(float(output.shape[1]), dtype=torch.float32) if length is None else length[0, 0]
+    amplitude = module.neftune_noise_alpha / torch.sqrt(size * output.shape[2])
+    return output + (torch.zeros_like(output).uniform_(-1, 1) * amplitude).to(output.dtype)
