@@ -3,6 +3,8 @@
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
 from trl import SFTConfig
 
 
@@ -48,6 +50,38 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
             f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
             "column, or pass a formatting_func."
         )
+    if isinstance(dataset, datasets.Dataset):
+        _check_no_nulls(dataset, set(columns), name, args.dataset_text_field)
+
+
+def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, text_field: str) -> None:
+    """Check that no row lacks what is trained on (`ValueError`), in the columns that upstream takes first."""
+    taken = next(
+        (
+            kind
+            for kind in (("input_ids",), ("prompt", "completion"), ("messages",), ("conversations",))
+            if columns >= set(kind)
+        ),
+        (text_field,),
+    )
+    for column in (*taken, *({"labels"} & columns)):
+        # Of the whole table, without a look at its values: a selection of its rows may be without.
+        if not _nulls(dataset.data.column(column)):
+            continue
+        values = dataset.with_format("arrow", columns=[column])[:][column]
+        for row in range(len(values)) if _nulls(values) else ():
+            if _nulls(values.slice(row, 1)):
+                what = "is None" if values[row].as_py() is None else "has None in it"
+                raise ValueError(
+                    f"Row {row} of {name} has nothing to train on: {column!r} {what}. Give it a value, or leave such rows out: "
+                    f"dataset.filter(lambda row: row[{column!r}] is not None)."
+                )
+
+
+def _nulls(values: pa.ChunkedArray) -> int:
+    """How many values are missing, and in lists of numbers also of those."""
+    is_numbers = pa.types.is_list(values.type) and pa.types.is_integer(values.type.value_type)
+    return values.null_count + (pc.list_flatten(values).null_count if is_numbers else 0)
 
 
 def check_columns_are_text(dataset, name: str) -> None:

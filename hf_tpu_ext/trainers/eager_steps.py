@@ -108,6 +108,8 @@ class EagerSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer, **kwargs):
         self._counted = state.global_step
+        # Not when `train` is called: auto_find_batch_size begins again with other shapes.
+        self._trainer.expect_batches("train")
         if self._trainer.neftune_noise_alpha is not None:
             self._trainer.by_length.replace_noise(self._trainer.neftune_hook_handle)
         self._trainer.watching.begin()

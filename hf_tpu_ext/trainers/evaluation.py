@@ -136,8 +136,10 @@ class CompiledEvaluation:
         losses, rows, loss = self.backend.ranks.total(own)
         if losses:
             metrics[f"{metric_key_prefix}_loss"] = loss / rows if rows else math.nan
-        if has_length(dataloader.dataset):
-            num_samples = len(dataloader.dataset)
+        # As upstream asks: a loader of the user's need not have one.
+        dataset = getattr(dataloader, "dataset", None)
+        if dataset is not None and has_length(dataset):
+            num_samples = len(dataset)
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
 
     def _rows_counted(self, inputs: Any) -> int:

@@ -143,7 +143,7 @@ class TPUTrainerMixin(
         if tokenizer is None:
             # By which models tell padding from tokens, where they do.
             config = vars(unwrap_peft_model(self.model)).get("config")
-            pad_token = config.pad_token_id if isinstance(config, PreTrainedConfig) else None
+            pad_token = vars(config).get("pad_token_id") if isinstance(config, PreTrainedConfig) else None
             return 0 if pad_token is None else pad_token
         return pad_token_of(tokenizer)
 
@@ -366,8 +366,6 @@ class TPUTrainerMixin(
         self.followed.take_up()
         with only_run_in(self.args.output_dir, self.backend.hosts, self._writes_run, self.backend.ranks):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
-            if self.backend.static_shapes:
-                self.expect_batches("train")
             self.alike.check_beginning()
             if self._writes_run:
                 set_aside(self._get_output_dir(trial), checkpoint)

@@ -176,6 +176,11 @@ class SavingMixin:
             yield
         finally:
             hook.remove()
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                # One that the model has put in the place of its own.
+                if buffer is not None and buffer.device.type != self.backend.device.type:
+                    module._buffers[name] = self.backend.send(buffer)
         # PEFT turns adapters that TRL has made bfloat16 into float32.
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:

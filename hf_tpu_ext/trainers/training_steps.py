@@ -72,6 +72,8 @@ class TrainingSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         trainer = self._trainer
+        # Not when `train` is called: auto_find_batch_size begins again with other shapes.
+        trainer.expect_batches("train")
         if trainer.neftune_noise_alpha is not None:
             trainer.by_length.replace_noise(trainer.neftune_hook_handle)
         with trainer.layers.in_place():

@@ -200,6 +200,34 @@ def test_datasets_are_checked_whatever_the_arguments(runs, tmp_path, args, datas
     refused(words, lambda: TPUSFTTrainer(str(runs.model_dir), args, train_dataset=dataset))
 
 
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"text": "ab"}, {"text": None}], ["Row 1 of train_dataset", "'text' is None", "dataset.filter"]),
+        ([{"messages": MESSAGES}, {"messages": None}], ["Row 1 of train_dataset", "'messages' is None"]),
+        (
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
+            ["Row 1 of train_dataset", "'completion' is None"],
+        ),
+        (
+            [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [None, 2]}],
+            ["Row 1 of train_dataset", "'labels' has None in it"],
+        ),
+    ],
+    ids=["text", "messages", "completion", "labels"],
+)
+def test_rows_without_a_value(runs, rows, words):
+    dataset = Dataset.from_list(rows)
+    refused(words, lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}))
+    # Rows that were left out, and columns that are not trained on.
+    runs.ours(train=False, kwargs={"train_dataset": dataset.select([0, 0])})
+    whole = Dataset.from_list([rows[0] | {"source": None}] * 2)
+    runs.ours(train=False, kwargs={"train_dataset": whole})
+
+
 def test_half_of_prompt_and_completion_is_not_enough(runs):
     dataset = QUESTIONS.rename_column("question", "prompt")
     refused(["'prompt', 'answer'"], lambda: runs.ours(train=False, kwargs={"train_dataset": dataset}))
