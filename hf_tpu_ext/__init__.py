@@ -7,6 +7,7 @@ from .importing import without_garbage_collection
 
 
 if TYPE_CHECKING:
+    from .errors import SaveError, UserError
     from .generation import generate
     from .trainers import (
         TPUDistillationConfig,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "SaveError",
     "TPUDPOConfig",
     "TPUDPOTrainer",
     "TPUDistillationConfig",
@@ -47,6 +49,7 @@ __all__ = [
     "TPUTrainer",
     "TPUTrainingArguments",
     "TrainingPreempted",
+    "UserError",
     "generate",
 ]
 
@@ -54,6 +57,8 @@ __all__ = [
 def __getattr__(name: str):
     # The backend has to be chosen before transformers and accelerate are imported, and PyTorch's autoload imports this
     # package in every process that imports torch: so nothing is imported until a trainer is asked for.
+    if name in ("SaveError", "UserError"):
+        return getattr(import_module(".errors", __name__), name)
     if name in __all__:
         with without_garbage_collection():
             return getattr(import_module(".generation" if name == "generate" else ".trainers", __name__), name)

@@ -1,11 +1,16 @@
 """The `hf-tpu` command."""
 
 import argparse
+import errno
 import os
+import re
 import sys
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 from .. import __version__
+from ..errors import SaveError, UserError
 from . import cache_teacher, doctor, export, init, plan, prepare, report, warmup
 from .commands import COMMANDS
 from .trl_scripts import SCRIPTS
@@ -28,7 +33,9 @@ _TRAINING = {
     "plan": plan.run,
 }
 #: Libraries whose `ValueError`s are messages to the person who wrote the recipe.
-_SPEAK_TO_USERS = {"hf_tpu_ext", "trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
+_SPEAK_TO_USERS = {"trl", "transformers", "datasets", "peft", "accelerate", "huggingface_hub"}
+# A disk that is full, over its quota or read-only.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             args = _parser().parse_args(argv or ["--help"])
             return args.func(args)
     except (OSError, ValueError) as error:
-        if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_users(error):
+        if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
             raise
         print(f"hf-tpu: error: {error}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
         return 2
@@ -89,10 +96,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _is_users(error: Exception) -> bool:
-    """Whether an error was raised on purpose, or for a file or address that cannot be reached; not by a bug."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return isinstance(error, OSError) or frame.f_globals["__name__"].partition(".")[0] in _SPEAK_TO_USERS
+def _is_for_users(error: Exception, argv: list[str]) -> bool:
+    """Whether an error is a message to a person, and no bug: by its class, or by whose code raised it."""
+    if isinstance(error, UserError | SaveError):
+        return True
+    raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, OSError):
+        return raised_in[-1] in _SPEAK_TO_USERS
+    # They come from the standard library, so what counts is who called it.
+    caller = next(name for name in reversed(raised_in) if name in _SPEAK_TO_USERS or name == "hf_tpu_ext")
+    return caller in _SPEAK_TO_USERS or error.errno in _NO_ROOM or str(error.filename) in _words(argv)
+
+
+def _words(argv: list[str]) -> set[str]:
+    """The words of a command line and of the files that it names."""
+    texts = [word for argument in argv for word in (argument, *argument.split("=", 1))]
+    for path in [Path(word) for word in texts if word.endswith((".yaml", ".yml"))]:
+        with suppress(OSError):
+            texts += re.split(r"[\s:,'\"\[\]{}]+", path.read_text(encoding="utf-8", errors="replace"))
+    return {*texts}
 
 
 if __name__ == "__main__":

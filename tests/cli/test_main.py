@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,13 +97,65 @@ def test_traceback_on_request(monkeypatch):
         main(["sft", "--config", "absent.yaml"])
 
 
-def test_bugs_keep_their_traceback(monkeypatch):
-    def not_a_message(argv):
-        return int("not a number")
+def in_our_code(statement):
+    """A sub-command with a bug, in a module of this package."""
+    names = {"__name__": "hf_tpu_ext.trainers.example"}
+    exec(f"def run(argv):\n    {statement}", names)
+    return names["run"]
 
-    monkeypatch.setitem(cli._TRAINING, "sft", not_a_message)
-    with pytest.raises(ValueError, match="invalid literal"):
-        main(["sft"])
+
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        ("return int('not a number')", ValueError),
+        ("return list(zip([1], [1, 2], strict=True))", ValueError),
+        ("a, b = [1, 2, 3]", ValueError),
+        ("return max([])", ValueError),
+        ("import json; json.loads('{')", ValueError),
+        ("raise ValueError('not said to anybody')", ValueError),
+        ("open('/absent/file')", FileNotFoundError),
+        ("import os; os.rename('/absent/a', '/absent/b')", FileNotFoundError),
+        ("import os; os.read(10**6, 1)", OSError),
+        ("from pathlib import Path; Path('/').read_text()", IsADirectoryError),
+    ],
+)
+def test_bugs_keep_their_traceback(monkeypatch, statement, error):
+    monkeypatch.setitem(cli._TRAINING, "sft", in_our_code(statement))
+    with pytest.raises(error):
+        main(["sft", "--output_dir", "runs/absent"])
+
+
+@pytest.mark.parametrize(
+    ("statement", "argv"),
+    [
+        ("from hf_tpu_ext import UserError; raise UserError('a message')", []),
+        ("from hf_tpu_ext import SaveError; raise SaveError('a message')", []),
+        ("open('/absent/file')", ["--train_file=/absent/file"]),
+        ("open('/absent/file')", ["--config", "{recipe}"]),
+        ("import os; raise OSError(28, os.strerror(28), '/somewhere')", []),
+        ("from transformers import AutoConfig; AutoConfig.from_pretrained('/absent/model')", []),
+        (
+            "from transformers import TrainingArguments; TrainingArguments('x', load_best_model_at_end=True)",
+            [],
+        ),
+        ("from datasets import load_dataset; load_dataset('json', data_files='/absent/file')", []),
+    ],
+)
+def test_messages_for_people_have_no_traceback(monkeypatch, capsys, tmp_path, statement, argv):
+    monkeypatch.setitem(cli._TRAINING, "sft", in_our_code(statement))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("train_file: '/absent/file'\n")
+    assert main(["sft", *(word.format(recipe=recipe) for word in argv)]) == 2
+    assert "hf-tpu: error: " in capsys.readouterr().err
+
+
+def test_only_a_class_of_its_own_speaks_to_people():
+    """A bare `ValueError` of this package is shown as a bug."""
+    package = Path(hf_tpu_ext.__file__).parent
+    bare = [path.name for path in package.rglob("*.py") if "raise ValueError(" in path.read_text(encoding="utf-8")]
+    # Where a line of a record is damaged, which is counted.
+    assert bare == ["record.py"]
+    assert issubclass(hf_tpu_ext.UserError, ValueError) and issubclass(hf_tpu_ext.SaveError, OSError)
 
 
 @pytest.mark.parametrize("command", ["sft", "pretrain"])
