@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
     with trainer.chips.split_activations():
         manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, ranks)
     if ranks.index == 0:
-        _report(directory, manifest)
+        _report(directory, manifest, recipe.path)
     return 0
 
 
@@ -228,7 +228,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     return trainer, tokenizer.pad_token_id, sequences, settings
 
 
-def _report(directory: Path, manifest) -> None:
+def _report(directory: Path, manifest, recipe: str | None) -> None:
     from ..distillation.cache_format import LOW_COVERAGE, describe_coverage
 
     size = manifest.tokens * manifest.bytes_per_token
@@ -242,4 +242,5 @@ def _report(directory: Path, manifest) -> None:
     for temperature, share in coverage.items():
         if share < LOW_COVERAGE:
             print(f"warning: {describe_coverage(share, temperature, manifest.top_k)}")
-    print(f"Train from it: hf-tpu sft --config recipe.yaml --kd_cache {directory}")
+    keys = "with the same keys and" if recipe is None else f"--config {recipe}"
+    print(f"Train from it: hf-tpu sft {keys} --kd_cache {directory}")
