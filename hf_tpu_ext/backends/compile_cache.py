@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_write import write_atomically
+from ..errors import UserError
 
 
 VARIABLE = "HF_TPU_EXT_COMPILE_CACHE"
@@ -28,7 +29,7 @@ def cache_root(setting: str) -> tuple[Path | None, bool]:
     """
     chosen = (os.environ.get(VARIABLE) or "auto") if setting == "auto" else setting
     if not chosen:
-        raise ValueError("compile_cache_dir is empty. Set it to 'auto', to 'off' or to a directory.")
+        raise UserError("compile_cache_dir is empty. Set it to 'auto', to 'off' or to a directory.")
     if chosen == "off":
         return None, True
     if chosen == "auto":
@@ -40,7 +41,7 @@ def _expanded(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"There is no home directory for {path}, where compiled programs are kept: HOME is not set, as in some containers. "
             f"Set HOME, or {VARIABLE} to a directory or to off."
         ) from error

@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from ..errors import UserError
+
 
 # Google's PCI vendor id and the device ids of torch_xla/_internal/tpu.py.
 _GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -58,7 +60,7 @@ def local_chips(pjrt_device: str) -> int:
         return max(1, tpu_chips() if visible is None else len(visible.split(",")))
     value = os.environ.get("CPU_NUM_DEVICES", "1")
     if not value.isdecimal() or not int(value):
-        raise ValueError(
+        raise UserError(
             f"CPU_NUM_DEVICES={value!r} is not a number of devices. Set it to 1 or more, for example CPU_NUM_DEVICES=8, or "
             "unset it."
         )
@@ -82,7 +84,7 @@ def show_chips(pjrt_device: str, num_chips: int, all_chips: int) -> None:
         return
     if num_chips not in _TPU_CHIP_BOUNDS:
         allowed = sorted({size for size in _TPU_CHIP_BOUNDS if size < all_chips} | {all_chips})
-        raise ValueError(
+        raise UserError(
             f"num_chips={num_chips}: a TPU host cannot be cut to that. Set num_chips to one of "
             f"{', '.join(map(str, allowed))}."
         )

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..errors import UserError
 
-class HostsDisagree(ValueError):
+
+class HostsDisagree(UserError):
     """Hosts of a slice that were to do the same do not, or cannot. Raised on all of them."""
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from ..errors import UserError
 from ..hardware.topologies import Chip
 from ..importing import without_garbage_collection
 from ..installing import install_command, requirement
@@ -69,7 +70,7 @@ def find_backend(name: str | None) -> Backend:
     if asked == "auto":
         asked, source = os.environ.get("HF_TPU_EXT_BACKEND", "auto"), "HF_TPU_EXT_BACKEND"
     if asked not in BACKENDS:
-        raise ValueError(f"Unknown {source}={asked!r}. Allowed: {', '.join(BACKENDS)}.")
+        raise UserError(f"Unknown {source}={asked!r}. Allowed: {', '.join(BACKENDS)}.")
     if asked not in _chosen:
         skip_metadata_query()
         # A choice stands once it is made, "auto" too: torch_xla's import changes the environment that it is made from.
@@ -83,7 +84,7 @@ def _wanted_chips(num_chips: int | None) -> tuple[int | None, str]:
     if num_chips is not None or not value:
         return num_chips, "num_chips"
     if not value.isdecimal():
-        raise ValueError(f"TPU_NUM_DEVICES={value!r} is not a number of chips. Set it to 1, 4 or 8, or unset it.")
+        raise UserError(f"TPU_NUM_DEVICES={value!r} is not a number of chips. Set it to 1, 4 or 8, or unset it.")
     return int(value), "TPU_NUM_DEVICES"
 
 
@@ -120,7 +121,7 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Ch
     """
     if not has_torch_xla():
         where = ", in an environment of its own, beside that of torch_tpu" if has_torch_tpu() else ""
-        raise ValueError(
+        raise UserError(
             f"Ahead-of-time tracing needs torch_xla, which is not installed: {install_command('tpu')}{where}"
         )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
@@ -177,32 +178,32 @@ def _choose() -> Backend:
 
 def _check_pjrt_device(pjrt_device: str, chips: int) -> None:
     if (mistake := find_pjrt_mistake(pjrt_device, chips)) is not None:
-        raise ValueError("{}. {}.".format(*mistake))
+        raise UserError("{}. {}.".format(*mistake))
 
 
 def _explicit(name: str, setting: str) -> Backend:
     if name == "tpu":
         if not has_torch_tpu():
-            raise ValueError(
+            raise UserError(
                 f"{setting} needs torch_tpu, which is not installed: {install_command('torch_tpu')}. torch_xla is "
                 "backend='xla'."
             )
         if not _finds_torch_tpu():
-            raise ValueError(
+            raise UserError(
                 f"{setting} was asked for, but torch_tpu has no device in this process: it found no TPU chip when torch was "
                 "imported, or TORCH_DEVICE_BACKEND_AUTOLOAD=0 kept it from looking. Use 'auto' to auto-detect, or 'cpu'."
             )
         return _torch_tpu(f"{setting} was asked for")
     if name == "xla":
         if not has_torch_xla():
-            raise ValueError(f"{setting} needs torch_xla, which is not installed: {install_command('tpu')}")
+            raise UserError(f"{setting} needs torch_xla, which is not installed: {install_command('tpu')}")
         chips = tpu_chips()
         pjrt_device = pjrt_device_asked_for() or ("TPU" if chips else "CPU")
         _check_pjrt_device(pjrt_device, chips)
         return _xla(pjrt_device, f"{setting} was asked for")
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(
+            raise UserError(
                 f"{setting} was asked for, but torch.cuda.is_available() is False on this machine. Use 'auto' to "
                 "auto-detect, or 'cpu'."
             )

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import DistError, TCPStore
 from torch.utils._pytree import tree_leaves
 
+from ..errors import UserError
 from .hosts import Hosts, HostsDisagree
 
 
@@ -42,7 +43,7 @@ def read_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if seconds < 2 * _INTERVAL:
-        raise ValueError(
+        raise UserError(
             f"{SILENCE_VARIABLE}={value!r} is not a number of seconds from {2 * _INTERVAL:g}. Set it to {_SILENCE:g}, or unset "
             "it."
         )
@@ -97,7 +98,7 @@ class SliceHosts(Hosts):
             # A client of its own: one that waits keeps others of its process out.
             self._watched = self._connect(address, port, is_server=False)
         except (DistError, RuntimeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"Host {index} of {count} cannot reach the first at {address}:{port} ({str(error).splitlines()[0]}). Start the "
                 f"same command on all hosts, and set {VARIABLE}=address:port to an address of the first that all can reach."
             ) from error

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..errors import UserError
 from ..hardware.topologies import Chip, find_chip
 from .base import Backend, map_tensors
 from .compile_cache import CacheUse, CompileCache, cache_root, cache_state
@@ -112,7 +113,7 @@ class TorchTPUBackend(Backend):
 
     def _meet(self) -> Ranks:
         if self._on_chip and "TORCH_TPU_SLICEBUILDER_ADDRESSES" not in os.environ:
-            raise ValueError(
+            raise UserError(
                 f"A launcher has started {os.environ['WORLD_SIZE']} processes without what torch_tpu needs to connect their chips. "
                 "Start the command once, by hf-tpu, which starts one process for each chip; or before torchrun: "
                 "eval $(python -m torch.tpu.distributed | sed 's/^/export /')"
@@ -128,7 +129,7 @@ class TorchTPUBackend(Backend):
     def use_chips(self, num_chips: int | None, setting: str) -> None:
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if num_chips not in (None, processes):
-            raise ValueError(
+            raise UserError(
                 f"{setting}={num_chips}, but with torch_tpu each process drives one chip, and here "
                 f"{'are' if processes > 1 else 'is'} {processes}. Start the command by hf-tpu, which starts a process for each "
                 f"chip, or by torchrun --nproc_per_node={num_chips}."
@@ -140,7 +141,7 @@ class TorchTPUBackend(Backend):
 
     def prepare_processes(self, count: int, setting: str) -> None:
         if not 1 <= count <= self.chips_of_host:
-            raise ValueError(
+            raise UserError(
                 f"{setting}={count}, but this machine has {self.chips_of_host} chips. Leave it out to use all of them."
             )
         if not self._on_chip:
@@ -148,13 +149,13 @@ class TorchTPUBackend(Backend):
         try:
             torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=count)
         except RuntimeError as error:
-            raise ValueError(
+            raise UserError(
                 f"{setting}={count}: torch_tpu cannot connect as many chips of this machine ({error}). Leave it out to use all of "
                 "them, or set it to 1."
             ) from error
         addresses = os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")
         if len(addresses) != count:
-            raise ValueError(
+            raise UserError(
                 f"This machine is one of several hosts ({len(addresses)} chips together), on which hf-tpu does not start processes "
                 "with torch_tpu yet. Start them by torchrun on each host, as torch_tpu's documentation says, or use torch_xla."
             )

@@ -12,6 +12,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from ..errors import UserError
 from ..hardware.topologies import Chip, find_chip
 from .base import map_tensors
 from .counters import Counters
@@ -51,7 +52,7 @@ class XLABackend(XLACompileCache):
         super().__init__(reason, pjrt_device)
         # Asked of the device: the variable may have been changed since.
         if runtime_started() and (started_with := xm.xla_device_hw(self.device)) != pjrt_device:
-            raise ValueError(
+            raise UserError(
                 f"The XLA runtime of this process was already started with PJRT_DEVICE={started_with}, but "
                 f"{pjrt_device} is asked for. Set PJRT_DEVICE={pjrt_device} before anything uses an XLA device: in the "
                 "shell, under the recipe's `env:` key, or in the notebook's first cell; then restart the process."
@@ -87,7 +88,7 @@ class XLABackend(XLACompileCache):
             with torch.inference_mode(False):
                 torch.ones((), device=device, requires_grad=True).backward()
         except RuntimeError as error:
-            raise ValueError(
+            raise UserError(
                 "A backward pass ran in this process before the XLA runtime started, and PyTorch's autograd knows only the "
                 "devices that were there then. Make the trainer that uses XLA before anything is trained on the CPU or a GPU; "
                 "in a notebook, restart the kernel first."
@@ -126,7 +127,7 @@ class XLABackend(XLACompileCache):
             xr.process_count() if runtime_started() else 1 if num_chips is None else hosts_of_slice(self._pjrt_device)
         )
         if num_chips is not None and hosts > 1:
-            raise ValueError(
+            raise UserError(
                 f"{setting}={num_chips}, but this machine is one of {hosts} hosts of a slice, whose chips train together. "
                 f"Leave {setting} out; for fewer chips, create a smaller slice."
             )
@@ -135,13 +136,13 @@ class XLABackend(XLACompileCache):
             allowed = "1" if self._host_chips == 1 else f"1...{self._host_chips}"
             on_host = self._pjrt_device == "CPU" and num_chips > self._host_chips
             more = f", or CPU_NUM_DEVICES={num_chips} for as many on the host" if on_host else ""
-            raise ValueError(
+            raise UserError(
                 f"{setting}={num_chips}, but this machine has {has}. Set {setting} to {allowed}, or leave "
                 f"it out to use all{more}."
             )
         if runtime_started():
             if num_chips not in (None, self.num_chips):
-                raise ValueError(
+                raise UserError(
                     f"{setting}={num_chips}, but the XLA runtime of this process already drives {self.num_chips}. Set it "
                     "before anything uses an XLA device, and restart the process."
                 )
@@ -214,7 +215,7 @@ class XLABackend(XLACompileCache):
         if self._mesh is None:
             return self.send(data)
         if num_rows % self.num_chips:
-            raise ValueError(
+            raise UserError(
                 f"A batch of {num_rows} rows does not divide by {self.num_chips} chips. Yield a multiple of "
                 f"{self.num_chips} rows from the data collator, or use fewer chips: num_chips=1."
             )

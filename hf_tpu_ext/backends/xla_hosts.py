@@ -11,6 +11,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
+from ..errors import UserError
 from .hosts import Hosts
 from .slice_hosts import PORT, VARIABLE, SliceHosts, read_seconds
 from .xla_sharding import gathered, is_split
@@ -37,7 +38,7 @@ def join_hosts() -> Hosts:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     # A launcher of one process is one as well: accelerate wraps the model for several.
     if processes > 1 or "LOCAL_RANK" in os.environ:
-        raise ValueError(
+        raise UserError(
             f"A launcher has started this process (WORLD_SIZE={processes}), and with torch_xla one process of a host drives all "
             f"its chips ({count} of this slice): start the command itself once on every host, without torchrun or accelerate launch."
         )
@@ -47,7 +48,7 @@ def join_hosts() -> Hosts:
     if not address:
         address = tpu.discover_master_worker_ip() if xr.device_type() == "TPU" else "localhost"
     if not (port or str(PORT)).isdecimal():
-        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r} is not address:port, as 10.0.0.2:{PORT}.")
+        raise UserError(f"{VARIABLE}={os.environ[VARIABLE]!r} is not address:port, as 10.0.0.2:{PORT}.")
     hosts = SliceHosts(index, count, address, int(port or PORT), read_seconds())
     own = [int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()]
     hosts.chips = hosts.exchange("the chips of each host", sorted(own))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import UserError
 from ..hardware.topologies import Chip
 from .hosts import Hosts
 from .program import Program
@@ -118,7 +119,7 @@ class TracingBackend(XLABackend):
 
     def use_chips(self, num_chips: int | None, setting: str) -> None:
         if num_chips not in (None, self._host_chips):
-            raise ValueError(
+            raise UserError(
                 f"{setting}={num_chips}, but programs are traced for {self._host_chips} chips. Leave it out, or name a "
                 f"topology of {num_chips}."
             )

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..backends.insight import Operation, SourceLine
 from ..backends.program import Program
+from ..errors import UserError
 from ..formatting import format_size
 from .recompile_cause import Cause, StepFacts, compare_facts, compare_operations
 from .source_lines import describe_line, own_line
@@ -58,7 +59,7 @@ class ProgramEvent:
     cause: str | None
 
 
-class TooManyRecompiles(ValueError):
+class TooManyRecompiles(UserError):
     """A run compiled programs again more often than `max_recompiles` allows."""
 
 

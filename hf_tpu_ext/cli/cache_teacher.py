@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import UserError
 from ..formatting import count, dtype_name
 from .launch import start_processes
 from .recipe import load_recipe
@@ -98,32 +99,32 @@ def run(argv: list[str]) -> int:
 def _check(script_args, training_args, model_args, dataset_args, cache_args) -> None:
     """Refuse what cannot work, before anything is loaded."""
     if model_args.model_name_or_path is None:
-        raise ValueError(
+        raise UserError(
             "model_name_or_path is missing: the student, whose tokenizer prepares the data. For example: "
             "--model_name_or_path Qwen/Qwen3-0.6B"
         )
     if script_args.dataset_name is None and not dataset_args.datasets:
-        raise ValueError("dataset_name is missing. For example: --dataset_name trl-lib/Capybara")
+        raise UserError("dataset_name is missing. For example: --dataset_name trl-lib/Capybara")
     if training_args.kd_teacher is None:
-        raise ValueError("kd_teacher is missing: the model to learn from. For example: --kd_teacher Qwen/Qwen3-4B")
+        raise UserError("kd_teacher is missing: the model to learn from. For example: --kd_teacher Qwen/Qwen3-4B")
     if training_args.kd_cache is None:
-        raise ValueError("kd_cache is missing: where the cache goes. For example: --kd_cache caches/qwen3-4b")
+        raise UserError("kd_cache is missing: where the cache goes. For example: --kd_cache caches/qwen3-4b")
     for name in ("packing", "eval_packing"):
         if vars(training_args)[name]:
-            raise ValueError(
+            raise UserError(
                 f"{name}=True joins sequences to rows, and a teacher's cache is looked up by the sequence. Set "
                 f"{name}=False in the recipe; length_buckets keeps the padding low."
             )
     if script_args.dataset_streaming:
-        raise ValueError(
+        raise UserError(
             "dataset_streaming=True: the sequences of a streaming dataset are not known beforehand. Set "
             "dataset_streaming=False."
         )
     for temperature in cache_args.temperatures or []:
         if not 0 < temperature < math.inf:
-            raise ValueError(f"--temperatures {temperature} is not above 0. For example: --temperatures 1 2")
+            raise UserError(f"--temperatures {temperature} is not above 0. For example: --temperatures 1 2")
     if cache_args.batch_size is not None and cache_args.batch_size < 1:
-        raise ValueError(f"--batch_size {cache_args.batch_size} is not a number of rows. Give 1 or more.")
+        raise UserError(f"--batch_size {cache_args.batch_size} is not a number of rows. Give 1 or more.")
 
 
 def _load(kd_teacher, training_args, model_args, compute_dtype):
@@ -163,7 +164,7 @@ def _load_splits(script_args, training_args, dataset_args):
         splits.append(script_args.dataset_test_split)
     for split in splits:
         if split not in dataset:
-            raise ValueError(
+            raise UserError(
                 f"The dataset has no split {split!r}, but {', '.join(map(repr, dataset))}. Name its splits with "
                 "dataset_train_split and dataset_test_split, or leave out eval_strategy."
             )
@@ -182,7 +183,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     vocab_size, weights = model.get_output_embeddings().weight.shape[0], weights_hash(model)
     top_k = min(DEFAULT_TOP_K, vocab_size) if training_args.kd_top_k is None else training_args.kd_top_k
     if top_k > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"kd_top_k={top_k}, but the teacher's vocabulary has {vocab_size} tokens. Set 1...{vocab_size}."
         )
     temperatures = cache_args.temperatures or [1.0, training_args.kd_temperature]
@@ -198,15 +199,15 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
         model, training_args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=processor
     )
     if model.get_output_embeddings().weight.shape[0] != vocab_size:
-        raise ValueError(
+        raise UserError(
             f"chat_template_path={training_args.chat_template_path!r} changes the vocabulary, which the teacher's weights "
             "are not made for. Save that model's chat template as a .jinja file and give its path."
         )
     sequences = Sequences(dataset for dataset in (trainer.train_dataset, trainer.eval_dataset) if dataset is not None)
     if not sequences.keys:
-        raise ValueError("No row of the data has a label within max_length. Set a greater max_length.")
+        raise UserError("No row of the data has a label within max_length. Set a greater max_length.")
     if sequences.largest_id >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"The data hold the token id {sequences.largest_id}, but the teacher's vocabulary has {vocab_size} tokens. "
             "Choose a teacher of the student's family."
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..atomic_write import write_atomically
+from ..errors import UserError
 
 
 DESCRIPTION = """\
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from ..doctor.smoke import SmokeTest
 
     if args.json is not None and (not args.json.parent.is_dir() or args.json.is_dir()):
-        raise ValueError(f"--json {args.json}: this cannot be a file. Give one in a directory that is there.")
+        raise UserError(f"--json {args.json}: this cannot be a file. Give one in a directory that is there.")
     checks = []
 
     def show(found: Iterable) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ..errors import UserError
 from ..formatting import format_bytes
 
 
@@ -115,12 +116,12 @@ def _write_gguf(args: argparse.Namespace) -> int:
     from ..export.quantized import choose_quantization
 
     if args.quantize is None:
-        raise ValueError("--gguf rounds the weights in a GGUF file. Add --quantize.")
+        raise UserError("--gguf rounds the weights in a GGUF file. Add --quantize.")
     for name in ("merge", "ema", "dtype", "output_dir", "base_model", "prompts"):
         if vars(args)[name]:
-            raise ValueError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")
+            raise UserError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")
     if not args.gguf.is_file():
-        raise ValueError(
+        raise UserError(
             f"--gguf {args.gguf}: there is no such file. Make it of the merged model by llama.cpp: hf-tpu export {args.run_dir} "
             f"--merge --dtype float32; python convert_hf_to_gguf.py {args.run_dir}/merged --outtype f32 --outfile {args.gguf}"
         )

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..atomic_write import write_atomically
+from ..errors import UserError
 from .trl_scripts import SCRIPTS
 
 
@@ -59,7 +60,7 @@ def write_recipe(args: argparse.Namespace) -> int:
     source = RECIPES / f"{name}.yaml"
     if not source.is_file():
         known = ", ".join(recipe.stem for recipe in sorted(RECIPES.glob("*.yaml")))
-        raise ValueError(
+        raise UserError(
             f"{args.name!r} is no command and no recipe. Commands: {', '.join(by_command())}. Recipes: {known}."
         )
     text = source.read_text(encoding="utf-8")
@@ -67,7 +68,7 @@ def write_recipe(args: argparse.Namespace) -> int:
     for path in sources:
         target = DIRECTORY / path.name
         if target.exists() and target.read_bytes() != path.read_bytes():
-            raise ValueError(f"{target} exists, and is kept. Rename it, or start in another directory.")
+            raise UserError(f"{target} exists, and is kept. Rename it, or start in another directory.")
     DIRECTORY.mkdir(exist_ok=True)
     for path in sources:
         write_atomically(DIRECTORY / path.name, path.read_bytes())

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from ..errors import UserError
 from ..importing import without_garbage_collection
 from .recipe import Recipe
 from .recipe_parser import RecipeParser
@@ -67,7 +68,7 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
     launcher.error = _refuse
     args = launcher.parse_args([*resolve_accelerate_config_argument(words), *own_command])
     if args.tpu:
-        raise ValueError("--tpu: this run is not on a TPU. Leave it out: a TPU is used where there is one.")
+        raise UserError("--tpu: this run is not on a TPU. Leave it out: a TPU is used where there is one.")
     args.no_python = True
     stays_here = False
 
@@ -92,7 +93,7 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
 
 
 def _refuse(message: str) -> None:
-    raise ValueError(f"options of `accelerate launch`: {message}")
+    raise UserError(f"options of `accelerate launch`: {message}")
 
 
 def _become(args, recipe: Recipe) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ..errors import UserError
 from ..examples.jsonl import write_splits
 from ..installing import install_command
 from .commands import COMMANDS, take_command
@@ -62,7 +63,7 @@ class _OptionParser(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
 
     def error(self, message):
-        raise ValueError(f"command line: {message}")
+        raise UserError(f"command line: {message}")
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -78,15 +79,15 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, rest = parser.parse_known_args(argv)
     for length in options.seq_lengths or ():
         if length < 1:
-            raise ValueError(
+            raise UserError(
                 f"--seq-lengths {length}: a row has at least one token, for example --seq-lengths 512 1024"
             )
     if options.json is not None and not options.json.parent.is_dir():
-        raise ValueError(f"--json {options.json}: there is no directory {options.json.parent}. Make it first.")
+        raise UserError(f"--json {options.json}: there is no directory {options.json.parent}. Make it first.")
     if options.jobs is not None and options.jobs < 1:
-        raise ValueError(f"--jobs {options.jobs}: at least one graph is compiled at once, for example --jobs 2")
+        raise UserError(f"--jobs {options.jobs}: at least one graph is compiled at once, for example --jobs 2")
     if options.hlo is not None and not options.hlo.is_dir():
-        raise ValueError(f"--hlo {options.hlo}: there is no such directory. Make it first.")
+        raise UserError(f"--hlo {options.hlo}: there is no such directory. Make it first.")
     return options, rest
 
 
@@ -119,7 +120,7 @@ def run(argv: list[str]) -> int:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe:
-            raise ValueError(
+            raise UserError(
                 "Graphs depend on batch shapes, and the recipe names no dataset. Give sequence lengths instead: "
                 "--seq-lengths 1024"
             )
@@ -131,7 +132,7 @@ def run(argv: list[str]) -> int:
                     lambda adapt: COMMANDS[command].train(changed, COMMANDS[command].parser(title, DESCRIPTION), adapt)
                 )
             except OSError as error:
-                raise ValueError(
+                raise UserError(
                     f"{error}\nA plan needs the model's configuration and tokenizer. The data can be left out: "
                     f"--seq-lengths 1024"
                 ) from error
@@ -189,6 +190,6 @@ def _prompt_of(recipe: Recipe, length: int) -> str:
     from transformers import AutoTokenizer
 
     if "model_name_or_path" not in recipe:
-        raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
+        raise UserError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
     tokenizer = AutoTokenizer.from_pretrained(recipe.get("model_name_or_path"))
     return tokenizer.decode(tokenizer(" a" * length)["input_ids"][:length])

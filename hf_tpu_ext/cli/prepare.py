@@ -4,6 +4,8 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from ..errors import UserError
+
 
 TINY = """\
 Create a model of two layers and synthetic data for it, in seconds and without the network. Under the output directory:
@@ -62,7 +64,7 @@ def _check_is_own(output_dir: Path, names: set[str]) -> None:
     """Refuse a directory with anything else in it: `model` and `data` there are somebody's own."""
     others = sorted({path.name for path in output_dir.iterdir()} - names) if output_dir.is_dir() else []
     if others:
-        raise ValueError(
+        raise UserError(
             f"--output_dir {output_dir} holds other files ({', '.join(others[:3])}{', ...' * (len(others) > 3)}), and model, data "
             f"and others in it would be replaced. Give a directory of its own: --output_dir {output_dir / 'tiny'}"
         )

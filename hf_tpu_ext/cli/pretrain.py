@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+from ..errors import UserError
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
 from .recipe_parser import RecipeParser
@@ -87,9 +88,9 @@ def train(recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], 
 
     script_args, training_args, args = parser.parse(recipe)
     if script_args.dataset_name is None:
-        raise ValueError("dataset_name is missing. For example: --dataset_name roneneldan/TinyStories")
+        raise UserError("dataset_name is missing. For example: --dataset_name roneneldan/TinyStories")
     if training_args.max_length is None:
-        raise ValueError("max_length is missing: the number of tokens in a row. For example: --max_length 512")
+        raise UserError("max_length is missing: the number of tokens in a row. For example: --max_length 512")
     if adapt_trainer is None:
         check_recipe(training_args)
 
@@ -101,7 +102,7 @@ def train(recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], 
         )
         dataset = token_rows(dataset, tokenizer, args.dataset_text_field, training_args.max_length)
         if isinstance(dataset, Dataset) and not len(dataset):
-            raise ValueError(
+            raise UserError(
                 f"Split {split!r} of {script_args.dataset_name} holds less text than one row of "
                 f"max_length={training_args.max_length} tokens. Give a smaller max_length or more text."
             )

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from ..errors import UserError
+
 
 #: Where `--smoke` looks for a model and data, and what `hf-tpu prepare tiny` is told to write.
 SMOKE_DIR = ".cache/tiny"
@@ -95,7 +97,7 @@ class Recipe:
         directory = Path(self.smoke)
         for needed in ("model", data):
             if not (directory / needed).is_dir():
-                raise ValueError(
+                raise UserError(
                     f"--smoke: {directory} holds no {needed}. Make it: hf-tpu prepare tiny --output_dir {directory}"
                 )
         for key in _OF_THE_REAL_RUN:
@@ -145,7 +147,7 @@ def read_recipe(argv: list[str]) -> Recipe:
     file, repeated = ({}, {}) if path is None else _read_yaml(path)
     env = file.pop("env", {})
     if not isinstance(env, dict):
-        raise ValueError(f"{path}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
+        raise UserError(f"{path}: env is {env!r}, expected a mapping such as `env: {{PJRT_DEVICE: CPU}}`.")
     _flatten_qat(file, path)
     env = {str(name): str(value) for name, value in env.items()}
     return Recipe(path, file, command_line, env, smoke, list(argv), repeated)
@@ -159,7 +161,7 @@ def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
     recipe = read_recipe(argv)
     for key, lines in recipe.repeated.items():
         where = " and ".join(map(str, lines))
-        raise ValueError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Leave one of them.")
+        raise UserError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Leave one of them.")
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)
@@ -191,12 +193,12 @@ def _taken(command_line: dict[str, Any], key: str, alone: str | None) -> str | N
     if isinstance(value, list):
         _refuse_word(value[1])
     if value is None:
-        raise ValueError(f"command line: --{key} has no value, expected a path: --{key} PATH")
+        raise UserError(f"command line: --{key} has no value, expected a path: --{key} PATH")
     return value
 
 
 def _refuse_word(word: str) -> None:
-    raise ValueError(f"command line: unexpected {word!r}. A recipe is given as: --config {word}")
+    raise UserError(f"command line: unexpected {word!r}. A recipe is given as: --config {word}")
 
 
 def _flatten_qat(values: dict[str, Any], path: str | None) -> None:
@@ -205,12 +207,12 @@ def _flatten_qat(values: dict[str, Any], path: str | None) -> None:
         return
     qat = values.pop("qat")
     if not isinstance(qat, dict):
-        raise ValueError(
+        raise UserError(
             f"{path}: qat is {qat!r}, expected a mapping such as `qat: {{weight_dtype: int4, group_size: 32}}`."
         )
     for key, value in qat.items():
         if f"qat_{key}" in values:
-            raise ValueError(f"{path}: {key!r} under qat and qat_{key} are the same key. Leave one of them.")
+            raise UserError(f"{path}: {key!r} under qat and qat_{key} are the same key. Leave one of them.")
         values[f"qat_{key}"] = value
 
 
@@ -242,13 +244,13 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
             loader = _Loader(file)
             values = loader.get_single_data()
     except FileNotFoundError:
-        raise ValueError(f"--config {path}: there is no such file.") from None
+        raise UserError(f"--config {path}: there is no such file.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} cannot be read as YAML: {error}") from error
+        raise UserError(f"--config {path} cannot be read as YAML: {error}") from error
     if values is None:
-        raise ValueError(f"--config {path}: the file is empty. A first line: `model_name_or_path: Qwen/Qwen3-0.6B`.")
+        raise UserError(f"--config {path}: the file is empty. A first line: `model_name_or_path: Qwen/Qwen3-0.6B`.")
     if not isinstance(values, dict):
-        raise ValueError(f"--config {path}: expected `key: value` lines, found a {type(values).__name__}.")
+        raise UserError(f"--config {path}: expected `key: value` lines, found a {type(values).__name__}.")
     for key, value in values.items():
         if isinstance(value, bool):
             values[key] = loader.texts[key]

@@ -10,6 +10,7 @@ from typing import Any
 
 from trl import TrlParser
 
+from ..errors import UserError
 from .recipe import NO, SMOKE_DIR, YES, Recipe
 
 
@@ -54,7 +55,7 @@ class RecipeParser(TrlParser):
 
     def error(self, message):
         # Of a key that is required. All others are read before argparse sees them.
-        raise ValueError(message)
+        raise UserError(message)
 
     def parse(self, recipe: Recipe) -> tuple[Any, ...]:
         """
@@ -78,7 +79,7 @@ class RecipeParser(TrlParser):
         try:
             parsed = self.parse_args_into_dataclasses([], look_for_args_file=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(str(error)) from error
+            raise UserError(str(error)) from error
         for arguments in parsed:
             # The field is a string, but the trainer tells `True` (the latest checkpoint) from a path by its type.
             if "resume_from_checkpoint" in vars(arguments):
@@ -110,7 +111,7 @@ class RecipeParser(TrlParser):
                 hint = f"Did you mean {close[0]!r}?" if close else f"`{self.prog} --help` lists the keys."
                 where = f"in {recipe.path}" if values is recipe.file else "on the command line"
                 lines.append(f"unknown key {key!r} {where}. {hint}")
-            raise ValueError("\n".join(lines))
+            raise UserError("\n".join(lines))
         return {key: recipe.get(key) for _, key in rest}
 
     def launcher_words(self, recipe: Recipe) -> list[str]:
@@ -130,7 +131,7 @@ class RecipeParser(TrlParser):
                 expected = f"one of {', '.join(map(str, action.choices))}"
             else:
                 expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise ValueError(f"{recipe.where(key)}: {key} is {value!r}, expected {expected}.") from None
+            raise UserError(f"{recipe.where(key)}: {key} is {value!r}, expected {expected}.") from None
         return converted
 
 
@@ -153,11 +154,11 @@ def _launcher_option(key: str, action: argparse.Action | None, recipe: Recipe) -
     written = _boolean(value)
     if action is not None and action.nargs == 0:
         if not isinstance(written, bool):
-            raise ValueError(f"{recipe.where(key)}: {key} is {value!r}, expected true or false.")
+            raise UserError(f"{recipe.where(key)}: {key} is {value!r}, expected true or false.")
         return [option] if written else []
     if value is True or isinstance(value, (dict, list)) or value is None:
         found = "has no value" if value in (True, None) else f"is {value!r}"
-        raise ValueError(f"{recipe.where(key)}: {key} {found}, expected one value: {key}: VALUE, or --{key} VALUE.")
+        raise UserError(f"{recipe.where(key)}: {key} {found}, expected one value: {key}: VALUE, or --{key} VALUE.")
     if key in recipe.command_line or (action is not None and action.choices is not None):
         return [option, str(value)]
     return [option, str(written)]

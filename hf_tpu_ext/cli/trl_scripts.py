@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import UserError
 from ..importing import without_garbage_collection
 from .autoload import TRAINERS
 from .launch import start_processes
@@ -140,16 +141,16 @@ class TRLScript:
         arguments = parser.parse(recipe)
         script_args, training_args, model_args, dataset_args = arguments
         if model_args.model_name_or_path is None:
-            raise ValueError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
+            raise UserError("model_name_or_path is missing. For example: --model_name_or_path Qwen/Qwen3-0.6B")
         if script_args.dataset_name is None and not dataset_args.datasets:
-            raise ValueError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
+            raise UserError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
         if self.rewards and not (script_args.reward_funcs or script_args.reward_model_name_or_path):
-            raise ValueError(
+            raise UserError(
                 "reward_funcs is missing: what completions are rewarded for. For example: --reward_funcs accuracy_reward, or a "
                 "function of yours, my_rewards.is_short; or --reward_model_name_or_path."
             )
         if self.trains_head and model_args.use_peft and model_args.lora_task_type != "SEQ_CLS":
-            raise ValueError(
+            raise UserError(
                 f"lora_task_type={model_args.lora_task_type!r} is for models that generate text. An adapter of a reward "
                 "model, which keeps its head, needs lora_task_type: SEQ_CLS."
             )
@@ -165,7 +166,7 @@ class TRLScript:
             splits = (script_args.dataset_train_split, script_args.dataset_test_split)
             if error.args[0] not in splits:
                 raise
-            raise ValueError(
+            raise UserError(
                 f"The dataset has no split {error.args[0]!r}. Name its splits with dataset_train_split and "
                 f"dataset_test_split (given: {splits[0]!r} and {splits[1]!r}), or leave out eval_strategy."
             ) from error

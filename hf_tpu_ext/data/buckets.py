@@ -6,6 +6,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+
 
 def round_up_length(length: int, max_length: int) -> int:
     """
@@ -68,7 +70,7 @@ def percentile_buckets(lengths: Iterable[int], num_buckets: int, max_length: int
         `ValueError`: If `num_buckets` is less than 1.
     """
     if num_buckets < 1:
-        raise ValueError(
+        raise UserError(
             f"`length_buckets={num_buckets}` is not a number of buckets. Set `length_buckets` to 1 or more (4 is a good "
             f"start), to a list of lengths, or leave it out to pad every batch to `max_length`."
         )
@@ -94,12 +96,12 @@ def validate_buckets(buckets: Sequence[int], max_length: int) -> list[int]:
     """Checks bucket lengths that were given by hand; the distinct ones, ascending."""
     example = f"for example `length_buckets={[-(-max_length // 4), -(-max_length // 2), max_length]}`"
     if not buckets:
-        raise ValueError(f"`length_buckets` is empty. Give at least one length, {example}.")
+        raise UserError(f"`length_buckets` is empty. Give at least one length, {example}.")
     for bucket in buckets:
         if not isinstance(bucket, Integral) or bucket <= 0:
-            raise ValueError(f"`length_buckets` holds {bucket!r}, but lengths are positive integers, {example}.")
+            raise UserError(f"`length_buckets` holds {bucket!r}, but lengths are positive integers, {example}.")
         if bucket > max_length:
-            raise ValueError(
+            raise UserError(
                 f"`length_buckets` holds a bucket longer than `max_length`: {bucket} > {max_length}. Rows are truncated "
                 f"to `max_length`, so remove the bucket or set `max_length={max(buckets)}`."
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UserError
 from .static_shapes import CollatedBatch
 
 
@@ -62,7 +63,7 @@ class PackedCollator:
         for row, example in enumerate(examples):
             length = len(example["input_ids"])
             if length > self.max_length:
-                raise ValueError(
+                raise UserError(
                     f"A packed row of {length} tokens is longer than {self.max_length}. Pack to the length that is "
                     f"trained: set `max_length={length}`, or pack again with `seq_length={self.max_length}`."
                 )

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+
 
 PAD_VALUES: dict[str, int] = {
     "labels": -100,
@@ -152,7 +154,7 @@ class StaticShapeCollator:
             return length
         target = next((declared for declared in self.lengths if declared >= length), None)
         if target is None:
-            raise ValueError(
+            raise UserError(
                 f"A batch of {length} tokens is longer than the greatest declared length {self.lengths[-1]}. Truncate "
                 f"the examples (`max_length={self.lengths[-1]}`), or declare the length of the longest one, of which {length} may not be the last: "
                 f"{_setting(f'max_length={length}', self.config_name)}, or several lengths: "
@@ -261,7 +263,7 @@ class ShapeGuard:
         if shapes in self._seen:
             return
         if len(self._seen) == self.limit:
-            raise ValueError(self._describe(dict(shapes)))
+            raise UserError(self._describe(dict(shapes)))
         self._seen[shapes] = None
 
     def _describe(self, new: dict[str, torch.Size]) -> str:

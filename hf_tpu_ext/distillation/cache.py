@@ -10,6 +10,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..errors import UserError
 from .cache_format import (
     LOW_COVERAGE,
     MAKE,
@@ -48,7 +49,7 @@ class TeacherCache:
         shards = self.manifest.shards
         for shard in tqdm(shards, "checking the teacher's cache", disable=not verify or len(shards) < 8, leave=False):
             if (problem := find_damage(self.directory, shard, verify)) is not None:
-                raise ValueError(
+                raise UserError(
                     f"{self.directory / shard.file} {problem}. Rebuild it with the command that built the cache: "
                     f"{MAKE} {self.directory} (complete files are kept)."
                 )
@@ -93,7 +94,7 @@ class TeacherCache:
         """
         place = self._places.get(sequence_key(input_ids))
         if place is None:
-            raise ValueError(
+            raise UserError(
                 f"A sequence of {len(input_ids)} tokens that begins with {list(input_ids[:8])} is not in the teacher's cache "
                 f"{self.directory}. It was built from other data: build one from this recipe with {MAKE} DIR."
             )
@@ -123,7 +124,7 @@ class TeacherCache:
     def check_dataset(self, dataset: Dataset, name: str) -> None:
         """Raise a `ValueError` if rows of a prepared dataset, called `name` in it, are not in the cache."""
         if absent := self._absent(dataset):
-            raise ValueError(
+            raise UserError(
                 f"{len(absent)} of {len(dataset)} sequences of {name} are not in the teacher's cache {self.directory}, "
                 f"first row {absent[0]}. It was built from other data: build one from this recipe with {MAKE} DIR."
             )
@@ -155,35 +156,35 @@ class TeacherCache:
         manifest, here = self.manifest, f"the teacher's cache {self.directory}"
         remake = f"build another cache from this recipe: {MAKE} DIR"
         if temperature <= 0:
-            raise ValueError(f"kd_temperature={temperature} is not above 0. Set one of {list(manifest.temperatures)}.")
+            raise UserError(f"kd_temperature={temperature} is not above 0. Set one of {list(manifest.temperatures)}.")
         if temperature not in manifest.temperatures:
-            raise ValueError(
+            raise UserError(
                 f"kd_temperature={temperature} is not among the temperatures of {here}. Set one of "
                 f"{list(manifest.temperatures)}, or {remake} --temperatures "
                 f"{' '.join(map(str, sorted({*manifest.temperatures, temperature})))}."
             )
         if top_k is not None and not 1 <= top_k <= manifest.top_k:
-            raise ValueError(
+            raise UserError(
                 f"kd_top_k={top_k}, but {here} holds {manifest.top_k} tokens of each position. Set kd_top_k to "
                 f"1...{manifest.top_k}, or {remake} --kd_top_k {top_k}."
             )
         if tokenizer_hash(tokenizer) != manifest.tokenizer_hash:
-            raise ValueError(
+            raise UserError(
                 f"The tokenizer has another vocabulary than the one that {here} was built with, so its token ids mean "
                 f"other tokens. Use the tokenizer of {manifest.teacher!r}, or {remake}."
             )
         if chat_template_hash(tokenizer) != manifest.chat_template_hash:
-            raise ValueError(
+            raise UserError(
                 f"The chat template is not the one that {here} was built with. Set chat_template_path to that one, or "
                 f"{remake}."
             )
         if max_length != manifest.max_length:
-            raise ValueError(
+            raise UserError(
                 f"max_length={max_length}, but {here} was built with max_length={manifest.max_length}: rows are truncated at other "
                 f"places. Set max_length={manifest.max_length}, or {remake}."
             )
         if manifest.largest_id >= vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{here[0].upper()}{here[1:]} holds the token id {manifest.largest_id}, but the student's vocabulary has "
                 f"{vocab_size} tokens. Use a teacher with the student's vocabulary."
             )

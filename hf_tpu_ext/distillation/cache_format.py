@@ -12,6 +12,7 @@ import pyarrow as pa
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..errors import UserError
 from .compact import compact_bytes_per_token
 
 
@@ -194,11 +195,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if content.pop("format", None) == FORMAT:
         return content
     if is_of_a_cache(path):
-        raise ValueError(
+        raise UserError(
             f"{path} was not written by this version (expected format {FORMAT!r}). Give another directory, or rebuild "
             f"the cache: {MAKE} {path.parent} --overwrite."
         )
-    raise ValueError(
+    raise UserError(
         f"{path} is not a file of a teacher's cache (expected format {FORMAT!r}), and is left as it is. Give another directory, or "
         "move the file away."
     )
@@ -239,10 +240,10 @@ def read_manifest(directory: Path) -> CacheManifest:
         progress = read_json(directory / PROGRESS)
         if progress is not None:
             done = sum(shard["sequences"] for shard in progress["shards"])
-            raise ValueError(
+            raise UserError(
                 f"The teacher's cache {directory} is not complete: {done} of {progress['settings']['sequences']} sequences "
                 f"are there. Finish it with the command that started it: {MAKE} {directory}."
             )
-        raise ValueError(f"kd_cache={str(directory)!r} holds no teacher's cache. Build it: {MAKE} {directory}.")
+        raise UserError(f"kd_cache={str(directory)!r} holds no teacher's cache. Build it: {MAKE} {directory}.")
     content = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
     return CacheManifest(**{**content, "shards": read_shards(content)})

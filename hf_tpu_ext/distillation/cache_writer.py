@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from ..atomic_write import write_atomically
 from ..backends.ranks import Ranks
+from ..errors import UserError
 from ..formatting import format_bytes
 from .cache_format import (
     FORMAT,
@@ -117,7 +118,7 @@ class CacheWriter:
         kept = {shard.file for shard in self._shards.values()}
         for name in names_of_shards(len(self._keys), self._per_shard):
             if name not in announced and (self.directory / name).exists():
-                raise ValueError(
+                raise UserError(
                     f"{self.directory / name} is not of a teacher's cache that was begun in this directory, and is left as it is. Give "
                     "another directory (--output_dir DIR), or move the file away."
                 )
@@ -193,13 +194,13 @@ class CacheWriter:
         """Refuse what no teacher can mean, before it is kept for many runs."""
         if not np.isfinite(values).all():
             position = np.flatnonzero(~np.isfinite(values).all(axis=1))[0]
-            raise ValueError(
+            raise UserError(
                 f"The teacher's log-probs at position {position} of sequence {number} are not numbers. Try bf16=false in the recipe, or "
                 "another teacher."
             )
         if ids.min() < 0 or ids.max() >= self.settings.vocab_size:
             wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(
+            raise UserError(
                 f"The teacher gives the token id {wrong} in sequence {number}, and its vocabulary has {self.settings.vocab_size} "
                 "tokens. Use a teacher whose output embeddings are as many as its config says."
             )
@@ -216,7 +217,7 @@ class CacheWriter:
             shards = [self._shards[number] for number in sorted(self._shards)]
             for shard in shards:
                 if (damage := find_damage(self.directory, shard, verify=False)) is not None:
-                    raise ValueError(
+                    raise UserError(
                         f"{self.directory / shard.file} {damage}. Give a directory that all processes write to (--output_dir DIR)."
                     )
             size, tokens = sum(shard.bytes for shard in shards), self.settings.tokens
@@ -277,7 +278,7 @@ class CacheWriter:
             if before[name] != now[name]
         ]
         if other:
-            raise ValueError(
+            raise UserError(
                 f"{self.directory} holds a teacher's cache that was built with other settings: {'; '.join(other)}. Give another "
                 "directory (--output_dir DIR), or start over and discard it (--overwrite)."
             )
@@ -304,7 +305,7 @@ class CacheWriter:
 
     def _check_room(self, freed: int) -> None:
         if self.bytes_to_write > shutil.disk_usage(self.directory).free + freed:
-            raise ValueError(self._no_room("Not enough disk space"))
+            raise UserError(self._no_room("Not enough disk space"))
 
     @contextmanager
     def _need_room(self) -> Iterator[None]:
@@ -314,7 +315,7 @@ class CacheWriter:
             if error.errno not in _NO_ROOM:
                 raise
             told = f"Writing failed ({error.strerror}); what is done is kept, and the same command continues"
-            raise ValueError(self._no_room(told)) from error
+            raise UserError(self._no_room(told)) from error
 
     def _no_room(self, what: str) -> str:
         compact = dataclasses.replace(self.settings, compact=True).token_bytes

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import UserError
+
 
 # What [`TeacherRows`] has for the logarithm of 0, and the step that stands for it.
 _NEVER, _NEVER_STEP = np.float32(np.finfo(np.float16).min), 255
@@ -50,7 +52,7 @@ class CompactTokens(NamedTuple):
         values = np.where(never, largest, values)
         spans = (largest - values.min(axis=1, keepdims=True)).astype(np.float16)
         if spans.max() > _WIDEST:
-            raise ValueError(
+            raise UserError(
                 f"The teacher's log-probs of one position lie {spans.max():.0f} apart, and the compact form would keep them in 255 "
                 "steps: too far from each other to be of use. Leave out --compact."
             )

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from ..backends.base import Backend
+from ..errors import UserError
 from ..sharding.plan import place_model
 from ..step.looped_head import head_computed_by
 from .fused_head import Head
@@ -50,7 +51,7 @@ def check_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokeni
     other = [token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token)]
     other = [token for token in other if min(theirs.get(token, math.inf), ours.get(token, math.inf)) <= shared]
     if other:
-        raise ValueError(
+        raise UserError(
             f"kd_teacher={name!r} has another vocabulary than the student: {len(other)} tokens have other ids, for example "
             f"{min(other)!r}. Choose a teacher with the student's tokenizer."
         )

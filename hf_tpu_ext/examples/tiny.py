@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from ..errors import UserError
 from .jsonl import write_splits
 
 
@@ -79,9 +80,7 @@ def make_model(output_dir: str | Path, model_type: str = "qwen3", seed: int = 0,
     family's configuration, for instance `num_hidden_layers=4` or `tie_word_embeddings=True`.
     """
     if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type={model_type!r} is not a tiny model family. Choose one of: {', '.join(FAMILIES)}."
-        )
+        raise UserError(f"model_type={model_type!r} is not a tiny model family. Choose one of: {', '.join(FAMILIES)}.")
     tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(output_dir))
     tokens = {
         "vocab_size": len(tokenizer),

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..atomic_write import move_into_place, remove_temporary
+from ..errors import SaveError, UserError
 from ..formatting import format_bytes
 
 
@@ -27,29 +28,29 @@ def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None
     target = output_dir.resolve()
     for source in sources:
         if target in (source.resolve(), *source.resolve().parents):
-            raise ValueError(
+            raise UserError(
                 f"--output_dir {output_dir} holds {source}, which is exported. Give a directory of its own: --output_dir "
                 f"{source / 'merged'}"
             )
     if not os.path.lexists(output_dir):
         return
     if not output_dir.is_dir() or output_dir.is_symlink():
-        raise ValueError(f"--output_dir {output_dir} is not a directory. Give another one.")
+        raise UserError(f"--output_dir {output_dir} is not a directory. Give another one.")
     if not any(output_dir.iterdir()):
         return
     if not (output_dir / REPORT_FILE).is_file():
-        raise ValueError(
+        raise UserError(
             f"--output_dir {output_dir} holds files that are no export (it has no {REPORT_FILE}), which are left alone. "
             "Give another directory."
         )
     foreign = _not_of_export(output_dir)
     if foreign:
-        raise ValueError(
+        raise UserError(
             f"--output_dir {output_dir} holds an export and files that it did not write: {foreign}. Move them away, or give "
             "another directory."
         )
     if not overwrite:
-        raise ValueError(
+        raise UserError(
             f"--output_dir {output_dir} holds an export already. Add --overwrite, or give another directory."
         )
 
@@ -70,7 +71,7 @@ def check_room(output_dir: Path, size: int) -> None:
     place = next(parent for parent in output_dir.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < size + _ROOM_TO_SPARE:
-        raise ValueError(
+        raise UserError(
             f"The weights take {format_bytes(size)}, and {place} has {format_bytes(free)} left. Make room there, give "
             "--output_dir on another disk, or a smaller --dtype (bfloat16)."
         )
@@ -94,7 +95,7 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
         move_into_place(written, output_dir)
     except SafetensorError as error:
         # What safetensors makes of a full disk.
-        raise OSError(f"{output_dir} cannot be written: {error}. Nothing of it was kept.") from error
+        raise SaveError(f"{output_dir} cannot be written: {error}. Nothing of it was kept.") from error
     finally:
         # The disk may be gone altogether.
         with suppress(OSError):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..errors import UserError
 from ..quantization.rounding import Rounding
 from ..quantization.trained_for import TrainedFor
 
@@ -54,18 +55,18 @@ def write_gguf(source: str | Path, trained_for: TrainedFor, overwrite: bool = Fa
         `ValueError`: The file or the settings are not such; nothing was written.
     """
     if find_spec("gguf") is None:
-        raise ValueError("--gguf reads and writes GGUF files by a package that is not installed: pip install gguf")
+        raise UserError("--gguf reads and writes GGUF files by a package that is not installed: pip install gguf")
     source = Path(source)
     rounding = trained_for.rounding()
     if rounding.bits not in _TYPES or rounding.group_size != _BLOCK or rounding.activations:
-        raise ValueError(
+        raise UserError(
             f"llama.cpp has no type of {trained_for.describe()}. It has such of int4 and int8, in groups of {_BLOCK}, with "
             "activations that are not rounded in training. Leave out --gguf."
         )
     name = _TYPES[rounding.bits]
     path = source.with_name(f"{source.stem}.{name}.gguf")
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} is there already. Add --overwrite to replace it, or move it away.")
+        raise UserError(f"{path} is there already. Add --overwrite to replace it, or move it away.")
     # PyTorch is there by now, and gguf takes a while.
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, Keys, LlamaFileType, quants
     from gguf.constants import GGML_QUANT_VERSION, GGUFValueType
@@ -77,7 +78,7 @@ def write_gguf(source: str | Path, trained_for: TrainedFor, overwrite: bool = Fa
     wrong = [tensor for tensor in chosen if tensor.tensor_type != GGMLQuantizationType.F32]
     if wrong or not chosen:
         found = f"{wrong[0].name} in {wrong[0].tensor_type.name}" if wrong else "no matrices of layers"
-        raise ValueError(
+        raise UserError(
             f"--gguf {source} has {found}. Other integers than those of the training would come out: make it in float32, "
             "convert_hf_to_gguf.py --outtype f32"
         )

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from .. import __version__
 from ..backends import select_backend
+from ..errors import UserError
 from ..formatting import dtype_name
 from ..quantization.trained_for import TrainedFor
 from .files import REPORT_FILE, check_output, check_room, whole_directory
@@ -178,13 +179,13 @@ def export_run(
     config = source.read_config()
     if dtype is None:
         if not merge and not ema and quantization is None:
-            raise ValueError("Give the dtype to convert to: --dtype bfloat16 (float32 and float16 are the others).")
+            raise UserError("Give the dtype to convert to: --dtype bfloat16 (float32 and float16 are the others).")
         dtype = dtype_name(config.dtype or torch.float32)
     if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype}: weights are written in {', '.join(DTYPES)}. Give one of these.")
+        raise UserError(f"--dtype {dtype}: weights are written in {', '.join(DTYPES)}. Give one of these.")
     auto_class = source.auto_class(config)
     if quantization is not None and auto_class is AutoModelForSequenceClassification:
-        raise ValueError("--quantize rounds causal language models, and this is a reward model. Leave it out.")
+        raise UserError("--quantize rounds causal language models, and this is a reward model. Leave it out.")
     with torch.device("meta"):
         size = auto_class.from_config(config).num_parameters() * DTYPES[dtype].itemsize
     check_room(output_dir, size)

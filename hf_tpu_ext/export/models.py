@@ -29,6 +29,7 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
 from transformers.utils import CONFIG_NAME, logging
 
+from ..errors import UserError
 from ..trainers.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
 from ..trainers.checkpoints import MANIFEST_NAME, find_damage
 from ..trainers.ema import load_average
@@ -74,11 +75,11 @@ class Source:
             config.num_labels = 1
         known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if rewards else MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) not in known:
-            raise ValueError(
+            raise UserError(
                 f"{self.base} is a {config.model_type} model. Causal language models and reward models are exported."
             )
         if rewards and config.num_labels != 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.base} is a classifier of {config.num_labels} labels. Causal language models and reward models, which "
                 "have one, are exported."
             )
@@ -103,7 +104,7 @@ class Source:
         try:
             return AutoTokenizer.from_pretrained(place, revision=None if own else self.revision)
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"No tokenizer is found in {self.directory} or {self.base}. Copy it there from the model that the run "
                 "began with: tokenizer.json and tokenizer_config.json."
             ) from error
@@ -133,12 +134,12 @@ class Source:
         except OSError as error:
             raise self._no_base() from error
         except SafetensorError as error:
-            raise ValueError(
+            raise UserError(
                 f"The weights in {self.base} cannot be read ({error}). Take another checkpoint."
             ) from error
         check, missing = BaseCheck(None, ""), sorted(info["missing_keys"])
         if self.adapter is None and missing:
-            raise ValueError(f"{self.directory} has no weights for {', '.join(missing)}. Take another checkpoint.")
+            raise UserError(f"{self.directory} has no weights for {', '.join(missing)}. Take another checkpoint.")
         if self.adapter is not None:
             check = self._check_base(model, missing)
             if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -150,11 +151,11 @@ class Source:
                     warnings.filterwarnings("ignore", message="Model (with|has) `tie_word_embeddings=True`")
                     model = PeftModel.from_pretrained(model, self.directory, torch_device="cpu")
             except SafetensorError as error:
-                raise ValueError(
+                raise UserError(
                     f"{self.directory / SAFETENSORS_WEIGHTS_NAME} cannot be read ({error}). Take another checkpoint."
                 ) from error
             except RuntimeError as error:
-                raise ValueError(
+                raise UserError(
                     f"The adapter in {self.directory} does not fit {self.base}. Give the model that it was trained on: "
                     f"--base_model DIRECTORY\n{error}"
                 ) from error
@@ -174,7 +175,7 @@ class Source:
         with safe_open(self.directory / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
             saved = {name: f"{PEFT_PREFIX}{name}" for name in names}
             if absent := [name for name, key in saved.items() if key not in file.keys()]:  # noqa: SIM118
-                raise ValueError(
+                raise UserError(
                     f"Neither {self.base} nor the adapter in {self.directory} has weights for {', '.join(absent)}. Give the "
                     "model that the adapter was trained on, --base_model DIRECTORY; a new head is kept with an adapter "
                     "that trains it: lora_task_type: SEQ_CLS."
@@ -199,10 +200,10 @@ class Source:
             f"{self.adapter.base_model_name_or_path} as it was then: --base_model DIRECTORY",
         )
 
-    def _no_base(self) -> ValueError:
+    def _no_base(self) -> UserError:
         if self.adapter is None:
-            return ValueError(f"{self.directory} holds no full model. Take another checkpoint.")
-        return ValueError(
+            return UserError(f"{self.directory} holds no full model. Take another checkpoint.")
+        return UserError(
             f"{self.base}, which the adapter in {self.directory} was trained on, is not found on this machine or on the "
             "hub. Say where it is: --base_model DIRECTORY; or get it where there is a network: hf download "
             f"{self.base}"
@@ -216,26 +217,26 @@ def open_source(run_dir: Path, merge: bool, base_model: str | None, ema: bool = 
     is expected.
     """
     if not run_dir.is_dir():
-        raise ValueError(
+        raise UserError(
             f"{run_dir}: there is no such directory. Give the output_dir of a run, or a checkpoint-N in it."
         )
     if (run_dir / MANIFEST_NAME).is_file() and (damage := find_damage(run_dir)) is not None:
-        raise ValueError(
+        raise UserError(
             f"{run_dir} is damaged: {damage}. Take another checkpoint; or remove its {MANIFEST_NAME}, for what is there to "
             "be exported unchecked."
         )
     if (run_dir / ADAPTER_CONFIG_NAME).is_file():
         if not merge:
-            raise ValueError(f"{run_dir} holds an adapter. Add --merge.")
+            raise UserError(f"{run_dir} holds an adapter. Add --merge.")
         return replace(_open_adapter(run_dir, base_model), ema=ema)
     if not (run_dir / CONFIG_NAME).is_file():
         inside = sorted(path.name for path in run_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
         hint = f"It holds {', '.join(inside)}: give one of these." if inside else "Give the output_dir of a run."
-        raise ValueError(f"{run_dir} holds neither an adapter nor a model. {hint}")
+        raise UserError(f"{run_dir} holds neither an adapter nor a model. {hint}")
     if merge:
-        raise ValueError(f"{run_dir} holds a full model, no adapter to merge. Leave out --merge.")
+        raise UserError(f"{run_dir} holds a full model, no adapter to merge. Leave out --merge.")
     if base_model is not None:
-        raise ValueError(f"{run_dir} holds a full model, which has no base. Leave out --base_model.")
+        raise UserError(f"{run_dir} holds a full model, which has no base. Leave out --base_model.")
     return Source(run_dir, str(run_dir), ema=ema)
 
 
@@ -243,20 +244,20 @@ def _open_adapter(run_dir: Path, base_model: str | None) -> Source:
     try:
         adapter = PeftConfig.from_pretrained(run_dir)
     except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{run_dir / ADAPTER_CONFIG_NAME} cannot be read ({error}). Take another checkpoint."
         ) from error
     if adapter.is_prompt_learning:
-        raise ValueError(
+        raise UserError(
             f"{run_dir} holds a {adapter.peft_type} adapter, which has no weights that a base could take up. It is used "
             "as it is: peft.AutoPeftModelForCausalLM.from_pretrained"
         )
     # Without the file PEFT asks the hub for a repository of this name.
     if not (run_dir / SAFETENSORS_WEIGHTS_NAME).is_file():
-        raise ValueError(f"{run_dir} has no {SAFETENSORS_WEIGHTS_NAME}: it is incomplete. Take another checkpoint.")
+        raise UserError(f"{run_dir} has no {SAFETENSORS_WEIGHTS_NAME}: it is incomplete. Take another checkpoint.")
     base = base_model or adapter.base_model_name_or_path
     if base is None:
-        raise ValueError(f"{run_dir} does not say which model it was trained on. Add --base_model NAME_OR_DIRECTORY.")
+        raise UserError(f"{run_dir} does not say which model it was trained on. Add --base_model NAME_OR_DIRECTORY.")
     return Source(run_dir, base, None if base_model else adapter.revision, adapter)
 
 

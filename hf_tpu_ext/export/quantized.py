@@ -8,6 +8,7 @@ from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..errors import UserError
 from ..installing import install_command
 from ..quantization.rounding import SCALES, WEIGHT_DTYPES
 from ..quantization.trained_for import QUANTIZATION_FILE, TrainedFor
@@ -31,27 +32,27 @@ def choose_quantization(
     if dtype is None:
         for option, value in {"--group-size": group_size, "--scale": scale}.items():
             if value is not None:
-                raise ValueError(f"{option} {value} has no effect without --quantize. Add it, or leave this out.")
+                raise UserError(f"{option} {value} has no effect without --quantize. Add it, or leave this out.")
         return None
     if dtype not in (AS_TRAINED, *WEIGHT_DTYPES):
-        raise ValueError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")
+        raise UserError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")
     if scale not in (None, *SCALES):
-        raise ValueError(f"--scale {scale}: scales are chosen by {', '.join(SCALES)}. Give one of these.")
+        raise UserError(f"--scale {scale}: scales are chosen by {', '.join(SCALES)}. Give one of these.")
     if trained is None:
         if dtype == AS_TRAINED:
-            raise ValueError(
+            raise UserError(
                 f"{run_dir} was not trained for rounded weights (it has no {QUANTIZATION_FILE}). Give what to round to: "
                 "--quantize int4; or train with qat_weight_dtype."
             )
         return TrainedFor(dtype, group_size or 32, scale=scale or "max")
     as_trained = (AS_TRAINED, trained.weight_dtype), (None, trained.group_size), (None, trained.scale)
     if any(given not in allowed for given, allowed in zip((dtype, group_size, scale), as_trained, strict=True)):
-        raise ValueError(
+        raise UserError(
             f"{run_dir} was trained for {trained.describe()}. Leave the dtype, --group-size and --scale out, for what was "
             "trained to be exported: --quantize"
         )
     if trained.adapters == "beside" and (run_dir / ADAPTER_CONFIG_NAME).is_file():
-        raise ValueError(
+        raise UserError(
             f"{run_dir} was trained with qat_adapters='beside', round(W) x + B A x, which no rounded weight is equal to. Export "
             f"its base, and serve the adapter on that: hf-tpu export BASE_DIRECTORY --quantize {trained.weight_dtype} "
             f"--group-size {trained.group_size}; or train with qat_adapters='inside'."
@@ -62,7 +63,7 @@ def choose_quantization(
 def check_installed() -> None:
     """Raise a `ValueError` unless what [`write_quantized`] needs is there."""
     if find_spec("compressed_tensors") is None:
-        raise ValueError(
+        raise UserError(
             f"--quantize writes the format of compressed-tensors, which is not installed: {install_command('quantize')}"
         )
 
@@ -85,7 +86,7 @@ def write_quantized(model: PreTrainedModel, trained_for: TrainedFor, dtype: torc
 
     found = trained_for.fake_quantization(model)
     if found.experts:
-        raise ValueError(
+        raise UserError(
             f"--quantize rounds linear layers, and the experts of this model are none ({', '.join(found.experts)}): a file with "
             "both cannot be loaded. Leave out --quantize."
         )

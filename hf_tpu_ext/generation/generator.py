@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
+from ..errors import UserError
 from ..step.attention import static_masks
 from ..step.module_settings import settings_of
 from ..step.replay import StepReplay
@@ -91,7 +92,7 @@ class Generator:
         check_model(model)
         self.config, _ = plain._prepare_generation_config(config)
         if not self.config.max_new_tokens:
-            raise ValueError(
+            raise UserError(
                 f"max_new_tokens={self.config.max_new_tokens} says not how long completions may be. Give a number: "
                 "max_new_tokens=256."
             )
@@ -170,9 +171,9 @@ class Generator:
         longest = max(map(len, prompts))
         for number, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(f"Prompt {number} has no tokens. Give at least one, for example the bos token.")
+                raise UserError(f"Prompt {number} has no tokens. Give at least one, for example the bos token.")
             if len(prompt) > self.prompt_lengths[-1]:
-                raise ValueError(
+                raise UserError(
                     f"Prompt {number} has {len(prompt)} tokens, and the declared length of prompts is {self.prompt_lengths[-1]}. "
                     "Declare more, or cut the prompt."
                 )

@@ -6,6 +6,8 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import unwrap_peft_model
 
+from ..errors import UserError
+
 
 _TYPES_OF_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -31,7 +33,7 @@ def check_model(model: nn.Module) -> None:
     elif isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         reason = f"has an adapter of type {model.active_peft_config.peft_type.value}, which adds to prompts"
     if reason is not None:
-        raise ValueError(
+        raise UserError(
             f"{type(unwrap_peft_model(model)).__name__} {reason}, which cannot generate in programs of static shape. Allowed are "
             "decoders with full or sliding attention, with LoRA or without. Generate with the model on CPU or CUDA."
         )

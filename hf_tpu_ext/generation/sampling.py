@@ -8,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
 from ..backends.base import Backend
+from ..errors import UserError
 from ..step.random_bits import BY_ROW, gumbel, scramble
 
 
@@ -47,7 +48,7 @@ def check_generation_config(config: GenerationConfig) -> None:
         given = vars(config).get(name)
         if given not in (None, without_effect):
             fix = "min_new_tokens" if name == "min_length" else "generate() of the model on CPU or CUDA"
-            raise ValueError(
+            raise UserError(
                 f"{name}={given!r} cannot be used in a program of static shapes. Leave it out, or use {fix}."
             )
 
@@ -99,7 +100,7 @@ class Sampler:
         kept = LogitsProcessorList(each for each in processors if not type(each).__name__.startswith("MinNewTokens"))
         for each in kept:
             if type(each).__name__ not in _ON_DEVICE:
-                raise ValueError(
+                raise UserError(
                     f"A setting of the generation asks for {type(each).__name__}, which cannot run on {device.type}. Allowed "
                     f"are temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff, repetition_penalty, suppress_tokens, "
                     "min_new_tokens, eos_token_id. Leave it out, or generate with the model on CPU or CUDA."

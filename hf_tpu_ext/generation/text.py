@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends import select_backend
+from ..errors import UserError
 from ..sharding.plan import place_model
 from .generator import Generator
 
@@ -75,14 +76,14 @@ def generate(
             input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **kwargs
         )
     if unknown := sorted(name for name in kwargs if name not in vars(GenerationConfig())):
-        raise ValueError(
+        raise UserError(
             f"{', '.join(unknown)} cannot be used in a program of static shapes. Leave it out, or use generate() of the model on "
             "CPU or CUDA."
         )
     input_ids = input_ids.cpu()
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.cpu()
     if not mask[:, -1].all():
-        raise ValueError(
+        raise UserError(
             "Prompts are padded on the right, where their completion begins. Pad them on the left: tokenizer(..., "
             'padding=True, padding_side="left").'
         )

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import UserError
+
 
 #: The prices that are used if no other file is given. Nothing is ever fetched.
 PRICES = Path(__file__).with_name("prices.json")
@@ -32,12 +34,12 @@ def read_prices(path: str | Path = PRICES) -> dict[str, Price]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"prices {path} cannot be read: {error}. It holds e.g. {_EXAMPLE}") from error
+        raise UserError(f"prices {path} cannot be read: {error}. It holds e.g. {_EXAMPLE}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"prices {path}: expected an object such as {_EXAMPLE}")
+        raise UserError(f"prices {path}: expected an object such as {_EXAMPLE}")
     for chip, values in content.items():
         if problem := _what_is_wrong(values):
-            raise ValueError(f"prices {path}, {chip}: {problem}. Write it like this: {_EXAMPLE}")
+            raise UserError(f"prices {path}, {chip}: {problem}. Write it like this: {_EXAMPLE}")
     return {chip: Price(**values) for chip, values in content.items()}
 
 

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import UserError
+
 
 _CHIPS = Path(__file__).with_name("chips.json")
 
@@ -135,7 +137,7 @@ def find_topology(name: str) -> Topology:
     names = list(dict.fromkeys(topology.name for topology in topologies.values()))
     close = dict.fromkeys(topologies[match].name for match in difflib.get_close_matches(given, topologies, n=5))
     hint = f"Closest: {', '.join(close)}. " if close else ""
-    raise ValueError(
+    raise UserError(
         f"topology {name!r} is not known. {hint}These are, with the number of chips after the dash (of v5p: of its cores, two "
         f"a chip): {', '.join(names)}."
     )

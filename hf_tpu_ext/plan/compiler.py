@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from ..errors import UserError
 from ..formatting import format_bytes
 from ..hardware.topologies import Topology
 from ..installing import install_command
@@ -100,7 +101,7 @@ def _compile(program: TracedProgram, topology: Topology, python: str) -> Compile
             [python, str(_SCRIPT), name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         if done.returncode:
-            raise ValueError(_why_stopped(done, topology))
+            raise UserError(_why_stopped(done, topology))
         result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
         made = partial(
             CompiledProgram, program.kind, program.batch_shape, result["seconds"], cpu_seconds=result["cpu_seconds"]

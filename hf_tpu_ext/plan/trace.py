@@ -15,6 +15,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
+from ..errors import UserError
 from ..quantization.packed_linear import count_parameters
 from ..step.attention import is_sliced
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
@@ -183,7 +184,7 @@ class TracingMixin(EveryLengthMixin):
     ) -> Program | None:
         is_step = kind in (OPTIMIZER_STEP, MICRO_STEP)
         if is_step and (run is None and kind == OPTIMIZER_STEP or self.steps.replay is None):
-            raise ValueError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
+            raise UserError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
         shape = self.watching.batch_shape if shape is None else shape

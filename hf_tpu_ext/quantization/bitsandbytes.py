@@ -10,6 +10,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from ..backends.base import Backend
+from ..errors import UserError
 from .packed_linear import PackedLinear4bit, PackedLinear8bit
 
 
@@ -66,7 +67,7 @@ def check_method(quantization_config: Any) -> None:
     else:
         method = quantization_config.quant_method
     if method != QuantizationMethod.BITS_AND_BYTES:
-        raise ValueError(
+        raise UserError(
             f"Weights quantized by {QuantizationMethod(method).value} do not train on XLA. Allowed: bitsandbytes (load_in_4bit, "
             "load_in_8bit), which quantizes the original weights when they are loaded. Give the model's unquantized name."
         )

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
+from ..errors import UserError
 from ..formatting import name_of_any_layer
 from .rounding import Rounding, split
 
@@ -131,7 +132,7 @@ class FakeQuantization:
         ends = [base.get_input_embeddings(), base.get_output_embeddings()] if is_known else [None]
         of_ends = {inner for end in ends if end is not None for inner in end.modules()}
         if embeddings and any(isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in of_ends):
-            raise ValueError(
+            raise UserError(
                 "qat_quantize_embedding=True does not work with adapters on embeddings or on the output head. Leave them out "
                 "of lora_target_modules and lora_modules_to_save, or set qat_quantize_embedding=False."
             )
@@ -155,7 +156,7 @@ class FakeQuantization:
         for name, module in model.named_modules():
             if isinstance(module, BaseTunerLayer) and module.get_base_layer() in rounded:
                 if type(module) is not LoraLinear or module.lora_variant or any(module.lora_bias.values()):
-                    raise ValueError(
+                    raise UserError(
                         f"qat_adapters='inside' rounds W + B A of plain LoRA, and {name_of_any_layer(name)} has another kind "
                         "of adapter, or one with a bias. Set qat_adapters='beside', or train plain LoRA."
                     )
@@ -165,7 +166,7 @@ class FakeQuantization:
     def _check_group_size(self) -> None:
         widths = {name: module.in_features for name, module in self.linears.items()}
         if not widths:
-            raise ValueError(
+            raise UserError(
                 "qat_weight_dtype rounds linear layers, and the model has none that is a torch.nn.Linear. Leave it out."
             )
         if self.embeddings:
@@ -175,7 +176,7 @@ class FakeQuantization:
             if width % self.rounding.group_size:
                 allowed = [str(size) for size in (256, 128, 64, 32, 16, 8, 4, 2) if common % size == 0]
                 fix = f"Set it to one that does in all layers: {', '.join(allowed)}."
-                raise ValueError(
+                raise UserError(
                     f"qat_group_size={self.rounding.group_size} does not divide the {width} inputs of "
                     f"{name_of_any_layer(name)}. {fix if allowed else 'No size does in all layers: leave qat_weight_dtype out.'}"
                 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from ..atomic_write import write_atomically
+from ..errors import UserError
 from .fake_quantized import FakeQuantization
 from .rounding import Rounding
 
@@ -62,4 +63,4 @@ class TrainedFor:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.") from error
+            raise UserError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.") from error

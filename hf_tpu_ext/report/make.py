@@ -7,6 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from ..atomic_write import write_atomically
+from ..errors import UserError
 from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
 from .planned import compare_if_planned, compare_with_plan, read_plan
@@ -51,7 +52,7 @@ def make_report(
             written.
     """
     if plan is not None and len(directories) > 1:
-        raise ValueError(
+        raise UserError(
             f"--plan {plan} is of one run, and {len(directories)} are given: hf-tpu report {directories[0]} --plan {plan}"
         )
     runs = [read_run(directory) for directory in directories]
@@ -78,6 +79,6 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be written ({error.strerror}). Make room or name another directory: --output_dir DIR"
         ) from error

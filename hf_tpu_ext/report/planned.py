@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from ..formatting import format_bytes, format_number, format_seconds
 from .parts import Section, Table
 from .record import Run
@@ -27,11 +28,11 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     try:
         plan = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}). {fix}") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}). {fix}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON. {fix}") from error
+        raise UserError(f"{path} is no JSON. {fix}") from error
     if not isinstance(plan, dict) or not _NEEDED <= plan.keys() or not _NEEDED_DERIVED <= set(plan["derived"]):
-        raise ValueError(f"{path} is no plan. {fix}")
+        raise UserError(f"{path} is no plan. {fix}")
     return plan
 
 

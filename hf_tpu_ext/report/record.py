@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_write import write_atomically
+from ..errors import UserError
 from ..redaction import redact
 
 
@@ -158,7 +159,7 @@ def read_run(directory: str | Path) -> Run:
     except OSError as error:
         inside = sorted(str(found.parent) for found in Path(directory).glob(f"*/{RECORD_NAME}"))
         hint = f" Runs in it: {', '.join(inside)}." if inside else ""
-        raise ValueError(
+        raise UserError(
             f"{directory} is not the directory of a run: {RECORD_NAME} cannot be read there ({error.strerror}).{hint} Give the "
             "output_dir of a run of this package whose run_report was not off."
         ) from error
@@ -174,7 +175,7 @@ def read_run(directory: str | Path) -> Run:
             # Half a line, as a run leaves that is killed while it writes; or one that somebody has edited.
             run.unreadable += 1
     if not run.sessions:
-        raise ValueError(f"{path} does not say how a run began: it is damaged. Train again to have a report.")
+        raise UserError(f"{path} does not say how a run began: it is damaged. Train again to have a report.")
     for totals in [session.totals for session in run.sessions if session.totals]:
         run.phases.update(totals["phases"])
         for phase, classes in totals["step_times"].items():

@@ -2,6 +2,8 @@
 
 import math
 
+from ..errors import UserError
+
 
 #: Axes of the mesh, outermost first. Rows of a batch are split over both; weights over `fsdp` only.
 AXES = ("data", "fsdp")
@@ -20,17 +22,17 @@ def parse_mesh(mesh: str) -> dict[str, int | None]:
     for part in str(mesh).split(","):
         name, has_size, size = (word.strip() for word in part.partition("="))
         if name not in AXES:
-            raise ValueError(f"mesh={mesh!r} has an unknown axis {name!r}. Axes: {', '.join(AXES)}. Set {_EXAMPLES}.")
+            raise UserError(f"mesh={mesh!r} has an unknown axis {name!r}. Axes: {', '.join(AXES)}. Set {_EXAMPLES}.")
         if name in axes:
-            raise ValueError(f"mesh={mesh!r} names the axis {name!r} twice. Set {_EXAMPLES}.")
+            raise UserError(f"mesh={mesh!r} names the axis {name!r} twice. Set {_EXAMPLES}.")
         if has_size and not (size.isdecimal() and int(size)):
-            raise ValueError(
+            raise UserError(
                 f"mesh={mesh!r} gives the axis {name!r} the size {size!r}, which is not a positive whole number. Set "
                 f"{_EXAMPLES}."
             )
         axes[name] = int(size) if has_size else None
     if list(axes.values()).count(None) > 1:
-        raise ValueError(f"mesh={mesh!r} leaves more than one axis without a size. Set {_EXAMPLES}.")
+        raise UserError(f"mesh={mesh!r} leaves more than one axis without a size. Set {_EXAMPLES}.")
     return axes
 
 
@@ -59,7 +61,7 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
             f"'data={num_chips // size},fsdp={size}'" for size in range(1, num_chips + 1) if not num_chips % size
         ]
         otherwise = f"num_chips={places}" if places < num_chips else f"run on {places} chips"
-        raise ValueError(
+        raise UserError(
             f"mesh={mesh!r} is for {places} chip{'s' if places > 1 else ''}, not {num_chips}. Set one of "
             f"mesh={', '.join(options)}, or {otherwise}."
         )

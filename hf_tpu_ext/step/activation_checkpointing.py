@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..backends.base import Backend
+from ..errors import UserError
 from .autocast import current_autocast
 
 
@@ -227,7 +228,7 @@ def checkpoint_modules(model: nn.Module, names: str, backend: Backend) -> list[n
             known = {
                 re.split(r"\.\d+\.", path)[-1] for path, _ in model.named_modules() if re.search(r"\.\d+\.", path)
             }
-            raise ValueError(
+            raise UserError(
                 f"rematerialization={names!r}: the model has no module {name.strip()!r}. Allowed: "
                 f"{', '.join(POLICIES)}, or names of its modules, separated by commas: {', '.join(sorted(known))}."
             )

@@ -19,6 +19,7 @@ from transformers.masking_utils import (
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from ..errors import UserError
 from .shared_prompts import attend_each_row, mask_each_row
 from .sliced_attention import SLICE_ELEMENTS, sliced_attention
 from .splash_attention import splash_attention, why_no_splash
@@ -70,7 +71,7 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
         if reason is None:
             name = _SPLASH
         elif wanted == "splash":
-            raise ValueError(f"attention='splash' is not possible: {reason}. Leave it out, or set it to 'slices'.")
+            raise UserError(f"attention='splash' is not possible: {reason}. Leave it out, or set it to 'slices'.")
         else:
             logger.warning_once(f"Attention is computed in slices: {reason}.")
     return name

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
+from ..errors import UserError
 from .ema import WeightAverage, at_least_float32
 
 
@@ -285,7 +286,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
     """Refuse (`ValueError`) an optimizer made before the model was placed: it has other parameters."""
     placed = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in placed for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
+        raise UserError(
             "optimizers=(optimizer, ...) was made for weights that are not those on the XLA device, so it would train "
             "nothing. Let the trainer make it there: "
             f"optimizer_cls_and_kwargs=({type(optimizer).__name__}, {{'lr': {optimizer.defaults['lr']}}})."

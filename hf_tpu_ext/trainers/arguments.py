@@ -11,6 +11,7 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig
 
 from ..backends.base import Backend
+from ..errors import UserError
 from ..quantization.bitsandbytes import check_method
 from ..sharding import parse_mesh
 from ..step.attention import attention_to_load_with
@@ -137,9 +138,9 @@ def compile_arguments(
 def _precision(adapted: CompiledArguments) -> None:
     args = adapted.args
     if args.fp16:
-        raise ValueError("fp16=True does not work on XLA: TPUs compute in bfloat16. Set bf16=True and fp16=False.")
+        raise UserError("fp16=True does not work on XLA: TPUs compute in bfloat16. Set bf16=True and fp16=False.")
     if args.fp16_full_eval:
-        raise ValueError(
+        raise UserError(
             "fp16_full_eval=True does not work on XLA. Leave it out: evaluation computes as training does."
         )
     if args.bf16_full_eval:
@@ -153,7 +154,7 @@ def _precision(adapted: CompiledArguments) -> None:
         args.mixed_precision = "no"
     for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
         if os.environ.get(variable, "0") == "1":
-            raise ValueError(
+            raise UserError(
                 f"{variable}=1 turns weights and optimizer state into bfloat16. Unset it and use bf16=True, which keeps "
                 "float32 weights and computes in bfloat16."
             )
@@ -180,7 +181,7 @@ def _optimizer(adapted: CompiledArguments, traced: bool) -> None:
         )
     else:
         allowed = sorted(name.value for name in ADAMW_NAMES | HOST_SCALAR_NAMES)
-        raise ValueError(
+        raise UserError(
             f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs custom kernels or "
             f"device-to-host syncs). Allowed: {', '.join(allowed)}."
         )
@@ -191,7 +192,7 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
     kwargs = dict(args.gradient_checkpointing_kwargs or {})
     unsupported = [key for key in ("selective", "offload", "context_fn") if kwargs.get(key)]
     if args.gradient_checkpointing and unsupported:
-        raise ValueError(
+        raise UserError(
             f"gradient_checkpointing_kwargs={kwargs} asks for {', '.join(unsupported)}, which XLA has no equivalent of. "
             "Leave it out: XLA checkpoints whole layers ('every_n_layers' is supported), or what rematerialization says."
         )
@@ -211,14 +212,14 @@ def _untraced_settings(adapted: CompiledArguments) -> None:
     if not isinstance(args, ExtensionArguments):
         return
     if args.rematerialization == "dots":
-        raise ValueError(
+        raise UserError(
             "rematerialization='dots' is not there yet on torch_tpu. Set it to 'full' (gradient_checkpointing=True) or 'none'."
         )
     if args.rematerialization is not None:
         adapted.rematerialization = args.rematerialization
         set_gradient_checkpointing(args, args.rematerialization == "full")
     if args.attention == "splash":
-        raise ValueError(
+        raise UserError(
             "attention='splash' is not there yet on torch_tpu. Leave it out: attn_implementation chooses there, and 'sdpa', "
             "the default, takes torch_tpu's flash kernel."
         )
@@ -262,7 +263,7 @@ def _kernels(adapted: CompiledArguments) -> None:
 def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
     args = adapted.args
     if args.deepspeed:
-        raise ValueError(NO_DEEPSPEED)
+        raise UserError(NO_DEEPSPEED)
     if isinstance(args, ExtensionArguments):
         adapted.mesh, adapted.show_sharding = args.mesh, args.show_sharding
         adapted.step_replay = args.step_replay
@@ -271,12 +272,12 @@ def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
     for name, value in (args.fsdp_config or {}).items():
         if str(value).lower() not in _FSDP_AS_IS.get(name, ()):
             hint = _FSDP_INSTEAD.get(name, "Leave it out")
-            raise ValueError(
+            raise UserError(
                 f"fsdp_config has {name}={value!r}, which has no meaning on XLA: fsdp shards weights, gradients and "
                 f"optimizer state over the chips, and the compiler all-gathers a layer's weights when it needs them. {hint}."
             )
     if adapted.mesh is not None and parse_mesh(adapted.mesh).get("fsdp", 1) == 1:
-        raise ValueError(f"fsdp shards the weights, and mesh={adapted.mesh!r} replicates them. Remove one of the two.")
+        raise UserError(f"fsdp shards the weights, and mesh={adapted.mesh!r} replicates them. Remove one of the two.")
     adapted.mesh = adapted.mesh or "fsdp"
     if num_chips == 1:
         adapted.changes.append("fsdp has no effect on one chip")
@@ -302,7 +303,7 @@ def _memory_savings(adapted: CompiledArguments) -> None:
 
 def _supervised(adapted: CompiledArguments) -> None:
     if adapted.args.max_length is None:
-        raise ValueError(
+        raise UserError(
             "max_length=None does not work on XLA: every new length would recompile. Set max_length to "
             "the longest sequence that you want to keep, for example max_length=1024."
         )

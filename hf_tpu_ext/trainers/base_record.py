@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..atomic_write import write_atomically
+from ..errors import UserError
 from ..formatting import dtype_name
 
 
@@ -99,8 +100,8 @@ def find_differences(
     return (len(noted), differing) if noted else None
 
 
-def _damaged(path: Path) -> ValueError:
-    return ValueError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.")
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.")
 
 
 def sample_of(weight: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..data import (
     pad_rows,
     pad_value_of,
 )
+from ..errors import UserError
 from ..formatting import dtype_name
 from ..step.batch_length import BatchLength
 from .configs import TPUTrainingArguments
@@ -173,7 +174,7 @@ class BatchesMixin:
         has_length = bool(self.lengths) and "input_ids" in batch
         most, least, length = self.backend.ranks.most([rows, -rows, length_of(batch) if has_length else 0])
         if most != -least:
-            raise ValueError(
+            raise UserError(
                 f"Processes have batches of {-least} to {most} rows for the same step, and this one of {rows}. Give them as many: "
                 "dataloader_drop_last=True drops last batches, and a sampler of your own is to yield the same number to all."
             )

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ..atomic_write import remove_temporary, sync_directory, write_atomically
 from ..backends.hosts import Hosts, HostsDisagree
+from ..errors import UserError
 from ..report.record import RUN_FILES
 
 
@@ -224,7 +225,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
             hint = "Give a checkpoint-N directory"
         what = damage if checkpoint.is_dir() else "it is not a directory"
         kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
-        raise ValueError(
+        raise UserError(
             f"resume_from_checkpoint={resume_from_checkpoint!r} is {kind}: {what}. {hint}, or "
             f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}.{_to_accept(checkpoint)}"
         )
@@ -238,7 +239,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         key=lambda path: path.stat().st_mtime,
     )
     of_others = f"Of other runs there is {earlier[-1]}, which can be named instead of True. " if earlier else ""
-    raise ValueError(
+    raise UserError(
         f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. {of_others}Leave "
         "resume_from_checkpoint out to start over, or set output_dir to the directory of the run to resume."
     )
@@ -349,7 +350,7 @@ def _check_output_dir(output_dir: str) -> None:
         with tempfile.TemporaryFile(dir=output_dir):
             pass
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"output_dir={output_dir!r} cannot be written to ({error.strerror}). Set output_dir to a directory that you "
             "may write to."
         ) from error

@@ -15,6 +15,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from ..errors import UserError
 from ..sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
 from ..sharding.local_gradients import LocalGradients, draws_random_numbers
 from ..sharding.per_chip import score_tokens_per_chip
@@ -284,7 +285,7 @@ class Chips:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
             self._trainer._train_batch_size = args.train_batch_size
         else:
-            raise ValueError(
+            raise UserError(
                 f"{before} on {state['num_workers']} chips, which does not divide by {workers} chips with this recipe. "
                 f"Use a number of chips that divides {rows} (num_chips), or set it yourself: "
                 "per_device_train_batch_size, gradient_accumulation_steps."

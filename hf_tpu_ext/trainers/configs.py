@@ -10,6 +10,7 @@ from trl import SFTConfig
 
 from ..backends import BACKENDS, select_backend
 from ..distillation.losses import KD_LOSSES
+from ..errors import UserError
 from ..quantization.fake_quantized import ADAPTERS
 from ..quantization.rounding import ACTIVATION_DTYPES, SCALES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
@@ -171,9 +172,9 @@ class ExtensionArguments:
         if self.deepspeed:
             # Upstream asks for the package as soon as it reads this.
             if backend.shards_by_annotation:
-                raise ValueError(NO_DEEPSPEED)
+                raise UserError(NO_DEEPSPEED)
             if find_spec("deepspeed") is None:
-                raise ValueError(
+                raise UserError(
                     "deepspeed needs a package that is not installed: pip install deepspeed. Or leave deepspeed out of the "
                     "recipe."
                 )
@@ -184,14 +185,14 @@ class ExtensionArguments:
         if isinstance(self.scan_layers, bool):
             self.scan_layers = "on" if self.scan_layers else "off"
         if self.max_recompiles is not None and self.max_recompiles < 0:
-            raise ValueError(
+            raise UserError(
                 f"max_recompiles={self.max_recompiles} is negative. 0 allows none; leave it out to allow any number."
             )
         self._check_average()
         if self.scan_layers not in ("auto", "on", "off"):
-            raise ValueError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
+            raise UserError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
         if self.attention not in ATTENTIONS:
-            raise ValueError(f"Unknown attention={self.attention!r}. Allowed: {', '.join(ATTENTIONS)}.")
+            raise UserError(f"Unknown attention={self.attention!r}. Allowed: {', '.join(ATTENTIONS)}.")
         if isinstance(self.compile_cache_dir, bool):
             # YAML reads an unquoted off as false.
             self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"
@@ -200,12 +201,12 @@ class ExtensionArguments:
     def _check_average(self) -> None:
         if self.ema_decay is None:
             if asked := [name for name in ("ema_warmup", "ema_eval") if vars(self)[name]]:
-                raise ValueError(
+                raise UserError(
                     f"{asked[0]}=True has no effect without an average of the weights. Set ema_decay, for example "
                     f"ema_decay=0.999, or leave {asked[0]} out."
                 )
         elif not 0 < self.ema_decay < 1:
-            raise ValueError(
+            raise UserError(
                 f"ema_decay={self.ema_decay} is not above 0 and below 1. 0.999 averages over about 1,000 steps, 0.99 over about "
                 "100; leave it out for no average."
             )
@@ -307,22 +308,22 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
         self._check_distillation()
         self._check_quantization()
         if self.show_samples < 0:
-            raise ValueError(
+            raise UserError(
                 f"show_samples={self.show_samples} is negative. Give the number of prompts to generate from, or 0."
             )
         super().__post_init__()
 
     def _check_distillation(self) -> None:
         if not 0 <= self.kd_alpha <= 1:
-            raise ValueError(f"kd_alpha={self.kd_alpha} is not between 0 (labels only) and 1 (teacher only).")
+            raise UserError(f"kd_alpha={self.kd_alpha} is not between 0 (labels only) and 1 (teacher only).")
         if self.kd_temperature <= 0:
-            raise ValueError(f"kd_temperature={self.kd_temperature} is not above 0. 1.0 to 2.0 are usual.")
+            raise UserError(f"kd_temperature={self.kd_temperature} is not above 0. 1.0 to 2.0 are usual.")
         if self.kd_top_k is not None and self.kd_top_k < 1:
-            raise ValueError(f"kd_top_k={self.kd_top_k} is not at least 1. 128 is usual; leave it out for all tokens.")
+            raise UserError(f"kd_top_k={self.kd_top_k} is not at least 1. 128 is usual; leave it out for all tokens.")
         if self.kd_loss not in KD_LOSSES:
-            raise ValueError(f"Unknown kd_loss={self.kd_loss!r}. Allowed: {', '.join(KD_LOSSES)}.")
+            raise UserError(f"Unknown kd_loss={self.kd_loss!r}. Allowed: {', '.join(KD_LOSSES)}.")
         if not 0 < self.kd_beta < 1:
-            raise ValueError(
+            raise UserError(
                 f"kd_beta={self.kd_beta} is not above 0 and below 1. At the ends jsd is another loss: set "
                 "kd_loss='forward_kl' or 'reverse_kl'."
             )
@@ -330,13 +331,13 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
             defaults = {name: type(self).__dataclass_fields__[name].default for name in _NEED_A_TEACHER}
             changed = [name for name, default in defaults.items() if vars(self)[name] != default]
             if changed:
-                raise ValueError(
+                raise UserError(
                     f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without a teacher. Set kd_teacher or kd_cache, "
                     "or leave it out."
                 )
             return
         if self.loss_type != "nll" or self.label_smoothing_factor:
-            raise ValueError(
+            raise UserError(
                 "Distillation mixes the teacher's loss with plain cross-entropy. Leave loss_type and "
                 "label_smoothing_factor out."
             )
@@ -346,28 +347,28 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
             defaults = {name: type(self).__dataclass_fields__[name].default for name in _NEED_A_WEIGHT_DTYPE}
             changed = [name for name, default in defaults.items() if vars(self)[name] != default]
             if changed:
-                raise ValueError(
+                raise UserError(
                     f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without qat_weight_dtype. Set it, for example "
                     "qat_weight_dtype='int4', or leave this out."
                 )
             return
         if self.qat_weight_dtype not in WEIGHT_DTYPES:
-            raise ValueError(
+            raise UserError(
                 f"Unknown qat_weight_dtype={self.qat_weight_dtype!r}. Allowed: {', '.join(WEIGHT_DTYPES)}."
             )
         if self.qat_activation_dtype not in (None, *ACTIVATION_DTYPES):
-            raise ValueError(
+            raise UserError(
                 f"Unknown qat_activation_dtype={self.qat_activation_dtype!r}. Allowed: {', '.join(ACTIVATION_DTYPES)}; or "
                 "leave it out to round weights only."
             )
         if self.qat_adapters not in ADAPTERS:
-            raise ValueError(f"Unknown qat_adapters={self.qat_adapters!r}. Allowed: {', '.join(ADAPTERS)}.")
+            raise UserError(f"Unknown qat_adapters={self.qat_adapters!r}. Allowed: {', '.join(ADAPTERS)}.")
         if self.qat_scale not in SCALES:
-            raise ValueError(f"Unknown qat_scale={self.qat_scale!r}. Allowed: {', '.join(SCALES)}.")
+            raise UserError(f"Unknown qat_scale={self.qat_scale!r}. Allowed: {', '.join(SCALES)}.")
         if self.qat_group_size < 2:
-            raise ValueError(f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual.")
+            raise UserError(f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual.")
         if self.qat_fake_quant_after_n_steps is not None and self.qat_fake_quant_after_n_steps < 0:
-            raise ValueError(
+            raise UserError(
                 f"qat_fake_quant_after_n_steps={self.qat_fake_quant_after_n_steps} is negative. Give the number of steps "
                 "without rounding, or leave it out."
             )

@@ -7,6 +7,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from trl import SFTConfig
 
+from ..errors import UserError
+
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
 
@@ -33,7 +35,7 @@ def check_has_rows(dataset, name: str) -> list[str]:
     else:
         return []
     if is_empty:
-        raise ValueError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
+        raise UserError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
     return columns
 
 
@@ -45,7 +47,7 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
         return
     known = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
     if not known and not {"prompt", "completion"} <= set(columns):
-        raise ValueError(
+        raise UserError(
             f"{name} has no column to train on. It has {columns}; needed is the text column "
             f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
             "column, or pass a formatting_func."
@@ -89,7 +91,7 @@ def check_columns_are_text(dataset, name: str) -> None:
     columns = dataset.column_names if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) else None
     images = sorted({"image", "images"} & set(columns or ()))
     if images:
-        raise ValueError(
+        raise UserError(
             f"{name} has a column {images[0]!r}. Datasets with images do not train on XLA: the number of image tokens "
             "changes the graph with every batch. Train on CUDA (backend='cuda'), or drop the column."
         )

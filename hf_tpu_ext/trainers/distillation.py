@@ -16,6 +16,7 @@ from ..distillation.collator import cached_teacher, collate_with_teacher
 from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ..distillation.losses import TopK
 from ..distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
+from ..errors import UserError
 from ..quantization.fake_quantized import without_rounding
 from ..sharding.per_chip import ShardToFull
 from ..step.attention import static_masks
@@ -48,7 +49,7 @@ class DistillationMixin:
     def _prepare_teacher(self) -> None:
         args = self.args
         if self.backend.unknown_upstream and self.backend.ranks.count > 1 and args.kd_cache is not None:
-            raise ValueError(
+            raise UserError(
                 f"kd_cache={args.kd_cache!r} is read by one process with torch_tpu so far. Set num_chips=1, or name the teacher "
                 "itself (kd_teacher=MODEL) and leave kd_cache out."
             )
@@ -58,7 +59,7 @@ class DistillationMixin:
             self.teacher = cached_teacher
         elif args.kd_teacher == "base":
             if not isinstance(self.model, PeftModel):
-                raise ValueError(
+                raise UserError(
                     "kd_teacher='base' is the student with its adapters switched off, but this student has none. Train "
                     "with LoRA (use_peft: true, or peft_config=...), or name the base itself (kd_teacher=MODEL) where the student "
                     "is rounded (qat_weight_dtype), or make a cache of the base first: hf-tpu "
@@ -74,7 +75,7 @@ class DistillationMixin:
     def _load_teacher(self, name: str) -> torch.nn.Module:
         student = unwrap_peft_model(self.model)
         if name == student.name_or_path and not isinstance(self.model, PeftModel) and self.rounding is None:
-            raise ValueError(
+            raise UserError(
                 f"kd_teacher={name!r} is the student itself. Give another model; with LoRA, "
                 "kd_teacher='base' holds the student to its base."
             )
@@ -90,7 +91,7 @@ class DistillationMixin:
     def _check_top_k(self, model: PreTrainedModel) -> None:
         top_k, vocab_size = self.args.kd_top_k, model.get_output_embeddings().weight.shape[0]
         if top_k is not None and top_k > vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"kd_top_k={top_k}, but the vocabulary of {model.name_or_path!r} has {vocab_size} tokens. Set kd_top_k to "
                 f"1...{vocab_size}, or leave it out for all tokens."
             )
@@ -98,7 +99,7 @@ class DistillationMixin:
     def _open_cache(self) -> None:
         args = self.args
         if args.packing or args.eval_packing:
-            raise ValueError(
+            raise UserError(
                 "packing=True joins sequences to rows, and a teacher's cache is looked up by the sequence. Set packing=False "
                 "and eval_packing=False; length_buckets keeps the padding low."
             )
@@ -123,13 +124,13 @@ class DistillationMixin:
         student = unwrap_peft_model(self.model).name_or_path
         asked = student if self.args.kd_teacher == "base" else self.args.kd_teacher
         if asked not in (None, cache.manifest.teacher):
-            raise ValueError(
+            raise UserError(
                 f"kd_teacher={self.args.kd_teacher!r}, but kd_cache={self.args.kd_cache!r} was made by "
                 f"{cache.manifest.teacher!r}. Leave kd_teacher out to use the cache as it is, or make another one: hf-tpu "
                 "cache-teacher."
             )
         if cache.manifest.teacher == student and not isinstance(self.model, PeftModel) and self.rounding is None:
-            raise ValueError(
+            raise UserError(
                 f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself. "
                 "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
             )

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from ..errors import UserError
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .arguments import ADAMW_NAMES
 from .training_steps import SentBatch
@@ -28,7 +29,7 @@ _NOT_SPLIT = (
 def check_there(args: TrainingArguments) -> None:
     """Refuse (`ValueError`) what does not train with torch_tpu yet."""
     if args.fsdp:
-        raise ValueError(
+        raise UserError(
             f"fsdp={args.fsdp!r} is upstream's. Leave it out, and set mesh='fsdp': chips hold parts of the weights."
         )
 
@@ -40,7 +41,7 @@ def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bo
     quantized weights.
     """
     if generates:
-        raise ValueError(
+        raise UserError(
             f"mesh={args.mesh!r} does not work with a trainer that generates text within its steps: each chip would hold parts of "
             "the weights, and needs all of them for every token. Set mesh='data'."
         )
@@ -54,7 +55,7 @@ def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bo
     for what, is_asked in asked.items():
         if is_asked:
             instead = "Set optim='adamw_torch_fused'" if what.startswith("optim") else "Leave it out"
-            raise ValueError(
+            raise UserError(
                 f"{what} does not work with mesh={args.mesh!r}, of which each chip holds parts of the weights. {instead}, or set "
                 "mesh='data'."
             )
@@ -65,7 +66,7 @@ def check_loader(args: TrainingArguments) -> None:
     config = args.accelerator_config
     for name, value in {"even_batches": False, "dispatch_batches": True, "split_batches": True}.items():
         if vars(config)[name] is value:
-            raise ValueError(
+            raise UserError(
                 f"accelerator_config has {name}={value}, which is not there with torch_tpu in several processes: each of them reads "
                 "batches of its own, as many as the others. Leave it out."
             )

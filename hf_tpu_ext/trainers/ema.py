@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..backends.streamed import StreamedTensor, in_file_order, read_all, save_safetensors
+from ..errors import UserError
 from ..step.ema import WeightAverage, at_least_float32, in_place_of_weights
 from ..step.layer_scan import LayerStack
 from ..step.optimizer import LazyAdamW
@@ -43,18 +44,18 @@ def load_average(model: nn.Module, directory: Path) -> None:
     """
     path = directory / EMA_FILE
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"{directory} has no {EMA_FILE}: the run has kept no average of its weights, which takes ema_decay=0.999 or the "
             "like. Leave out --ema, or give a checkpoint that has one."
         )
     try:
         averages = load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}). Take another checkpoint.") from error
+        raise UserError(f"{path} cannot be read ({error}). Take another checkpoint.") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, average in averages.items():
         if name not in parameters or parameters[name].shape != average.shape:
-            raise ValueError(
+            raise UserError(
                 f"{path} is not of the model beside it, which has no {name} of shape {tuple(average.shape)}. Take another "
                 "checkpoint."
             )
@@ -220,7 +221,7 @@ class Averaging(TrainerCallback):
                 parts = self._trainer.layers.parts_of(parameter)
                 wanted = [self._names[part] for part in ([parameter] if parts is None else parts)]
                 if absent := sorted(set(wanted) - names):
-                    raise ValueError(
+                    raise UserError(
                         f"{path} has no average of {absent[0]}, which this run trains. Train the same parameters as before, or "
                         "leave ema_decay out."
                     )

@@ -12,6 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from ..callbacks.run_lines import RunLines
+from ..errors import UserError
 from .configs import ExtensionArguments
 
 
@@ -90,7 +91,7 @@ class EveryLengthMixin:
             return dataset.select([found[place] for place in sorted(found)])
         row = next(iter(dataset))
         if not any(column.endswith("_ids") for column in row):
-            raise ValueError(
+            raise UserError(
                 "Images are tokenized batch by batch, so graphs cannot be compiled before the run. Start the run: it fills "
                 "the compilation cache, too."
             )

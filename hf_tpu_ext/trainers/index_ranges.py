@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..data import CollatedBatch
+from ..errors import UserError
 from .own_code import is_known
 
 
@@ -217,7 +218,7 @@ class IndexRanges:
             counted = mask != 0
         most, row = counted.sum(1).max(0)
         if most > positions.size:
-            raise ValueError(
+            raise UserError(
                 f"Row {row} of the batch has {most} tokens, but the model has positions for {positions.size} ({positions.name}). "
                 f"Truncate the rows: {self._truncation.format(positions.size)}."
             )
@@ -233,7 +234,7 @@ def _check_values(key: str, values: Tensor, table: Table) -> None:
         outside &= values != -100
     if outside.any():
         place = np.argwhere(outside)[0]
-        raise ValueError(
+        raise UserError(
             f"Row {place[0]} of the batch holds {table.place} {values[tuple(place)]} in `{key}`, but {table.known}: 0 to "
             f"{table.size - 1}. {table.fix}."
         )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainerControl
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
+from ..errors import UserError
 from ..quantization.packed_linear import unpacked_once
 from ..sharding import ShardingPlan
 from ..sharding.local_gradients import draws_random_numbers
@@ -67,7 +68,7 @@ class LayerScan:
             reason = self._why_not_scan(optimizer)
             if reason is not None:
                 if wanted == "on":
-                    raise ValueError(f"scan_layers='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
+                    raise UserError(f"scan_layers='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
                 return
             if not self._own_code_allows_scan():
                 return

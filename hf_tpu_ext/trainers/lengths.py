@@ -5,6 +5,7 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
+from ..errors import UserError
 from .configs import ExtensionArguments, TPUTrainingArguments
 from .dataset_checks import named_datasets
 
@@ -18,7 +19,7 @@ _NOT_TOKENS = ("position_ids", "segment_ids", "token_type_ids")
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
     """The pad token id of a tokenizer. One that has none is a `ValueError`."""
     if tokenizer.pad_token_id is None:
-        raise ValueError(
+        raise UserError(
             "The tokenizer has no pad token, and batches are padded to a fixed length on XLA. Set one, for example "
             "tokenizer.pad_token = tokenizer.eos_token, and pass it as processing_class=tokenizer."
         )
@@ -110,7 +111,7 @@ def declare_lengths(
         return sorted({*fitting, max_length})
     if len(length_buckets) == 1 and 0 < length_buckets[0] <= MOST_BUCKETS:
         if train_lengths is None:
-            raise ValueError(
+            raise UserError(
                 f"length_buckets={length_buckets[0]} chooses the lengths from the training data, whose lengths are not "
                 "known (a streaming dataset). Give the lengths themselves, for example "
                 f"length_buckets={[max_length // 4, max_length // 2, max_length]}."

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from ..errors import UserError
 from .text import TextGeneration
 
 
@@ -37,12 +38,12 @@ class PredictedTextArguments:
 
     def __post_init__(self):
         if self.generation_max_new_tokens < 1:
-            raise ValueError(
+            raise UserError(
                 f"generation_max_new_tokens={self.generation_max_new_tokens} is not positive. Give the number of tokens to write at "
                 "most, for example generation_max_new_tokens=128."
             )
         if not self.predict_with_generate and self.generation_max_new_tokens != type(self).generation_max_new_tokens:
-            raise ValueError(
+            raise UserError(
                 f"generation_max_new_tokens={self.generation_max_new_tokens} has no effect without text to predict. Set "
                 "predict_with_generate=True, or leave it out."
             )
@@ -67,7 +68,7 @@ class PredictedText:
         args = trainer.args
         packs = vars(args).get("packing") if vars(args).get("eval_packing") is None else args.eval_packing
         if packs or vars(args).get("padding_free"):
-            raise ValueError(
+            raise UserError(
                 "predict_with_generate=True writes on after the prompt of each row, and packed rows have several. Set "
                 "eval_packing=False and padding_free=False."
             )
@@ -105,7 +106,7 @@ def _prompt_of(row: int, inputs: Mapping[str, Any]) -> list[int]:
     labelled = (labels != _NOTHING).tolist()
     prompt = tokens[: labelled.index(True)] if any(labelled) else tokens
     if not len(prompt):
-        raise ValueError(
+        raise UserError(
             f"predict_with_generate=True: row {row} of a batch has a label at its first token, so there is no prompt to write on "
             "after. Give labels of -100 to prompts; of SFT, completion_only_loss=True or assistant_only_loss=True does so."
         )

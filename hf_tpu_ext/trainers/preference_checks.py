@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 from transformers.utils import logging
 
+from ..errors import UserError
 from .dataset_checks import check_has_rows
 
 
@@ -44,7 +45,7 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
             count[problem] = count.get(problem, 0) + 1
     for problem, index in first.items():
         others = f" (and {count[problem] - 1} more)" if count[problem] > 1 else ""
-        raise ValueError(f"Row {index} of {name}{others}: {problem}.")
+        raise UserError(f"Row {index} of {name}{others}: {problem}.")
 
 
 def _columns_needed(columns: list[str], name: str, trainer: str) -> list[str]:
@@ -56,18 +57,18 @@ def _columns_needed(columns: list[str], name: str, trainer: str) -> list[str]:
         needed = ["prompt", "completion", "label"]
         if missing := [column for column in needed if column not in found]:
             what = "'label' is True for a completion that is wanted and False for one that is not. "
-            raise ValueError(
+            raise UserError(
                 f"{has}, and KTOTrainer needs {', '.join(map(repr, needed))}: {', '.join(map(repr, missing))} is missing. "
                 f"{what if 'label' in missing else ''}Rename a column, or give pairs: {_PAIRS}."
             )
         return ["completion", "label"]
     if {"completion", "label"} <= found:
-        raise ValueError(
+        raise UserError(
             f"{has}, which is unpaired preference data, and {trainer} needs pairs: {_PAIRS}. Train on it with KTOTrainer "
             "(trl kto), or put a wanted and an unwanted completion of the same prompt into one row."
         )
     missing = " and ".join(repr(column) for column in ("chosen", "rejected") if column not in found)
-    raise ValueError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename or add it.")
+    raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename or add it.")
 
 
 def _rows(dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -137,7 +138,7 @@ def _check_rows_are_left(given, prepared, name: str, args, prepare: Callable, pr
     unbounded.max_length = None
     row = prepare(given.select([0]), processing_class, unbounded, f"first row of the {name}")[0]
     tokens = len(row["prompt_ids"]) if "prompt_ids" in row else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-    raise ValueError(
+    raise UserError(
         f"No row of the {name} dataset is left of {rows}: {why}. Row 0 has {tokens} tokens there. Set max_length above "
         f"the longest, for example max_length={2 * tokens}."
     )

@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
+from ..errors import UserError
 from ..formatting import count
 from ..quantization.rounding import Rounding
 from ..quantization.trained_for import TrainedFor
@@ -31,7 +32,7 @@ class QuantizationMixin:
             return
         base = unwrap_peft_model(self.model)
         if vars(base).get("is_quantized"):
-            raise ValueError(
+            raise UserError(
                 f"qat_weight_dtype={args.qat_weight_dtype!r} rounds weights that are trained in full, and those of the model "
                 "are quantized already. Leave out load_in_4bit, load_in_8bit and quantization_config."
             )

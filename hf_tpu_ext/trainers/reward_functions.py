@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
+from ..errors import UserError
 from ..sharding.plan import place_model
 
 
@@ -41,7 +42,7 @@ def check_rewards(function: Callable, name: str) -> Callable:
             try:
                 rewards = await function(**kwargs)
             except Exception as error:
-                raise ValueError(_raised(name, error, await _find_row_async(function, kwargs), kwargs)) from error
+                raise UserError(_raised(name, error, await _find_row_async(function, kwargs), kwargs)) from error
             return _check(rewards, name, kwargs)
     else:
 
@@ -49,7 +50,7 @@ def check_rewards(function: Callable, name: str) -> Callable:
             try:
                 rewards = function(**kwargs)
             except Exception as error:
-                raise ValueError(_raised(name, error, _find_row(function, kwargs), kwargs)) from error
+                raise UserError(_raised(name, error, _find_row(function, kwargs), kwargs)) from error
             return _check(rewards, name, kwargs)
 
     return checked
@@ -103,14 +104,14 @@ def _shorten(value: Any) -> str:
 def _check(rewards: Any, name: str, kwargs: dict[str, Any]) -> Sequence[Any]:
     rows = len(kwargs["prompts"])
     if not isinstance(rewards, Iterable) or isinstance(rewards, (str, dict)):
-        raise ValueError(
+        raise UserError(
             f"The reward function '{name}' returned {_shorten(rewards)}, and not a list. Return one number for each of the "
             f"{rows} completions, or None where a completion has no reward."
         )
     rewards = list(rewards)
     for row, reward in enumerate(rewards[:rows]):
         if reward is not None and not _is_finite(reward):
-            raise ValueError(
+            raise UserError(
                 f"The reward function '{name}' returned {_shorten(reward)}, which is no finite number. "
                 f"{_describe_row(row, kwargs)} Return a number, or None where a completion has no reward."
             )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..data import round_up_length
+from ..errors import UserError
 from ..generation.generator import are_in_groups
 from ..step.looped_head import head_wrapped_by
 from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
@@ -77,7 +78,7 @@ class RewardedMixin(RolloutMixin):
             return
         reason = why_prompts_apart(self, self.model)
         if reason is not None and asked == "on":
-            raise ValueError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
+            raise UserError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
         self.shares_prompts = reason is None
         self.compiled.changes.append(
             "layers read a prompt once for all its completions"

@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from ..backends import select_backend
+from ..errors import UserError
 from .rollouts import RolloutArguments
 
 
@@ -34,7 +35,7 @@ class RewardedArguments(RolloutArguments):
             # YAML reads an unquoted on as true.
             self.share_prompts = "on" if self.share_prompts else "off"
         if self.share_prompts not in ("auto", "on", "off"):
-            raise ValueError(f"Unknown share_prompts={self.share_prompts!r}. Allowed: auto, on, off.")
+            raise UserError(f"Unknown share_prompts={self.share_prompts!r}. Allowed: auto, on, off.")
         backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
         given, steps = self.generation_batch_size, self.steps_per_generation
         # Both are refused by upstream.
@@ -81,7 +82,7 @@ def count_rows_of_chips(args: TrainingArguments, chips: int) -> None:
     given = args._rows_given if isinstance(args, RewardedArguments) else None
     if given is not None:
         if given % rows:
-            raise ValueError(
+            raise UserError(
                 f"generation_batch_size={given} must be divisible by the {rows} rows of a step ({of_step}). Set it to a multiple of "
                 f"{rows}, or set steps_per_generation instead."
             )
@@ -89,14 +90,14 @@ def count_rows_of_chips(args: TrainingArguments, chips: int) -> None:
     args.generation_batch_size = rows * args.steps_per_generation
     if args.generation_batch_size % args.num_generations:
         wanted = math.lcm(rows, args.num_generations) // rows
-        raise ValueError(
+        raise UserError(
             f"generation_batch_size={args.generation_batch_size} ({of_step}, steps_per_generation={args.steps_per_generation}) must be "
             f"divisible by num_generations={args.num_generations}: a generation has all completions of each prompt. Set "
             f"steps_per_generation={wanted}, or other rows."
         )
     rows, group = args.per_device_eval_batch_size * chips, args.num_generations_eval or args.num_generations
     if args.eval_strategy != IntervalStrategy.NO and rows % group:
-        raise ValueError(
+        raise UserError(
             f"A batch of an evaluation has {rows} rows (per_device_eval_batch_size={args.per_device_eval_batch_size} on {on_chips}), "
             f"and must be divisible by the {group} completions of each prompt. Set "
             f"per_device_eval_batch_size={math.lcm(chips, group) // chips}, or num_generations_eval."

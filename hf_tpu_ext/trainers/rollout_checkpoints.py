@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
+from ..errors import UserError
 from .checkpoints import read_run_state
 
 
@@ -105,7 +106,7 @@ class RolloutCheckpoints:
         """Generate as many rows as the run that is resumed has on another number of chips."""
         args, at_once = self.args, self._rows_of_micro_step
         if rows % at_once:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint was written with {rows} rows of a generation on {num_workers} chips, which are no number of "
                 f"batches of {at_once} rows here. Use a number of chips that divides {rows} (num_chips), or set "
                 "per_device_train_batch_size."

@@ -7,6 +7,7 @@ import datasets
 from transformers import ProcessorMixin
 from transformers.utils import logging
 
+from ..errors import UserError
 from .dataset_checks import named_datasets
 
 
@@ -44,12 +45,12 @@ def check_rollouts(given: Mapping[str, Any], upstream: str) -> None:
     settings = vars(given["args"])
     for name, why in _SETTINGS.items():
         if settings.get(name):
-            raise ValueError(f"{name}=True does not work on XLA: {why}")
+            raise UserError(f"{name}=True does not work on XLA: {why}")
     for name, why in _ARGUMENTS.items():
         if given.get(name):
-            raise ValueError(f"{name} does not work on XLA: {why}")
+            raise UserError(f"{name} does not work on XLA: {why}")
     if isinstance(given.get("processing_class"), ProcessorMixin):
-        raise ValueError(
+        raise UserError(
             f"processing_class is a {type(given['processing_class']).__name__}, which prepares images. {upstream} trains on text "
             "on XLA. Pass its tokenizer: processing_class=processor.tokenizer."
         )
@@ -66,7 +67,7 @@ def _check_prompts(dataset, name: str, upstream: str) -> None:
         return
     columns = dataset.column_names
     if columns and "prompt" not in columns:
-        raise ValueError(
+        raise UserError(
             f"{name} has the columns {columns}, and {upstream} needs 'prompt': a text, or messages that end with the user's. "
             "Rename a column: dataset.rename_column('question', 'prompt')."
         )

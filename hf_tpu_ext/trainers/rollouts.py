@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import Trainer
 
 from ..data import round_up_length, validate_buckets
+from ..errors import UserError
 from ..generation.sampling import check_generation_config
 from .configs import ExtensionArguments
 from .dataset_checks import named_datasets
@@ -40,7 +41,7 @@ class RolloutArguments(ExtensionArguments):
 
     def __post_init__(self):
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise ValueError(
+            raise UserError(
                 f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
                 "example max_prompt_length=256, or leave it out."
             )
@@ -81,13 +82,13 @@ class RolloutMixin(RolloutCheckpoints):
         }
         streams = [name for name, dataset in sets.items() if dataset is not None and name not in lengths]
         if streams and most is None:
-            raise ValueError(
+            raise UserError(
                 f"The lengths of the prompts of {streams[0]} are not known (a streaming dataset). Give the longest in tokens: "
                 f"{self._config_name}(max_prompt_length=256)."
             )
         for name, of_rows in lengths.items():
             if most is not None and (longest := max(of_rows)) > most:
-                raise ValueError(
+                raise UserError(
                     f"Row {of_rows.index(longest)} of {name} has a prompt of {longest} tokens, which is longer than "
                     f"max_prompt_length={most}. Set max_prompt_length={round_up_length(longest, longest + 128)}, or leave such "
                     "rows out with dataset.filter."
@@ -138,7 +139,7 @@ class RolloutMixin(RolloutCheckpoints):
         prompts = self.generation_rows // self.num_generations
         if isinstance(self.train_dataset, datasets.Dataset) and len(self.train_dataset) < prompts:
             # Upstream would leave all of them out.
-            raise ValueError(
+            raise UserError(
                 f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Give "
                 "more rows, or set per_device_train_batch_size or the number of steps that a generation lasts lower."
             )
@@ -162,7 +163,7 @@ class RolloutMixin(RolloutCheckpoints):
         if not self.backend.static_shapes:
             return
         if self._is_vlm:
-            raise ValueError(
+            raise UserError(
                 "The model comes with a processor for images. Training on completions of images does not work on XLA. Pass a "
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
@@ -248,7 +249,7 @@ class RolloutMixin(RolloutCheckpoints):
         """Pad what upstream has padded to the longest of a batch, on the host: prompts to `width`."""
         room, longest = self.max_completion_length, int(batch["completion_mask"].sum(1).max())
         if longest > room:
-            raise ValueError(
+            raise UserError(
                 f"A completion has {longest} tokens, which is longer than max_completion_length={room}. Set "
                 f"max_completion_length={longest}, or have the rollout_func return no more."
             )
@@ -297,7 +298,7 @@ class RolloutMixin(RolloutCheckpoints):
         """The length that prompts of so many tokens are padded to."""
         width = next((length for length in self.lengths if length >= tokens), None)
         if width is None:
-            raise ValueError(
+            raise UserError(
                 f"{what} has {tokens} tokens, and prompts are padded to {self.lengths[-1]} on XLA. Set "
                 f"{self._config_name}(max_prompt_length={round_up_length(tokens, tokens + 128)}), or leave such rows out."
             )

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..backends.hosts import Hosts
 from ..backends.ranks import Ranks
+from ..errors import UserError
 
 
 logger = logging.get_logger(__name__)
@@ -86,7 +87,7 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
-            raise ValueError(
+            raise UserError(
                 f"Another run writes to output_dir={str(path.parent)!r} now{f' ({holder})' * bool(holder)}. Set output_dir "
                 "to another directory, or wait until that run has ended."
             ) from None

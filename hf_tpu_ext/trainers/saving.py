@@ -22,6 +22,7 @@ from ..backends.hosts import HostsDisagree
 from ..backends.streamed import read_all
 from ..callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ..callbacks.samples import ShowSamples
+from ..errors import SaveError, UserError
 from ..quantization.bitsandbytes import find_config
 from ..redaction import redact
 from .base_record import find_frozen, write_base
@@ -130,7 +131,7 @@ class SavingMixin:
                 # PyTorch counts the parameters of each group.
                 if "parameter group" not in str(error):
                     raise
-                raise ValueError(
+                raise UserError(
                     f"{checkpoint} has the optimizer's state of other parameters than this run trains ({error}). Set the model, "
                     "the adapter (use_peft, lora_*) and what is frozen as the run had them that wrote it, or begin a new run "
                     "from its weights, without resume_from_checkpoint."
@@ -149,7 +150,7 @@ class SavingMixin:
         """Refuse the state of another optimizer, whose first step would end in a `KeyError`."""
         missing = {name for group in self.optimizer.param_groups for name in self.optimizer.defaults.keys() - group}
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint} has the state of another optimizer than optim={OptimizerNames(self.args.optim).value}: "
                 f"{', '.join(sorted(missing))} is not in it. Set optim to what wrote the checkpoint, or begin a new run from "
                 f"its weights: model_name_or_path={checkpoint} without resume_from_checkpoint."
@@ -212,7 +213,7 @@ class SavingMixin:
     def _find_best_metric(self, names: Iterable[str]) -> None:
         wanted = self.args.metric_for_best_model
         if wanted is not None and f"eval_{wanted.removeprefix('eval_')}" not in names:
-            raise ValueError(
+            raise UserError(
                 f"metric_for_best_model={wanted!r} is not among the metrics of an evaluation: {', '.join(names)}. Set it to "
                 "one of these, or return it from compute_metrics."
             )
@@ -404,12 +405,12 @@ class SavingMixin:
             if self.backend.hosts.of_first("the best checkpoint", first and (best == checkpoint or best.exists())):
                 self.state.best_model_checkpoint = str(best)
 
-    def _not_saved(self, what: str, run_dir: Path, error: Exception) -> OSError:
+    def _not_saved(self, what: str, run_dir: Path, error: Exception) -> SaveError:
         whole = next(
             (path for path in reversed(checkpoints_by_step(run_dir).values()) if find_damage(path) is None), None
         )
         left = "There is no checkpoint to resume from" if whole is None else f"{whole} is complete"
-        failed = OSError(
+        failed = SaveError(
             f"{what} could not be saved ({error}). {left}. {free_space(run_dir)}Make room or lower save_total_limit, or set "
             "output_dir to a directory that can be written to, and start again with resume_from_checkpoint=True or the "
             "path of a checkpoint."
@@ -436,7 +437,7 @@ class SavingMixin:
                 if last.is_dir()
                 else ""
             )
-            raise OSError(
+            raise SaveError(
                 f"The model could not be saved in {directory} ({error}). What was there is left as it was. "
                 f"{free_space(directory)}Make room there, or save to another disk: trainer.save_model('/path/on/it').{again}"
             ) from error

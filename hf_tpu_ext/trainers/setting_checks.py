@@ -12,6 +12,7 @@ from transformers.training_args import OptimizerNames, ParallelMode
 from trl import DPOConfig, KTOConfig, SFTConfig
 
 from ..backends import select_backend
+from ..errors import UserError
 from .arguments import ADAMW_NAMES, HOST_SCALAR_NAMES
 from .configs import ExtensionArguments
 
@@ -67,7 +68,7 @@ def check_split_by_upstream(args: TrainingArguments) -> None:
                 "Make a cache of the teacher first (hf-tpu cache-teacher --kd_teacher MODEL --kd_cache DIRECTORY), then set "
                 "kd_cache=DIRECTORY and leave kd_teacher out."
             )
-        raise ValueError(
+        raise UserError(
             f"{name}={settings[name]!r} does not work with {by}, which splits what is trained over processes. {instead}"
         )
 
@@ -82,12 +83,12 @@ def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[
         _check_step(args, static_shapes)
         own_optimizer = given.get("optimizers", (None,))[0] or given.get("optimizer_cls_and_kwargs")
         if not own_optimizer and args.learning_rate < 0 and args.optim in _REFUSE_NEGATIVE_RATES:
-            raise ValueError(
+            raise UserError(
                 f"learning_rate={args.learning_rate} is negative, which optim={OptimizerNames(args.optim).value} does not "
                 "take. Set a rate above 0, for example learning_rate=2e-5."
             )
     if args.eval_strategy != IntervalStrategy.NO and args.per_device_eval_batch_size < 1:
-        raise ValueError(
+        raise UserError(
             f"per_device_eval_batch_size={args.per_device_eval_batch_size} is not positive, and eval_strategy asks for "
             "evaluations. Set it to 1 or more, for example per_device_eval_batch_size=8."
         )
@@ -98,13 +99,13 @@ def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[
 
 def _check_step(args: TrainingArguments, static_shapes: bool) -> None:
     if args.per_device_train_batch_size < 1:
-        raise ValueError(
+        raise UserError(
             f"per_device_train_batch_size={args.per_device_train_batch_size} is not positive. Set it to 1 or more, for "
             "example per_device_train_batch_size=8."
         )
     # Upstream takes a negative number for no steps at all.
     if args.gradient_accumulation_steps == 0 or (static_shapes and args.gradient_accumulation_steps < 0):
-        raise ValueError(
+        raise UserError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} is not positive. Set it to 1 to update the "
             "weights after every batch, or to more, for example gradient_accumulation_steps=4."
         )
@@ -116,7 +117,7 @@ def _check_max_length(args: TrainingArguments, static_shapes: bool) -> None:
         return
     # An eager device takes a negative one of TRL for so many tokens to leave out at the end of each row.
     if max_length == 0 or static_shapes or not isinstance(args, SFTConfig) or args.packing:
-        raise ValueError(
+        raise UserError(
             f"max_length={max_length} is not positive. Set it to the longest sequence that you want to keep, in tokens, for "
             "example max_length=1024."
         )
@@ -126,21 +127,21 @@ def _check_preference_loss(args: TrainingArguments, given: Mapping[str, Any]) ->
     if isinstance(args, KTOConfig):
         allowed = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
         if args.loss_type not in allowed:
-            raise ValueError(f"Unknown loss_type={args.loss_type!r} of KTO. Allowed: {', '.join(allowed)}.")
+            raise UserError(f"Unknown loss_type={args.loss_type!r} of KTO. Allowed: {', '.join(allowed)}.")
     if isinstance(args, DPOConfig) and args.use_weighting and (found := _NOT_WEIGHTED & set(args.loss_type)):
-        raise ValueError(
+        raise UserError(
             f"use_weighting=True does not work with loss_type={sorted(found)[0]!r}, whose values for the pairs of a batch it "
             "cannot multiply by their weights. Leave that loss out, or set use_weighting=False."
         )
     if not vars(args).get("sync_ref_model"):
         return
     if given.get("peft_config") is not None or isinstance(given.get("model"), PeftModel):
-        raise ValueError(
+        raise UserError(
             "sync_ref_model=True needs a reference model, and with LoRA the reference is the model without the adapter. Set "
             "sync_ref_model=False, or train all weights."
         )
     if args.ref_model_sync_steps < 1:
-        raise ValueError(
+        raise UserError(
             f"ref_model_sync_steps={args.ref_model_sync_steps} is not positive. Set it to 1 or more, for example "
             "ref_model_sync_steps=512, or set sync_ref_model=False."
         )
@@ -155,6 +156,6 @@ def _check_integrations(report_to: list[str] | None) -> None:
             # It knows its package.
             INTEGRATION_TO_CALLBACK[name]()
         except (ImportError, RuntimeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"report_to={name}: {error} Or leave it out of report_to; report_to=none trains without any."
             ) from error

@@ -6,6 +6,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..callbacks.samples import ShowSamples
 from ..data import PackedCollator
+from ..errors import UserError
 from .configs import ExtensionArguments, TPUSFTConfig
 from .dataset_checks import check_dataset, named_datasets
 from .distillation import KD_METRICS, DistillationMixin, distills
@@ -64,7 +65,7 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _show_samples(self, count: int) -> None:
         if not isinstance(self.eval_dataset, Dataset):
-            raise ValueError(
+            raise UserError(
                 f"show_samples={count} takes prompts from the evaluation set, but there is none to take them from. Pass "
                 "one eval_dataset (eval_strategy: steps in a recipe), or leave show_samples out."
             )

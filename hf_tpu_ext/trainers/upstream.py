@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
+from ..errors import UserError
 from .dataset_checks import check_columns_are_text, named_datasets
 from .preference_checks import check_preferences
 
@@ -57,7 +58,7 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
         cls.check_given(given)
     elif generates:
         instead = "Use trl.{} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
-        raise ValueError(
+        raise UserError(
             f"{generates[0]} generates text within a training step, which does not train on XLA as it is. "
             f"{instead.format(generates[0])}. Trainers whose loss is a function of a batch work: transformers.Trainer, "
             "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."

@@ -9,6 +9,7 @@ from ..backends import select_backend
 from ..backends.compile_cache import CacheUse, cache_root
 from ..backends.counters import Counters
 from ..callbacks.samples import ShowSamples
+from ..errors import UserError
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .configs import ExtensionArguments
 from .every_length import EveryLengthMixin
@@ -33,26 +34,26 @@ def open_compile_cache(args: ExtensionArguments) -> list[str]:
     """
     backend = select_backend("cpu" if args.use_cpu else args.backend, args.num_chips)
     if not backend.static_shapes:
-        raise ValueError(
+        raise UserError(
             f"There is nothing to warm up: nothing is compiled on {backend.name} ({backend.reason}). Run this command on "
             "the TPU machine."
         )
     lines = backend.use_compile_cache(args.compile_cache_dir)
     cache = backend.cache_use()
     if cache is None and lines:
-        raise ValueError(f"{lines[0]}.")
+        raise UserError(f"{lines[0]}.")
     if cache_root(args.compile_cache_dir)[0] is None:
-        raise ValueError(
+        raise UserError(
             "There is no compilation cache: compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out."
         )
     if cache is None:
-        raise ValueError(
+        raise UserError(
             f"There is no compilation cache: this device ({backend.device_name}) cannot load stored executables, so none "
             "are stored. Run this command on the TPU machine. To store them anyway, to compare their keys, name a "
             "directory: --compile_cache_dir DIR"
         )
     if cache.problem is not None:
-        raise ValueError(f"{lines[0]}. Set compile_cache_dir to a directory that can be written.")
+        raise UserError(f"{lines[0]}. Set compile_cache_dir to a directory that can be written.")
     return lines
 
 

@@ -9,6 +9,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from tqdm.auto import tqdm
 from transformers.trainer_utils import unwrap_peft_model
 
+from ..errors import UserError
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.alike_layers import find_layers
 from ..step.optimizer import clip_gradients
@@ -54,7 +55,7 @@ class CompiledSteps(EagerSteps):
         reason = self._why_not_whole()
         layers = find_layers(self._trainer.model)
         if self._wanted == "step" and reason is not None:
-            raise ValueError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
+            raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         self.compiles = "step" if self._wanted in ("auto", "step") and reason is None else "layers"
         if self._wanted == "layers":
             reason = "compile_step='layers'"
