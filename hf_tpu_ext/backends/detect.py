@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError
@@ -25,6 +26,9 @@ _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 BACKENDS = ("auto", "tpu", "xla", "cuda", "cpu")
 #: Those that drive TPU chips.
 TPU_BACKENDS = ("tpu", "xla")
+#: What environment variables of upstream's may say, in capitals.
+ON = {"1", "TRUE", "ON", "YES", "Y", "T"}
+OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
 #: What `PJRT_DEVICE` may say.
 PJRT_DEVICES = ("TPU", "CPU")
 
@@ -104,6 +108,19 @@ def has_torch_tpu() -> bool:
     found = importlib.util.find_spec("torch_tpu")
     # Any directory of that name is a namespace package, which has no file.
     return found is not None and found.origin is not None
+
+
+def would_use_tpu(backend: str | None, environment: Mapping[str, str]) -> bool:
+    """
+    Whether a run with a setting `backend` and these environment variables would be on this machine's TPU, as
+    [`~hf_tpu_ext.backends.selection.select_backend`] chooses.
+    """
+    asked = backend if backend not in (None, "auto") else environment.get("HF_TPU_EXT_BACKEND", "auto")
+    if not tpu_chips() or asked not in ("auto", *TPU_BACKENDS) or environment.get("PJRT_DEVICE", "TPU") != "TPU":
+        return False
+    if environment.get("ACCELERATE_USE_CPU", "").upper() in ON:
+        return False
+    return has_torch_tpu() or has_torch_xla() and environment.get("USE_TORCH_XLA", "1").upper() not in OFF
 
 
 def skip_metadata_query() -> None:

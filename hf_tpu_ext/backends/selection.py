@@ -15,6 +15,8 @@ from .cpu import CPUBackend
 from .cuda import CUDABackend
 from .detect import (
     BACKENDS,
+    OFF,
+    ON,
     find_pjrt_mistake,
     has_torch_tpu,
     has_torch_xla,
@@ -23,9 +25,6 @@ from .detect import (
     tpu_chips,
 )
 
-
-_OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
-_ON = {"1", "TRUE", "ON", "YES", "Y", "T"}
 
 _chosen: dict[str, Backend] = {}
 
@@ -152,13 +151,13 @@ def _finds_torch_tpu() -> bool:
 
 
 def _choose() -> Backend:
-    if os.environ.get("ACCELERATE_USE_CPU", "").upper() in _ON:
+    if os.environ.get("ACCELERATE_USE_CPU", "").upper() in ON:
         return CPUBackend("ACCELERATE_USE_CPU is set")
     chips = tpu_chips()
     if _finds_torch_tpu():
         return _torch_tpu("torch_tpu has a device")
     pjrt_device = pjrt_device_asked_for()
-    xla_allowed = has_torch_xla() and os.environ.get("USE_TORCH_XLA", "1").upper() not in _OFF
+    xla_allowed = has_torch_xla() and os.environ.get("USE_TORCH_XLA", "1").upper() not in OFF
     if xla_allowed and chips and pjrt_device in (None, "TPU"):
         return _xla("TPU", f"{chips} TPU chip{'s' if chips > 1 else ''} found")
     if xla_allowed and pjrt_device:

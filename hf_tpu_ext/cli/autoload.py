@@ -6,7 +6,6 @@ it costs a few milliseconds in a process that it does not act on. Nothing of thi
 an import may import torch, which would then ask for a module that is not there yet.
 """
 
-import importlib.util
 import os
 import sys
 
@@ -14,35 +13,38 @@ import sys
 _SWITCH = "HF_TPU_EXT"
 _ON = {"1", "true", "yes", "on"}
 _OFF = {"0", "false", "no", "off"}
-#: Commands of `trl` that train, and the trainers of their scripts. `SFTTrainer` is replaced by `TPUSFTTrainer`, and so on.
-TRAINERS = {
-    "sft": "SFTTrainer",
-    "dpo": "DPOTrainer",
-    "reward": "RewardTrainer",
-    "kto": "KTOTrainer",
-    "grpo": "GRPOTrainer",
-    "rloo": "RLOOTrainer",
-    "distillation": "DistillationTrainer",
-}
-# Where TRL defines them.
-_MODULES = {f"trl.trainer.{command}_trainer": trainer for command, trainer in TRAINERS.items()}
 
 
 def autoload() -> None:
+    """[`act`], without ever breaking `import torch` in an environment that this package is installed in."""
+    try:
+        act()
+    except Exception as error:
+        # Whatever it is: most processes that import PyTorch have nothing to do with this package.
+        print(
+            f"hf_tpu_ext does nothing in this process, because of an error of its own ({type(error).__name__}: {error}). Please "
+            "report it with the output of: hf-tpu doctor --json",
+            file=sys.stderr,
+        )
+
+
+def act() -> None:
     """
     Act on two kinds of process, and leave every other as it is.
 
-    - A stock `trl sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` or `distillation` is replaced by `hf-tpu` with the same arguments, if it is asked for. Stock
-      `trl` reads the recipe in a parent process, which starts the accelerator's runtime, and trains in a child of it; a TPU
-      chip can be held by one process only.
-    - In any other process that has `HF_TPU_EXT=1` in its environment, `trl.SFTTrainer` is
-      [`~hf_tpu_ext.TPUSFTTrainer`], and likewise for the other [`TRAINERS`].
+    - A stock `trl sft`, `dpo`, `reward`, `kto`, `grpo`, `rloo` or `distillation` is replaced by `hf-tpu` with the same
+      arguments, if it is asked for. Stock `trl` reads the recipe in a parent process, which starts the accelerator's runtime,
+      and trains in a child of it; a TPU chip can be held by one process only. And only `hf-tpu` knows the settings of this
+      package.
+    - In any other process that has `HF_TPU_EXT=1` in its environment, TRL's trainers and configs are those of this
+      package: [`~hf_tpu_ext.cli.swap.replace_trainers`].
 
     `trl` is replaced if `HF_TPU_EXT` is `1` in the environment or under the recipe's `env:` key, which counts more,
-    or if it is set nowhere and the machine has a TPU. `HF_TPU_EXT=0` in the environment switches all of this off. Of a
-    value that means neither, a line says so.
+    or if it is set nowhere and the recipe would be trained on a TPU. `HF_TPU_EXT=0` in the environment switches all of this
+    off. Of a value that means neither, a line says so.
     """
     from ..backends.detect import remember_pjrt_device, skip_metadata_query
+    from .swap import replace_trainers
 
     remember_pjrt_device()
     skip_metadata_query()
@@ -52,7 +54,7 @@ def autoload() -> None:
         return
     if not _is_trl_training(sys.argv):
         if switch in _ON:
-            sys.meta_path.insert(0, _TrainerSwap())
+            replace_trainers()
         return
     reason = _reason_to_replace(switch, sys.argv[2:])
     if reason is None:
@@ -75,20 +77,23 @@ def _check(switch: str, where: str) -> None:
 
 
 def _is_trl_training(argv: list[str]) -> bool:
+    from .swap import TRAINERS
+
     program = argv[0].replace(os.sep, "/") if argv else ""
     is_trl = program.rpartition("/")[2] == "trl" or program.endswith("/trl/cli/main.py")
     return is_trl and len(argv) > 1 and argv[1] in TRAINERS
 
 
 def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
-    from ..backends.detect import tpu_chips
-    from .recipe import read_recipe
+    from ..backends.detect import would_use_tpu
+    from .recipe import Recipe, read_recipe
 
     try:
-        in_recipe = read_recipe(argv).env.get(_SWITCH, "").lower()
+        recipe = read_recipe(argv)
     except ValueError:
         # The command that reads the recipe next, stock or not, says what is wrong with it.
-        in_recipe = ""
+        recipe = Recipe()
+    in_recipe = recipe.env.get(_SWITCH, "").lower()
     _check(in_recipe, "the recipe's env")
     if in_recipe in _OFF:
         return None
@@ -96,35 +101,6 @@ def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
         return f"the recipe's env says {_SWITCH}: {in_recipe}"
     if switch in _ON:
         return f"{_SWITCH}={switch} is set"
-    return "this machine has a TPU" if tpu_chips() else None
-
-
-class _TrainerSwap:
-    """
-    A `sys.meta_path` finder that puts our trainers in place of TRL's once the first module of a trainer has run.
-
-    The names are replaced in the modules that define them, and in `trl` and `trl.trainer`, which keep what they have looked
-    up there.
-    """
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in _MODULES:
-            return None
-        sys.meta_path.remove(self)
-        # A script that imports our trainers chooses between them and upstream's by itself; and while they are being
-        # imported, as the first to import this module, they cannot be put into it.
-        if "hf_tpu_ext.trainers" in sys.modules:
-            return None
-        spec = importlib.util.find_spec(name)
-        exec_module = spec.loader.exec_module
-
-        def exec_and_swap(module):
-            exec_module(module)
-            from hf_tpu_ext import trainers
-
-            for defined_in, trainer in _MODULES.items():
-                for place in (defined_in, "trl.trainer", "trl"):
-                    setattr(sys.modules[place], trainer, vars(trainers)[f"TPU{trainer}"])
-
-        spec.loader.exec_module = exec_and_swap
-        return spec
+    if recipe.uses_cpu or not would_use_tpu(recipe.get("backend"), os.environ | recipe.env):
+        return None
+    return "this machine has a TPU"

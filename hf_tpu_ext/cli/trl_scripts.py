@@ -9,10 +9,10 @@ from typing import Any
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
-from .autoload import TRAINERS
 from .launch import start_processes
 from .recipe import Recipe, load_recipe
 from .recipe_parser import RecipeParser
+from .swap import TRAINERS
 
 
 _DESCRIPTION = """\

@@ -31,12 +31,24 @@ from .status import StatusMixin
 from .upstream import checkpointing_left_on, default_arguments
 
 
+class _TrainerType(type):
+    """
+    Leaves out a base that another base derives from. With `HF_TPU_EXT=1` TRL's trainers are those of this package, so that
+    `class T(TPUTrainerMixin, SFTTrainer)`, which is right without it, would have no order of bases.
+    """
+
+    def __new__(mcls, name, bases, namespace, **kwargs):
+        bases = tuple(base for base in bases if not any(base in other.__mro__[1:] for other in bases))
+        return super().__new__(mcls, name, bases, namespace, **kwargs)
+
+
 class TPUTrainerMixin(
     SetUpMixin,
     BatchesMixin,
     StatusMixin,
     SavingMixin,
     CompiledEvaluation,
+    metaclass=_TrainerType,
 ):
     """
     Makes a [`~transformers.Trainer`] subclass train on a device whose steps are compiled graphs.

@@ -20,7 +20,7 @@ from .lengths import declare_lengths
 from .rollout_checkpoints import OF_PROMPTS, RolloutCheckpoints
 from .rollout_checks import check_rollouts
 from .text import TextGeneration
-from .upstream import checkpointing_left_on, upstream_of
+from .upstream import checkpointing_left_on, upstream_behind, upstream_of
 
 
 # Rows of a dataset that are tokenized at once.
@@ -205,7 +205,7 @@ class RolloutMixin(RolloutCheckpoints):
     ) -> dict[Hashable, Any]:
         phase = "rollout" if self.model.training else "eval"
         with self.phase(phase), self._on_host():
-            batch = upstream_of(type(self))._prepare_inputs(self, inputs)
+            batch = upstream_behind(type(self))._prepare_inputs(self, inputs)
         self.check_ranges(batch)
         columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
         beside = {**self.by_length.data(columns), **(beside or {})}

@@ -40,11 +40,24 @@ _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 def upstream_of(cls: type[Trainer]) -> type[Trainer]:
     """The first base of a trainer class that is of transformers or TRL."""
-    return next(
-        owner
-        for owner in cls.__mro__
-        if issubclass(owner, Trainer) and owner.__module__.partition(".")[0] in ("transformers", "trl")
-    )
+    return next(filter(_is_upstreams, cls.__mro__))
+
+
+def upstream_behind(cls: type[Trainer]) -> type[Trainer]:
+    """
+    The first base of a trainer class that is of transformers or TRL and behind all that are of this package. It is another
+    than [`upstream_of`] where TRL's trainers are replaced by ours, and a trainer of `trl.experimental` derives from one.
+    """
+    last = max(index for index, owner in enumerate(cls.__mro__) if _package_of(owner) == "hf_tpu_ext")
+    return next(filter(_is_upstreams, cls.__mro__[last:]))
+
+
+def _is_upstreams(owner: type) -> bool:
+    return issubclass(owner, Trainer) and _package_of(owner) in ("transformers", "trl")
+
+
+def _package_of(owner: type) -> str:
+    return owner.__module__.partition(".")[0]
 
 
 def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
@@ -110,7 +123,7 @@ def upstream_names(cls: type[Trainer], **replacements: Any) -> Iterator[None]:
     """
     upstream = upstream_of(cls)
     owners = [
-        owner for owner in upstream.__mro__ if owner is upstream or issubclass(owner, Trainer) and owner is not Trainer
+        owner for owner in upstream.__mro__ if owner is upstream or _is_upstreams(owner) and owner is not Trainer
     ]
     places = [vars(sys.modules[module]) for module in dict.fromkeys(owner.__module__ for owner in owners)]
     replaced = [{name: names[name] for name in replacements if name in names} for names in places]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hf_tpu_ext.backends import detect
-from hf_tpu_ext.cli import autoload
+from hf_tpu_ext.cli import autoload, swap
 
 
 STATE = """
@@ -75,6 +75,12 @@ def test_which_commands_of_trl_are_replaced(argv, expected):
         ("", "HF_TPU_EXT: 0", 4, None),
         ("1", "HF_TPU_EXT: 0", 4, None),
         ("1", "PJRT_DEVICE: CPU", 0, "HF_TPU_EXT=1 is set"),
+        # The device would not be the TPU.
+        ("", "PJRT_DEVICE: CPU", 4, None),
+        ("", "HF_TPU_EXT_BACKEND: cpu", 4, None),
+        ("", "HF_TPU_EXT_BACKEND: xla", 4, "this machine has a TPU"),
+        ("", "USE_TORCH_XLA: 0", 4, None),
+        ("", "ACCELERATE_USE_CPU: true", 4, None),
     ],
 )
 @pytest.mark.parametrize("option", [["--config", "{}"], ["--config={}"]])
@@ -82,8 +88,29 @@ def test_when_trl_is_replaced(switch, in_recipe, chips, expected, option, tmp_pa
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"env: {{{in_recipe}}}\nmax_steps: 1\n")
     monkeypatch.setattr(detect, "tpu_chips", lambda: chips)
+    monkeypatch.delenv("PJRT_DEVICE")
     argv = [part.format(recipe) for part in option]
     assert autoload._reason_to_replace(switch, argv) == expected
+
+
+@pytest.mark.parametrize("argv", [["--use_cpu"], ["--use-cpu=true"], ["--backend", "cpu"], ["--cpu"]])
+def test_trl_is_not_replaced_on_a_machine_with_a_tpu_that_is_not_used(argv, monkeypatch):
+    monkeypatch.setattr(detect, "tpu_chips", lambda: 4)
+    monkeypatch.delenv("PJRT_DEVICE")
+    assert autoload._reason_to_replace("", argv) is None
+    assert autoload._reason_to_replace("", ["--max_steps", "1"]) == "this machine has a TPU"
+
+
+def test_an_error_here_does_not_break_the_import_of_torch(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("not even this")
+
+    monkeypatch.setattr(detect, "remember_pjrt_device", fail)
+    autoload.autoload()
+    line = capsys.readouterr().err
+    assert line.startswith(
+        "hf_tpu_ext does nothing in this process, because of an error of its own (RuntimeError: not"
+    )
 
 
 def test_unreadable_recipe_is_left_to_the_command_that_runs(tmp_path):
@@ -136,34 +163,9 @@ def test_scripts_are_watched_only_if_they_ask(switch, finders, monkeypatch):
     monkeypatch.setenv("HF_TPU_EXT", switch)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    # Modules of this process are left as they are.
+    monkeypatch.setattr(swap, "_REPLACED", {})
+    monkeypatch.setattr(swap, "_TRAINER_MODULE", "absent")
     before = len(sys.meta_path)
     autoload.autoload()
     assert len(sys.meta_path) == before + finders
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("imports", "ours"),
-    [
-        ("from trl import DPOTrainer, SFTTrainer; from trl.trainer.kto_trainer import KTOTrainer", True),
-        ("from hf_tpu_ext import TPUSFTTrainer; from trl import SFTTrainer", False),
-    ],
-)
-def test_scripts_get_our_trainers_unless_they_choose(imports, ours):
-    script = (
-        f"import torch\n{imports}\nimport trl\n"
-        "modules = [trl, trl.trainer, sys.modules['__main__']]\n"
-        "places = [*modules, *(sys.modules[f'trl.trainer.{name}_trainer'] for name in TRAINERS)]\n"
-        "found = [vars(place)[name].__name__ for name in TRAINERS.values() for place in places if name in vars(place)]\n"
-        "print(*found)"
-    )
-    result = run_process(
-        sys.executable,
-        "-c",
-        f"import sys\nfrom hf_tpu_ext.cli.autoload import TRAINERS\n{script}",
-        env={"HF_TPU_EXT": "1"},
-    )
-    names = result.stdout.split()
-    assert len(names) >= 3 * len(autoload.TRAINERS) if ours else names, result.stderr
-    assert {name.removeprefix("TPU") for name in names} == set(autoload.TRAINERS.values())
-    assert all(name.startswith("TPU") is ours for name in names)

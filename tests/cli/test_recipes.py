@@ -13,8 +13,8 @@ import trl
 import yaml
 from transformers import AutoModelForCausalLM
 
-from hf_tpu_ext.cli.autoload import TRAINERS
 from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.cli.swap import TRAINERS
 
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

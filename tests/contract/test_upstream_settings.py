@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments, training_args
 from transformers.training_args import OptimizerNames
 from trl import SFTConfig
 
-from hf_tpu_ext.cli.autoload import TRAINERS
+from hf_tpu_ext.cli.swap import TRAINERS
 from hf_tpu_ext.cli.trl_scripts import SCRIPTS
 from hf_tpu_ext.trainers import arguments
 
