@@ -13,8 +13,11 @@ CONFIGS = {trainer.replace("Trainer", "Config") for trainer in TRAINERS.values()
 FOUND = """
 import sys, trl, trl.trainer
 from hf_tpu_ext.cli.swap import _REPLACED
-places = [trl, trl.trainer, sys.modules["__main__"], *(sys.modules[name] for name in _REPLACED if name in sys.modules)]
-names = [vars(place)[name].__name__ for place in places for name in _REPLACED.values() if name in vars(place)]
+places = [(trl, name) for name in _REPLACED.values()] + [(trl.trainer, name) for name in _REPLACED.values()]
+places += [(sys.modules["__main__"], name) for name in _REPLACED.values()]
+# The modules that define them; those that a trainer's module has for itself stay.
+places += [(sys.modules[module], name) for module, name in _REPLACED.items() if module in sys.modules]
+names = [vars(place)[name].__name__ for place, name in places if name in vars(place)]
 print(*names)
 """
 
