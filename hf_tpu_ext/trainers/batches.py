@@ -129,7 +129,7 @@ class BatchesMixin:
             return
         writes = self.predicted_text is not None or vars(self.args).get("show_samples")
         if self.generates or (writes and "dynamic" in self.by_length.scaled[0]):
-            raise ValueError(_why_not_scaled(*self.by_length.scaled, "a model writes text"))
+            raise UserError(_why_not_scaled(*self.by_length.scaled, "a model writes text"))
 
     def shape_batch(self, inputs: dict[str, Any], rows_of_example: int | None = None) -> tuple[dict[str, Any], int]:
         """
@@ -233,7 +233,7 @@ class BatchesMixin:
         length = inputs.length if isinstance(inputs, CollatedBatch) else length_of(inputs)
         sequences = [key for key in inputs if key.endswith("input_ids") and key != "decoder_input_ids"]
         if self.by_length.scaled is not None and len(sequences) > 1:
-            raise ValueError(_why_not_scaled(*self.by_length.scaled, f"a batch has {' and '.join(sequences)}"))
+            raise UserError(_why_not_scaled(*self.by_length.scaled, f"a batch has {' and '.join(sequences)}"))
         return self.by_length.data(length, inputs.get("position_ids"))
 
     def _is_unread_text(self, key: str, value: Any) -> bool:

@@ -74,7 +74,7 @@ def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, tex
         for row in range(len(values)) if _nulls(values) else ():
             if _nulls(values.slice(row, 1)):
                 what = "is None" if values[row].as_py() is None else "has None in it"
-                raise ValueError(
+                raise UserError(
                     f"Row {row} of {name} has nothing to train on: {column!r} {what}. Give it a value, or leave such rows out: "
                     f"dataset.filter(lambda row: row[{column!r}] is not None)."
                 )

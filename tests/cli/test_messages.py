@@ -21,7 +21,15 @@ from hf_tpu_ext.cli.main import _TRAINING, _parser
 # Names that stand with a value in messages and are set by no config: of modules, launchers and other libraries.
 _OTHERS = {
     *("torch_tpu", "torch_xla", "input_ids", "seq_length", "attn_implementation", "requires_grad", "nproc_per_node"),
-    *("in_features", "out_features", "model_type", "tie_word_embeddings", "num_labels", "router_aux_loss_coef"),
+    *(
+        "in_features",
+        "out_features",
+        "model_type",
+        "tie_word_embeddings",
+        "num_labels",
+        "router_aux_loss_coef",
+        "rope_type",
+    ),
 }
 
 
