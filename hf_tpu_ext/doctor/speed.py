@@ -83,7 +83,7 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
     """Train it, and say what a step takes. What cannot be right is an error."""
     from .mechanisms import Found, WrongError
 
-    on_host = backend.device_name == "CPU" or backend.name in ("xla", "tpu") and backend.chip is None
+    on_host = backend.name == "cpu" or backend.name in ("xla", "tpu") and backend.chip is None
     planned = None if on_host else plan_speed(backend, directory)
     settings = dict(SETTINGS)
     batch, length = (_BATCH_ON_HOST, _LENGTH_ON_HOST) if on_host else (BATCH, LENGTH)
@@ -92,6 +92,8 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
         settings |= {
             "max_steps": _STEPS_ON_HOST,
             "logging_steps": 2,
+            # Which the host computes slowly.
+            "bf16": False,
             "mesh": "fsdp" if backend.num_chips > 1 else None,
         }
     settings |= {"max_length": length, "per_device_train_batch_size": batch}

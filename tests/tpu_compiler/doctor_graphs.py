@@ -1,7 +1,7 @@
 """
 Compiles the graphs of `hf-tpu doctor --full` for a TPU v5e-1, without one, and says what that takes:
 
-    python tests/tpu_compiler/doctor_graphs.py
+    python tests/tpu_compiler/doctor_graphs.py [TRAINING ...]
 
 Prints a line for each training, then one of JSON: the number of graphs, and the processor seconds of the compiler in all.
 """
@@ -21,8 +21,8 @@ TOPOLOGY = find_topology("v5e-1")
 AS_OFTEN = {"plain": 2, "traced": 0, "killed": 0}
 
 
-def main() -> None:
-    """Trace and compile all graphs, one after the other."""
+def main(*names: str) -> None:
+    """Trace and compile the graphs of these trainings, by default of all, one after the other."""
     select_tracing(1, chip=TOPOLOGY.chip)
 
     import hf_tpu_ext.doctor.speed as speed
@@ -49,7 +49,9 @@ def main() -> None:
         directory = Path(name)
         make_inputs(directory, 1)
         trainings = {name: partial(train_small, run) for name, run in RUNS.items() if AS_OFTEN.get(name, 1)}
-        for name, train in (trainings | {"SmolLM2-135M": train_smollm2}).items():
+        trainings["SmolLM2-135M"] = train_smollm2
+        for name in names or trainings:
+            train = trainings[name]
             programs, _ = trace_run(train)
             # The large one is compiled by `hf-tpu plan`, too.
             times = 2 if name == "SmolLM2-135M" else AS_OFTEN.get(name, 1)
@@ -65,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
