@@ -203,7 +203,8 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
             f"chat_template_path={training_args.chat_template_path!r} changes the vocabulary, which the teacher's weights "
             "are not made for. Save that model's chat template as a .jinja file and give its path."
         )
-    sequences = Sequences(dataset for dataset in (trainer.train_dataset, trainer.eval_dataset) if dataset is not None)
+    datasets = [dataset for dataset in (trainer.train_dataset, trainer.eval_dataset) if dataset is not None]
+    sequences = Sequences(datasets, quiet=training_args.disable_tqdm or trainer.backend.ranks.index > 0)
     if not sequences.keys:
         raise UserError("No row of the data has a label within max_length. Set a greater max_length.")
     if sequences.largest_id >= vocab_size:

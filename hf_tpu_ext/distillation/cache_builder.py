@@ -76,16 +76,24 @@ def weights_hash(model: nn.Module) -> str:
 
 
 class Sequences:
-    """The different sequences of prepared datasets (with `input_ids`), in the order of their first row."""
+    """
+    The different sequences of prepared datasets (with `input_ids`), in the order of their first row.
 
-    def __init__(self, datasets: Iterable[Dataset]):
+    Args:
+        datasets (`Iterable[Dataset]`): The datasets.
+        quiet (`bool`, *optional*, defaults to `False`): Whether to show no progress.
+    """
+
+    def __init__(self, datasets: Iterable[Dataset], quiet: bool = False):
         self._datasets = [dataset.select_columns(["input_ids"]) for dataset in datasets]
         self.lengths: list[int] = []
         self.largest_id = 0
         self._rows: dict[bytes, tuple[int, int]] = {}
         for number, dataset in enumerate(self._datasets):
             rows = enumerate(dataset_sequences(dataset))
-            for row, input_ids in tqdm(rows, "reading sequences", len(dataset), leave=False, unit=" rows"):
+            for row, input_ids in tqdm(
+                rows, "reading sequences", len(dataset), leave=False, unit=" rows", disable=quiet
+            ):
                 if (key := sequence_key(input_ids)) not in self._rows:
                     self._rows[key] = (number, row)
                     self.lengths.append(len(input_ids))

@@ -1,6 +1,7 @@
 """Setting a trainer up: its device, its models on it, what owns its steps."""
 
 import inspect
+import logging
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,10 @@ from .watching import TrainerWatch
 from .whole_steps import CompiledSteps
 
 
+# The name of its loggers begins so.
+_PACKAGE = __name__.partition(".")[0]
+
+
 class SetUpMixin:
     """
     The part of [`TPUTrainerMixin`] that chooses the device and makes what a trainer consists of, around upstream's `__init__`.
@@ -88,6 +93,9 @@ class SetUpMixin:
         )
         self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
+        if self.backend.ranks.index > 0:
+            # The first warns of what is the same in all.
+            logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
         check_settings_alike(self.backend, args)
         #: What all hosts of a slice have to have in common.
         self.alike = AlikeHosts(self)

@@ -111,6 +111,22 @@ def _other(module, case, output_dir, ours, **config):
     return module.trainer_for(module.Case(**case, settings=config), Path(output_dir), ours)
 
 
+def split_weights():
+    """Have accelerate split weights by FSDP2 on the CPU, where it would make plain DDP of it."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    make = AcceleratorState.__init__
+
+    def make_as_on_gpus(state, *args, **kwargs):
+        if not AcceleratorState._shared_state:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        make(state, *args, **kwargs)
+
+    AcceleratorState.__init__ = make_as_on_gpus
+
+
 def make_trainer(model_dir, output_dir, case=None, rollout=None, ours=True, **config):
     spec = importlib.util.spec_from_file_location("trainers_conftest", HERE / "conftest.py")
     shared = importlib.util.module_from_spec(spec)
@@ -144,22 +160,37 @@ def run_command(words, per_file, dies_at=None):
     return {"status": main(words), "files": len(written)}
 
 
-def run(model_dir, output_dir, resume=None, stop_at=None, left_alone=False, evaluate=False, **config):
+def run(
+    model_dir,
+    output_dir,
+    resume=None,
+    split=False,
+    stop_at=None,
+    stops_evaluation=False,
+    left_alone=False,
+    evaluate=False,
+    **config,
+):
     """
-    Train as a specification says. Process 1 gets a SIGTERM within the step `stop_at`; `left_alone`, that ends the processes.
+    Train as a specification says. Process 1 gets a SIGTERM within the step `stop_at`, or in an evaluation before it;
+    `left_alone`, that ends the processes.
     """
+    from torch.distributed.tensor import DTensor
     from transformers import TrainerCallback
 
     from hf_tpu_ext import TrainingPreempted
 
+    if split:
+        split_weights()
     trainer = make_trainer(model_dir, output_dir, **config)
 
     class StopOne(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
+        def stop(self, args, state, control, **kwargs):
             if state.global_step + 1 == stop_at and args.process_index == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     if stop_at is not None:
+        setattr(StopOne, "on_prediction_step" if stops_evaluation else "on_step_begin", StopOne.stop)
         trainer.add_callback(StopOne())
     noted = {}
     try:
@@ -170,15 +201,19 @@ def run(model_dir, output_dir, resume=None, stop_at=None, left_alone=False, eval
         if left_alone:
             raise
         noted["stopped"] = [stop.code, stop.reason, stop.checkpoint, stop.step]
-    digest = hashlib.sha256()
+    digest, parts = hashlib.sha256(), 0
     for name, weight in sorted(trainer.model.state_dict().items()):
+        if isinstance(weight, DTensor):
+            parts += weight.to_local().numel() < weight.numel()
+            weight = weight.full_tensor()
         digest.update(name.encode() + weight.detach().float().numpy().tobytes())
     timed = ("runtime", "per_second", "flos", "preparation_time", "step_time", "phase/", "mfu", "memory")
     noted["log"] = [
         {key: value for key, value in entry.items() if not any(word in key for word in timed)}
         for entry in trainer.state.log_history
     ]
-    return {**noted, "step": trainer.state.global_step, "weights": digest.hexdigest()}
+    noted |= {"step": trainer.state.global_step, "weights": digest.hexdigest(), "split weights": parts}
+    return {**noted, "distributed": trainer.accelerator.distributed_type.value}
 
 
 def main(model_dir, directory, spec_file, output_file):

@@ -202,6 +202,43 @@ def test_two_processes_train_as_with_upstreams_trainers(tiny_model, tmp_path):
             assert each[name]["weights"] == each[f"stock {name}"]["weights"], name
 
 
+SPLIT = dict(
+    split=True,
+    fsdp=True,
+    fsdp_config={
+        "fsdp_version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+    },
+)
+
+
+@pytest.mark.slow
+def test_weights_that_accelerate_splits(two, one, tiny_model, teacher, tmp_path):
+    """FSDP2, as on GPUs: what upstream's trainers log there, a cached teacher, a run that is stopped and goes on."""
+    saves = dict(max_steps=4, save_strategy="steps", save_steps=2, **SPLIT)
+    spec = {
+        "cached": dict(LEARNS, kd_cache="CACHE", lora={}, **SPLIT),
+        "whole": saves,
+        "stopped": dict(saves, stop_at=3, save_strategy="no"),
+        "resumed": dict(saves, dir="stopped", resume=True, save_strategy="no"),
+    }
+    for name in ("lora", "dpo", "grpo"):
+        spec |= {name: dict(KINDS[name], **SPLIT), f"stock {name}": dict(KINDS[name], ours=False, **SPLIT)}
+    noted, _ = in_processes(of_test(spec, teacher, two[0] / "cache"), tiny_model, tmp_path)
+    for each in noted:
+        assert {(found["distributed"], found["split weights"] > 20) for found in each.values()} == {("FSDP", True)}
+        for name in ("lora", "dpo", "grpo"):
+            assert_same(each[name]["log"], each[f"stock {name}"]["log"], rel=0)
+            assert each[name]["weights"] == each[f"stock {name}"]["weights"], name
+        assert each["stopped"]["stopped"][0] == os.EX_TEMPFAIL and each["stopped"]["step"] == 3
+        assert each["resumed"]["weights"] == each["whole"]["weights"]
+        # Upstream's norm is another one there.
+        for mine, other in zip(each["cached"]["log"], one[1]["cached"]["log"], strict=True):
+            for key in {*other} - {"grad_norm"}:
+                assert mine[key] == pytest.approx(other[key], rel=1e-6, abs=1e-8), f"{key} at step {other['step']}"
+
+
 # ---- As one process with the rows of both ----
 
 
@@ -232,7 +269,11 @@ def test_run_moves_from_two_processes_to_one_and_back(tiny_model, teacher, tmp_p
     (one,), printed = in_processes(resumed, tiny_model, tmp_path / "one", count=1)
     assert "To keep it on 1: 2 per chip x 4 gradient accumulation steps." in printed[0]
     shutil.copytree(tmp_path / "one/run/checkpoint-4", tmp_path / "back/run/checkpoint-4")
-    (back, _), _ = in_processes(resumed, tiny_model, tmp_path / "back")
+    # And with other rows, as the recipe says, of which one process tells.
+    checkpoint = str(tmp_path / "one/run/checkpoint-4")
+    resumed["other"] = dict(spec["run"], resume=checkpoint, per_device_train_batch_size=1, max_steps=5)
+    (back, _), printed = in_processes(resumed, tiny_model, tmp_path / "back")
+    assert "this run takes 4, as the recipe says" in printed[0] and "as the recipe says" not in printed[1]
     assert back["run"]["step"] == 6
     for found in (one, back):
         for mine, other in zip(found["run"]["log"][:-1], whole["run"]["log"][:-1], strict=True):
@@ -263,7 +304,23 @@ def test_completions_of_both_processes_are_resumed(tiny_model, tmp_path, kind):
         assert each["resumed"]["weights"] == each["whole"]["weights"]
 
 
-# ---- Lost processes ----
+# ---- Stopped and lost processes ----
+
+
+@pytest.mark.slow
+def test_signal_to_one_process_in_the_middle_of_an_evaluation(tiny_model, tmp_path):
+    evaluates = dict(max_steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    spec = {
+        "whole": evaluates,
+        "cut": dict(evaluates, stop_at=3, stops_evaluation=True),
+        "made up": dict(evaluates, dir="cut", resume=True),
+    }
+    noted, _ = in_processes(spec, tiny_model, tmp_path)
+    for each in noted:
+        assert each["cut"]["stopped"][0] == os.EX_TEMPFAIL and each["cut"]["step"] == 2
+        assert not any("eval_loss" in entry for entry in each["cut"]["log"])
+        assert each["made up"]["weights"] == each["whole"]["weights"]
+        assert_same(each["made up"]["log"][:-1], each["whole"]["log"][:-1], rel=0)
 
 
 @pytest.mark.slow
