@@ -131,7 +131,8 @@ class RecipeParser(TrlParser):
                 expected = f"one of {', '.join(map(str, action.choices))}"
             else:
                 expected = hint.__name__ if isinstance(hint, type) else str(hint)
-            raise UserError(f"{recipe.where(key)}: {key} is {value!r}, expected {expected}.") from None
+            found = "has no value" if value is True else f"is {value!r}"
+            raise UserError(f"{recipe.where(key)}: {key} {found}, expected {expected}.") from None
         return converted
 
 

@@ -60,10 +60,13 @@ class _Watched(ModuleType):
 
 
 class _Finder:
-    """A `sys.meta_path` finder that has the modules watched which are imported from now on."""
+    """A `sys.meta_path` finder that has modules watched from their import on."""
+
+    #: Those that nobody has read from yet.
+    names = {*_REPLACED, _TRAINER_MODULE}
 
     def find_spec(self, name, path=None, target=None):
-        if name not in _REPLACED and name != _TRAINER_MODULE:
+        if name not in self.names:
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -84,13 +87,13 @@ def _is_being_imported(name: str) -> bool:
 
 
 def _stop_watching(*names: str) -> None:
+    _Finder.names = _Finder.names - {*names}
     for name in names:
         if name in sys.modules:
             sys.modules[name].__class__ = ModuleType
 
 
 def _replace() -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     _stop_watching(*_REPLACED)
     # Then it is they, or a script that imports them, that read TRL's.
     if "hf_tpu_ext.trainers" in sys.modules:

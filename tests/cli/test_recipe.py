@@ -119,7 +119,7 @@ def test_values(parse, text, argv, key, value):
         ("datasets: [{{path: a, nam: b}}]", [], "unexpected keyword argument 'nam'"),
         ("lr_scheduler_type: cosin", [], "lr_scheduler_type is 'cosin', expected one of linear, cosine"),
         ("", ["--max_steps", "many"], "command line: max_steps is 'many', expected int."),
-        ("", ["--max_steps"], "command line: max_steps is True, expected int."),
+        ("", ["--max_steps"], "command line: max_steps has no value, expected int."),
         ("", ["--max_steps", "3", "recipe.yaml"], "command line: max_steps is ['3', 'recipe.yaml'], expected int."),
         (
             "",

@@ -143,7 +143,7 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
         ({"max_length": 2, "length_buckets": None}, [], "No row of the data has a label within max_length"),
         ({}, ["--batch_size", "0"], "--batch_size 0 is not a number of rows"),
         ({}, ["--kd_top_k", "260"], "kd_top_k=260, but the teacher's vocabulary has 259 tokens. Set 1...259."),
-        ({}, ["--kd_teacher"], "argument --kd_teacher"),
+        ({}, ["--kd_teacher"], "command line: kd_teacher has no value, expected str | None."),
         (
             {},
             ["--temperatur", "2", "--kd_topk", "2"],
