@@ -121,7 +121,7 @@ class BatchesMixin:
             if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
         )
 
-    def _find_lengths_asked_for(self) -> None:
+    def find_lengths_asked_for(self) -> None:
         """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""
         longest = max(self.step_lengths) if self.lengths else None
         self.by_length = BatchLength([self.model, *self._other_models()], longest)

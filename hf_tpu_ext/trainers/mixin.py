@@ -101,6 +101,9 @@ class TPUTrainerMixin(
         with leaving_no_empty_dir(args.output_dir):
             self._set_up(given)
             self._finish_set_up()
+            if self.backend.static_shapes:
+                # A teacher is there by now.
+                self.find_lengths_asked_for()
 
     # ---- What a subclass may say otherwise ----
 

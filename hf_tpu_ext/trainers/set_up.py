@@ -131,7 +131,7 @@ class SetUpMixin:
         if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
             self.predicted_text = PredictedText(self)
         if self.backend.static_shapes:
-            self._find_lengths_asked_for()
+            self.find_lengths_asked_for()
         lines = RunLines(self.backend, partial(find_facts, self))
         self.add_callback(lines)
         if extension.step_status:

@@ -32,6 +32,32 @@ def dtypes_of(models: Sequence[nn.Module]) -> tuple[torch.dtype, ...]:
     return tuple(parameter.dtype for model in models for parameter in model.parameters())
 
 
+def note_python_state(
+    trainer,
+    models: Sequence[nn.Module],
+    memory_of: Callable[[list[torch.Tensor]], Any],
+    given: list[torch.Tensor],
+    methods: tuple[str, ...] = METHODS_OF_A_STEP,
+) -> PythonState:
+    """
+    Note what Python may read in `methods` of a trainer, besides the values of the tensors that are given. `memory_of` is as in
+    [`PythonState`].
+    """
+    roots: dict[str, Any] = {}
+    for model in models:
+        unwrapped = unwrap_peft_model(model)
+        if isinstance(unwrapped, PreTrainedModel):
+            # Each module has it, too.
+            roots.setdefault("model.config", unwrapped.config)
+    roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
+    roots |= HOOKS_OF_ALL_MODULES
+    attributes = {"trainer": (trainer, attributes_of_a_step(trainer, methods))}
+    if methods is METHODS_OF_A_STEP:
+        hooks = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        attributes["optimizer"] = trainer._plain_optimizer, hooks
+    return PythonState(roots, attributes, namespaces_of_a_step(trainer, models), given, memory_of)
+
+
 class TrainingSteps(TrainerCallback):
     """
     Owns the training steps of a trainer on XLA.
@@ -277,7 +303,7 @@ class TrainingSteps(TrainerCallback):
             trainer.backend,
             models,
             state=state,
-            note=partial(self.note_python_state, models, methods=methods),
+            note=partial(note_python_state, trainer, models, trainer.backend.programs.memory_of, methods=methods),
             settings=lambda: (own(), trainer.settings_of_programs()),
             why_not=why_not,
             copies=trainer.copies.context,
@@ -303,27 +329,6 @@ class TrainingSteps(TrainerCallback):
         if assume_pure or (found := find_own_code(self._trainer, models)) is None:
             return None
         return f"{found}; step_replay=True if it does the same at every step"
-
-    def note_python_state(
-        self, models: Sequence[nn.Module], given: list[torch.Tensor], methods: tuple[str, ...] = METHODS_OF_A_STEP
-    ) -> PythonState:
-        """Note what Python may read in `methods` of the trainer, besides the values of the tensors that are given."""
-        roots: dict[str, Any] = {}
-        for model in models:
-            unwrapped = unwrap_peft_model(model)
-            if isinstance(unwrapped, PreTrainedModel):
-                # Each module has it, too.
-                roots.setdefault("model.config", unwrapped.config)
-        roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
-        roots |= HOOKS_OF_ALL_MODULES
-        attributes = {
-            "trainer": (self._trainer, attributes_of_a_step(self._trainer, methods)),
-        }
-        if methods is METHODS_OF_A_STEP:
-            hooks = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-            attributes["optimizer"] = self._optimizer, hooks
-        namespaces = namespaces_of_a_step(self._trainer, models)
-        return PythonState(roots, attributes, namespaces, given, self._trainer.backend.programs.memory_of)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model and its gradients; always in the same order."""

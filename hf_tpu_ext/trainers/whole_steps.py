@@ -8,16 +8,24 @@ from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 from tqdm.auto import tqdm
 from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
 
 from ..errors import UserError
 from ..sharding.local_gradients import draws_random_numbers
 from ..step.alike_layers import find_layers
 from ..step.optimizer import clip_gradients
 from ..step.program_adamw import ProgramAdamW
+from ..step.python_state import PythonState
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .eager_steps import EagerSteps
 from .own_code import find_own_code
-from .training_steps import SentBatch
+from .training_steps import SentBatch, note_python_state
+
+
+logger = logging.get_logger(__name__)
+
+# A step that was compiled anew so often because of Python that it reads is compiled no more.
+_MOST_CHANGES = 3
 
 
 class CompiledSteps(EagerSteps):
@@ -27,7 +35,8 @@ class CompiledSteps(EagerSteps):
     A step is traced once for each shape of its batch: forward and backward pass, the sums of what is logged and, with AdamW,
     clipping and update. Upstream's loss runs as it is written while it is traced, and not at all afterwards. Where that would
     not give the same step, the model's layers are compiled one by one, and the rest is run operator by operator. A line
-    says which, and why.
+    says which, and why. What Python of known packages may have read is compared at each step, and where it has changed, as by a
+    callback that sets `label_smoother.epsilon`, the step is compiled anew.
 
     Args:
         trainer ([`TPUTrainerMixin`]):
@@ -42,6 +51,9 @@ class CompiledSteps(EagerSteps):
         super().__init__(trainer)
         self._wanted = wanted
         self._programs: dict[Hashable, Callable] = {}
+        # What Python could read while these were traced, and how often it has changed.
+        self._python_state: PythonState | None = None
+        self._changes = 0
         #: The norm of the gradients of the step under way, if its program clips and updates.
         self.grad_norm: torch.Tensor | None = None
         #: What is compiled: `"step"`, `"layers"` or `"operators"`.
@@ -53,20 +65,42 @@ class CompiledSteps(EagerSteps):
 
     def on_train_begin(self, args, state, control, **kwargs):
         reason = self._why_not_whole()
-        layers = find_layers(self._trainer.model)
         if self._wanted == "step" and reason is not None:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         self.compiles = "step" if self._wanted in ("auto", "step") and reason is None else "layers"
         if self._wanted == "layers":
             reason = "compile_step='layers'"
-        if self.compiles == "layers" and layers is None:
-            self.compiles, reason = "operators", f"{reason}, and the model has no list of layers"
         if self.compiles == "layers":
-            parent, name = layers
-            self._layers = [self._trainer.backend.compile_module(layer) for layer in getattr(parent, name)]
+            reason = self._compile_layers(reason)
         if state.is_world_process_zero:
             tqdm.write(self._describe(reason))
         super().on_train_begin(args, state, control, **kwargs)
+
+    def _compile_layers(self, reason: str) -> str:
+        """Compile the layers one by one, if there are any. Returns why no more is compiled."""
+        layers = find_layers(self._trainer.model)
+        if layers is None:
+            self.compiles = "operators"
+            return f"{reason}, and the model has no list of layers"
+        self.compiles = "layers"
+        parent, name = layers
+        self._layers = [self._trainer.backend.compile_module(layer) for layer in getattr(parent, name)]
+        return reason
+
+    def _follow_python(self) -> None:
+        """Forget programs of steps that would be others now, and compile no more of them if they change again and again."""
+        change = None if self._python_state is None else self._python_state.change()
+        if change is None:
+            return
+        self._programs, self._python_state = {}, None
+        self._changes += 1
+        if self._changes > _MOST_CHANGES:
+            reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
+            logger.warning(self._describe_layers(self._compile_layers(reason)))
+            # Losses are added up on the device from here on.
+            self.reset_upstream_loss()
+        else:
+            logger.info(f"The step is compiled anew: {change}.")
 
     def _describe(self, reason: str | None) -> str:
         if self.compiles == "step":
@@ -75,6 +109,9 @@ class CompiledSteps(EagerSteps):
                 self._trainer.backend.ranks.count > 1
             )
             return f"The step is compiled whole{', with its update' if updates else '; the optimizer is run by operators'}{cut}"
+        return self._describe_layers(reason)
+
+    def _describe_layers(self, reason: str | None) -> str:
         if self.compiles == "layers":
             return (
                 f"The {len(self._layers)} layers are compiled one by one, and the rest is run by operators: {reason}"
@@ -110,6 +147,7 @@ class CompiledSteps(EagerSteps):
         for undo in self._layers:
             undo()
         self._layers, self._programs, self.grad_norm = [], {}, None
+        self._python_state, self._changes = None, 0
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -119,10 +157,13 @@ class CompiledSteps(EagerSteps):
 
     def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable) -> torch.Tensor:
         self.grad_norm = None
+        trainer = self._trainer
+        if self.compiles == "step":
+            # Upstream does so at each step.
+            model.train()
+            self._follow_python()
         if self.compiles != "step":
             return super().run(model, inputs, num_items_in_batch, step)
-        trainer = self._trainer
-        model.train()
         batch = trainer._send_batch(inputs)
         closing = trainer.accelerator.sync_gradients
         updates = closing and isinstance(self._optimizer, ProgramAdamW)
@@ -154,6 +195,9 @@ class CompiledSteps(EagerSteps):
                     return state.results(tensors, rates)
 
             self._programs[key] = trainer.backend.compile_function(traced, arguments)
+            # Parameters and buffers are given to it, and it is no matter where these are.
+            given = [*model.parameters(), *model.buffers()]
+            self._python_state = note_python_state(trainer, [model], _identities, given)
         self.grad_norm = state.take(self._programs[key](*arguments))
         if updates:
             self._optimizer.in_program = True
@@ -165,6 +209,10 @@ class CompiledSteps(EagerSteps):
             self._trainer._tr_loss = torch.zeros(())
         else:
             super().reset_upstream_loss()
+
+
+def _identities(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(id, tensors))
 
 
 class _State:

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
-from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.step.program_adamw import ProgramAdamW
+from hf_tpu_ext.trainers import whole_steps
 
 
 WHOLE = dict(config_cls=TPUSFTConfig, compile_step="step", gradient_checkpointing=False)
@@ -73,6 +75,56 @@ def test_a_program_for_each_length(runs, same_logs):
     same_logs(ours, runs.stock(**config))
     shapes = [event.shape for event in ours.watch.events if event.kind == "training step"]
     assert len(shapes) == len(set(shapes)) > 1 and ours.watch.recompiles == 0
+
+
+def token_rows():
+    ids = [[3 + (7 * row + 5 * place) % 200 for place in range(12)] for row in range(32)]
+    return Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+
+
+class Follow(TrainerCallback):
+    """Changes what the loss reads in Python after steps: as a user would, but in the package's name, for the step to be compiled."""
+
+    __module__ = "hf_tpu_ext.tests"
+
+    def __init__(self, changes):
+        self.changes, self.trainer = changes, None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in self.changes:
+            self.trainer.label_smoother.epsilon = self.changes[state.global_step]
+
+
+@pytest.mark.parametrize(
+    "changes", [{3: 0.4}, {step: step / 10 for step in range(1, 7)}], ids=["once", "again and again"]
+)
+def test_what_python_reads_is_followed(runs, caplog, changes):
+    """It is no tensor, and was a constant of the program that was compiled first."""
+    config = dict(max_steps=8, label_smoothing_factor=0.1, learning_rate=1e-3)
+    rows = token_rows()
+
+    def train(cls, args, **more):
+        follow = Follow(changes)
+        model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32)
+        collator = DataCollatorForSeq2Seq(runs.tokenizer)
+        trainer = cls(model, args, collator, train_dataset=rows, callbacks=[follow], **more)
+        follow.trainer = trainer
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+
+    common = dict(
+        report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, per_device_train_batch_size=4
+    )
+    whole_steps.logger.addHandler(caplog.handler)
+    try:
+        ours = TPUTrainingArguments(str(runs.output_dir), compile_step="step", run_report=False, **common, **config)
+        mine, trainer = train(TPUTrainer, ours)
+    finally:
+        whole_steps.logger.removeHandler(caplog.handler)
+    theirs, _ = train(Trainer, TrainingArguments(str(runs.output_dir), use_cpu=True, **common, **config))
+    assert mine == pytest.approx(theirs, rel=1e-5)
+    line = "such changes before"
+    assert (line in caplog.text) == (len(changes) > 3)
 
 
 def test_layers_one_by_one(runs, same_logs, capsys):

@@ -171,6 +171,13 @@ def test_preferences_have_the_frequencies_of_their_rows(runs):
     assert train(TPUDPOTrainer, False) == pytest.approx(train(DPOTrainer, True), rel=1e-5)
 
 
+def test_a_teacher_has_the_frequencies_of_a_students_rows(runs, distil, same_logs, tmp_path):
+    seeded(lambda: resized(dynamic(), runs)).save_pretrained(tmp_path / "teacher")
+    runs.tokenizer.save_pretrained(tmp_path / "teacher")
+    config = {"kd_teacher": str(tmp_path / "teacher"), "per_device_train_batch_size": 2, "max_steps": 6}
+    same_logs(distil("xla", **config), distil("cpu", **config))
+
+
 def resized(model, runs):
     model.resize_token_embeddings(len(runs.tokenizer))
     return model

@@ -17,6 +17,7 @@ from trl import SFTTrainer
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.step.python_state import PythonState, host_random_state
 from hf_tpu_ext.trainers.own_code import find_own_code, names_of_a_step
+from hf_tpu_ext.trainers.training_steps import note_python_state
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,8 @@ def made(xla, tiny_model, tmp_path_factory, runs_class):
 
 
 def note(trainer):
-    return trainer.steps.note_python_state([trainer.model], [*trainer.model.parameters(), *trainer.model.buffers()])
+    given = [*trainer.model.parameters(), *trainer.model.buffers()]
+    return note_python_state(trainer, [trainer.model], trainer.backend.programs.memory_of, given)
 
 
 @contextmanager
