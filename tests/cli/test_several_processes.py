@@ -36,6 +36,8 @@ COMMANDS = {
         "max_completion_length": 8,
         "num_generations": 4,
         "reward_funcs": ["rewards_of_test.length"],
+        # Stock's parent process, which is alone, reads the recipe, too.
+        "per_device_train_batch_size": 4,
         "beta": 0.1,
     },
 }
