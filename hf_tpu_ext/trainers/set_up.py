@@ -42,7 +42,7 @@ from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
 from .predicted_text import PredictedText, PredictedTextArguments
 from .run_facts import find_facts
-from .setting_checks import check_settings, check_split_by_upstream
+from .setting_checks import check_processes, check_settings, check_split_by_upstream
 from .training_steps import TrainingSteps
 from .upstream import check_trainer, loads_model
 from .watching import TrainerWatch
@@ -84,6 +84,7 @@ class SetUpMixin:
                 # A move by hand has untied its weights. Not later: PEFT's copies of tied layers are not to be tied.
                 model.tie_weights()
         else:
+            check_processes(args)
             check_split_by_upstream(args)
         of_host = self.backend.prepare_host()
         self.compiled = (

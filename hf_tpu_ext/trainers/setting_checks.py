@@ -1,5 +1,6 @@
 """Settings of upstream that cannot work on any device, refused before a model is loaded."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,19 @@ def check_recipe(args: ExtensionArguments) -> None:
     check_settings(args, backend.static_shapes, {"train_dataset": True})
     if not backend.unknown_upstream:
         check_split_by_upstream(args)
+
+
+def check_processes(args: TrainingArguments) -> None:
+    """
+    Refuse (`ValueError`) processes of a launcher that accelerate does not let train together: each would train the whole
+    recipe by itself, and write the same files.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and "LOCAL_RANK" in os.environ and args.world_size == 1:
+        raise UserError(
+            f"A launcher has started {started} processes, but without a GPU accelerate has each train by itself. Set "
+            "use_cpu=True for processes on the CPU to train together, or start the script by python."
+        )
 
 
 def check_split_by_upstream(args: TrainingArguments) -> None:

@@ -11,7 +11,7 @@ from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers.arguments import compile_arguments
-from hf_tpu_ext.trainers.setting_checks import check_recipe, check_settings, check_split_by_upstream
+from hf_tpu_ext.trainers.setting_checks import check_processes, check_recipe, check_settings, check_split_by_upstream
 
 
 @pytest.mark.parametrize(
@@ -204,3 +204,15 @@ def test_what_accelerate_may_split(runs, monkeypatch, by, settings):
     if by is not None and "zero" in by:
         config.deepspeed_plugin = SimpleNamespace(zero_stage=int(by[-1]))
     check_split_by_upstream(config)
+
+
+def test_processes_that_would_train_by_themselves(tmp_path, monkeypatch):
+    """As with stock on a machine without a GPU and without `use_cpu`, where each trains the whole recipe, without a line."""
+    args = TPUSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    check_processes(args)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    # Some schedulers set it for a single process.
+    check_processes(args)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="started 2 processes.*Set use_cpu=True"):
+        check_processes(args)
