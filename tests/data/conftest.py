@@ -4,8 +4,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 @pytest.fixture(params=["eager", "sdpa"])
-def tiny_qwen3(request):
-    """A Qwen3 of two layers in float32, run eagerly on CPU."""
+def tiny_qwen3(request, xla):
+    """A Qwen3 of two layers in float32, run eagerly on CPU, once the runtime of XLA has started for the tests after it."""
     config = Qwen3Config(
         hidden_size=32,
         intermediate_size=64,
