@@ -119,6 +119,8 @@ def compile_arguments(
     _optimizer(adapted, traced)
     if traced:
         _activation_checkpointing(adapted)
+        if isinstance(args, ExtensionArguments) and args.compile_step in ("step", "layers"):
+            adapted.changes.append(f"compile_step={args.compile_step} has no effect: it applies to torch_tpu")
     _kernels(adapted)
     _distribution(adapted, num_chips)
     if not traced:

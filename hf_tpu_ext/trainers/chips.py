@@ -43,6 +43,11 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
         "rematerialization": (settings.rematerialization, about_xla),
         "step_replay": (settings.step_replay or None, "steps run eagerly"),
         "max_recompiles": (settings.max_recompiles, "nothing is compiled"),
+        "length_buckets": (settings.length_buckets, "batches are padded to their longest row"),
+        "compile_step": (
+            settings.compile_step if settings.compile_step in ("step", "layers") else None,
+            "it applies to torch_tpu",
+        ),
     }
     return [
         f"{name}={value} has no effect on {backend.name}: {reason}"

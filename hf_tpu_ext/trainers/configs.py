@@ -27,6 +27,7 @@ _NEED_A_WEIGHT_DTYPE = (
     "qat_fake_quant_after_n_steps",
     "qat_adapters",
 )
+_COMPILED = ["auto", "step", "layers", "off"]
 #: What is said of `deepspeed`.
 NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' shards the weights."
 
@@ -120,7 +121,7 @@ class ExtensionArguments:
         metadata={
             "help": "What is compiled with torch_tpu (backend 'tpu'). 'auto': the whole step (forward, backward, clipping and "
             "AdamW) where it is the same at every step, else each layer. 'step', 'layers': that. 'off': single operators.",
-            "choices": ["auto", "step", "layers", "off"],
+            "choices": _COMPILED,
         },
     )
     compile_cache_dir: str = field(
@@ -191,6 +192,11 @@ class ExtensionArguments:
         self._check_average()
         if self.scan_layers not in ("auto", "on", "off"):
             raise UserError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
+        if isinstance(self.compile_step, bool) and not self.compile_step:
+            # YAML reads an unquoted off as false.
+            self.compile_step = "off"
+        if self.compile_step not in _COMPILED:
+            raise UserError(f"Unknown compile_step={self.compile_step!r}. Allowed: {', '.join(_COMPILED)}.")
         if self.attention not in ATTENTIONS:
             raise UserError(f"Unknown attention={self.attention!r}. Allowed: {', '.join(ATTENTIONS)}.")
         if isinstance(self.compile_cache_dir, bool):

@@ -48,6 +48,7 @@ class DistillationMixin:
 
     def _prepare_teacher(self) -> None:
         args = self.args
+        self._check_loss()
         if self.backend.unknown_upstream and self.backend.ranks.count > 1 and args.kd_cache is not None:
             raise UserError(
                 f"kd_cache={args.kd_cache!r} is read by one process with torch_tpu so far. Set num_chips=1, or name the teacher "
@@ -70,6 +71,14 @@ class DistillationMixin:
         else:
             self.teacher = OnlineTeacher(
                 self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.compiled.attention
+            )
+
+    def _check_loss(self) -> None:
+        if self.compute_loss_func is not None:
+            # What upstream computes beside it, for metrics, has no gradient, and it need not hold a cross-entropy.
+            raise UserError(
+                "Distillation mixes the teacher's loss with plain cross-entropy, and compute_loss_func replaces that. Leave "
+                "compute_loss_func out, or kd_teacher and kd_cache."
             )
 
     def _load_teacher(self, name: str) -> torch.nn.Module:
@@ -146,6 +155,8 @@ class DistillationMixin:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.teacher is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # It may have been set since.
+        self._check_loss()
         mode = "train" if self.model.training else "eval"
         scored = inputs["labels"][:, 1:].flatten() != -100
         masks = (

@@ -20,6 +20,7 @@ from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens
 from .batches import BatchesMixin
 from .checkpoints import leaving_no_empty_dir, set_aside
+from .configs import ExtensionArguments
 from .dataset_checks import check_has_rows, named_datasets
 from .evaluation import CompiledEvaluation
 from .index_ranges import IndexRanges
@@ -122,6 +123,10 @@ class TPUTrainerMixin(
     def _declare_lengths(self) -> list[int]:
         """The lengths that batches are padded to, ascending; none if they are not known."""
         if vars(self.args).get("packing"):
+            if isinstance(self.args, ExtensionArguments) and self.args.length_buckets:
+                self.compiled.changes.append(
+                    f"length_buckets={self.args.length_buckets} has no effect with packing=True: all rows are of max_length"
+                )
             return [self.args.max_length]
         return lengths_for(
             self.args,

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
 
 from ..errors import UserError
 from ..formatting import count
@@ -13,6 +14,9 @@ from ..quantization.rounding import Rounding
 from ..quantization.trained_for import TrainedFor
 from ..step.looped_head import head_wrapped_by
 from .configs import TPUSFTConfig
+
+
+logger = logging.get_logger(__name__)
 
 
 class QuantizationMixin:
@@ -127,8 +131,19 @@ class _RoundLater(TrainerCallback):
     def __init__(self, trainer, after: int):
         self._trainer, self._after = trainer, after
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._after >= state.max_steps:
+            logger.warning(
+                f"qat_fake_quant_after_n_steps={self._after} leaves none of the {count(state.max_steps, 'step')} of this run to "
+                "train with rounded weights, and evaluations are of weights in full. Set it lower, or train for more steps."
+            )
+        # A run that is resumed may evaluate before a step, or have none left: as the last step before was.
+        self._round(state.global_step > self._after)
+
     def on_step_begin(self, args, state, control, **kwargs):
-        rounds = state.global_step >= self._after
+        self._round(state.global_step >= self._after)
+
+    def _round(self, rounds: bool) -> None:
         if rounds != self._trainer.rounding.on:
             self._trainer.rounding.on = rounds
             if self._trainer.backend.static_shapes:

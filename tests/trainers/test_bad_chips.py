@@ -94,12 +94,26 @@ def test_an_empty_variable_says_nothing(monkeypatch, tmp_path, xla):
 
 @pytest.mark.parametrize("where", [dict(use_cpu=True), dict(backend="cpu")], ids=lambda where: next(iter(where)))
 def test_an_eager_device_says_that_chips_are_none_of_its_business(runs, where, capsys):
+    of_others = dict(length_buckets=[24, 48], compile_step="layers")
     trainer = runs.ours(
-        config_cls=TPUSFTConfig, mesh="data=2,fsdp=4", num_chips=8, show_sharding=True, max_steps=1, **where
+        config_cls=TPUSFTConfig,
+        mesh="data=2,fsdp=4",
+        num_chips=8,
+        show_sharding=True,
+        max_steps=1,
+        **of_others,
+        **where,
     )
     assert trainer.backend.name == "cpu" and trainer.state.log_history[-1]["train_loss"] > 0
     lines = capsys.readouterr().out.splitlines()
-    for setting in ("mesh=data=2,fsdp=4", "num_chips=8", "show_sharding=True"):
+    settings = (
+        "mesh=data=2,fsdp=4",
+        "num_chips=8",
+        "show_sharding=True",
+        "length_buckets=[24, 48]",
+        "compile_step=layers",
+    )
+    for setting in settings:
         assert sum(f"{setting} has no effect on cpu" in line for line in lines) == 1
     runs.ours(config_cls=TPUSFTConfig, max_steps=1, **where)
     assert "has no effect" not in capsys.readouterr().out

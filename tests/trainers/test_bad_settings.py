@@ -216,3 +216,20 @@ def test_processes_that_would_train_by_themselves(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ValueError, match="started 2 processes.*Set use_cpu=True"):
         check_processes(args)
+
+
+def test_settings_of_our_own_that_do_nothing_on_xla_are_named(runs):
+    config = dict(config_cls=TPUSFTConfig, train=False, compile_step="step", length_buckets=[24])
+    packed = runs.ours(packing=True, **config).compiled.changes
+    assert "length_buckets=[24] has no effect with packing=True: all rows are of max_length" in packed
+    assert "compile_step=step has no effect: it applies to torch_tpu" in packed
+    assert not any(line.startswith("length_buckets") for line in runs.ours(**config).compiled.changes)
+
+
+def test_an_unknown_compile_step(tmp_path):
+    refused(
+        ["Unknown compile_step='stepp'", "auto, step, layers, off"],
+        lambda: TPUSFTConfig(str(tmp_path), compile_step="stepp"),
+    )
+    # What YAML makes of an unquoted off.
+    assert TPUSFTConfig(str(tmp_path), compile_step=False).compile_step == "off"

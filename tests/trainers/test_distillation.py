@@ -162,6 +162,19 @@ def test_bad_settings(config, message, tmp_path):
         TPUSFTConfig(str(tmp_path), bf16=False, **config)
 
 
+def test_a_loss_of_ones_own_has_no_room_for_a_teacher(distil, teacher):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.sum()
+
+    message = "compute_loss_func replaces that. Leave compute_loss_func out, or kd_teacher"
+    with pytest.raises(ValueError, match=message):
+        distil("cpu", kd_teacher=teacher, kwargs={"compute_loss_func": loss}, train=False)
+    trainer = distil("cpu", kd_teacher=teacher, train=False)
+    trainer.compute_loss_func = loss
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
 def test_more_tokens_than_the_vocabulary_has(distil, runs, teacher):
     vocab_size = AutoConfig.from_pretrained(runs.model_dir).vocab_size
     message = (

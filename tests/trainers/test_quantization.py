@@ -173,6 +173,27 @@ def test_rounds_after_some_steps(runs, train):
     assert losses(trainer)[3] == pytest.approx(losses(eager)[3], rel=1e-3)
 
 
+def test_a_resumed_run_evaluates_as_the_one_that_was_stopped(train):
+    config = dict(qat_weight_dtype="int2", qat_fake_quant_after_n_steps=1, eval_strategy="steps", eval_steps=2)
+    config |= dict(save_strategy="steps", save_steps=2, max_steps=4, eval_on_start=True)
+    whole = train("cpu", **config)
+    _, *later = losses(whole, "eval_loss")
+    for step, expected in zip((2, 4), later, strict=True):
+        resumed = train("cpu", train=False, **config)
+        # Before a step, or after the last.
+        resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{step}")
+        evaluated = [entry for entry in resumed.state.log_history if "eval_loss" in entry and entry["step"] == step]
+        assert [entry["eval_loss"] for entry in evaluated] == [expected] * len(evaluated) and len(evaluated) == 2
+    assert resumed.evaluate()["eval_loss"] == later[-1]
+
+
+def test_a_run_that_never_rounds_says_so(train, caplog):
+    train("cpu", max_steps=2, qat_fake_quant_after_n_steps=1)
+    assert "qat_fake_quant_after_n_steps" not in caplog.text
+    train("cpu", max_steps=2, qat_fake_quant_after_n_steps=2)
+    assert "qat_fake_quant_after_n_steps=2 leaves none of the 2 steps of this run" in caplog.text
+
+
 @pytest.mark.parametrize("scale", [pytest.param("max", marks=pytest.mark.slow), "mse"])
 @pytest.mark.parametrize(
     "lora", [pytest.param(None, id="full", marks=pytest.mark.slow), pytest.param(ALL_LINEAR, id="inside")]
