@@ -44,6 +44,11 @@ def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], bac
         "step_replay": (settings.step_replay or None, "steps run eagerly"),
         "max_recompiles": (settings.max_recompiles, "nothing is compiled"),
         "length_buckets": (settings.length_buckets, "batches are padded to their longest row"),
+        # Of trainers that write their own data.
+        "max_prompt_length": (
+            vars(settings).get("max_prompt_length"),
+            "prompts of any length are taken, and padded to the longest of their batch",
+        ),
         "compile_step": (
             settings.compile_step if settings.compile_step in ("step", "layers") else None,
             "it applies to torch_tpu",

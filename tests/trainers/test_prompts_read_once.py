@@ -72,8 +72,10 @@ def test_wanted_and_not_possible(xla, models):
         lambda: trainer_for(Case("grpo", settings), models, ours=True),
     )
     refused(["share_prompts='yes'", "auto, on, off"], lambda: TPUGRPOConfig("out", share_prompts="yes"))
-    eager = trainer_for(Case("grpo", {"share_prompts": "on", "use_cpu": True}), models, ours=True)
+    settings = {"share_prompts": "on", "max_prompt_length": 2, "use_cpu": True}
+    eager = trainer_for(Case("grpo", settings), models, ours=True)
     assert "share_prompts=on has no effect on cpu: it is for torch_xla" in eager.compiled.changes
+    assert any(line.startswith("max_prompt_length=2 has no effect on cpu: ") for line in eager.compiled.changes)
 
 
 @pytest.mark.parametrize(
