@@ -33,8 +33,8 @@ class CompiledEvaluation:
 
     #: Predictions that were made and read ahead of upstream's loop, while it runs.
     _made_ahead: deque | None = None
-    #: Rows of the batch that upstream's loop is at.
-    _rows_predicted = 0
+    #: Examples of the batch that upstream's loop is at, until it has counted the batch's loss; `None` afterwards.
+    _examples_predicted: int | None = None
     #: Writes predictions, where they are text.
     predicted_text: PredictedText | None = None
     #: What cuts predictions down on the device, while they are made.
@@ -50,19 +50,20 @@ class CompiledEvaluation:
             labels, written = inputs["labels"].to(self.args.device), self.predicted_text.of_batch(inputs)
             return result[0], written.to(self.args.device), labels
         if self._made_ahead is not None:
-            self._rows_predicted, result = self._made_ahead.popleft()
+            examples, result = self._made_ahead.popleft()
+            self._examples_predicted = None if result[0] is None else examples
             return result
         return self._read_predictions([self._predict(model, inputs, ignore_keys)])[0][1]
 
-    def _predict(self, model, inputs, ignore_keys) -> tuple[Any, int, int]:
-        """What upstream predicts of a batch, on the device; its rows, and the rows that were computed."""
+    def _predict(self, model, inputs, ignore_keys) -> tuple[Any, int, int, int]:
+        """What upstream predicts of a batch, on the device; its examples, its rows, and the rows that were computed."""
         result = self.evaluations.run(
             PREDICTION_STEP, inputs, partial(self._trace_prediction, model), ignore_keys=ignore_keys
         )
         computed = count_rows(self.watching.batch)
         if self.predicted_text is not None:
             result = result[0], self.predicted_text.of_batch(inputs), inputs["labels"]
-        return result, find_batch_size(inputs), computed
+        return result, self.count_examples(inputs), find_batch_size(inputs), computed
 
     def _trace_prediction(self, model, inputs, ignore_keys) -> tuple[Any, Any, Any]:
         with self.copies.not_made(), self._loss_in_prediction(inputs):
@@ -84,13 +85,13 @@ class CompiledEvaluation:
             finally:
                 self.by_length.forget()
 
-    def _read_predictions(self, predictions: list[tuple[Any, int, int]]) -> list[tuple[int, tuple]]:
+    def _read_predictions(self, predictions: list[tuple[Any, int, int, int]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
         # There the rows that completed a batch are cut off.
-        results = self.backend.fetch([result for result, _, _ in predictions])
+        results = self.backend.fetch([result for result, *_ in predictions])
         return [
-            (rows, tuple(_first_rows(value, rows, computed) for value in result))
-            for result, (_, rows, computed) in zip(results, predictions, strict=True)
+            (examples, tuple(_first_rows(value, rows, computed) for value in result))
+            for result, (_, examples, rows, computed) in zip(results, predictions, strict=True)
         ]
 
     def predict(self, *args, **kwargs):
@@ -175,7 +176,7 @@ class CompiledEvaluation:
             most = 1 if self.args.batch_eval_metrics or several else self.args.eval_accumulation_steps
             dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
-            self.gather_function = self.accelerator.gather_for_metrics if several else self._own_rows
+            self.gather_function = self.accelerator.gather_for_metrics if several else self._own_examples
         try:
             with replaying:
                 output = super().evaluation_loop(dataloader, *arguments)
@@ -186,9 +187,11 @@ class CompiledEvaluation:
         self.metrics.take("eval", self.backend.fetch(self.metrics.tensors("eval")))
         return output
 
-    def _own_rows(self, value: Any) -> Any:
-        """What upstream repeats for every row of a full batch, for the rows that there are."""
-        return _first_rows(value, self._rows_predicted, self.args.eval_batch_size)
+    def _own_examples(self, value: Any) -> Any:
+        """The loss, which upstream repeats for every example of a full batch, for the examples that there are."""
+        examples, self._examples_predicted = self._examples_predicted, None
+        # Of a batch, upstream gathers the loss first. Of all else the rows are there that there are.
+        return value if examples is None else value[:examples]
 
 
 class _PredictedAhead:
@@ -213,7 +216,7 @@ class _PredictedAhead:
 
     def __iter__(self) -> Iterator[Any]:
         batches: list[Any] = []
-        predictions: list[tuple[Any, int, int]] = []
+        predictions: list[tuple[Any, int, int, int]] = []
         held = 0
         for batch in self._dataloader:
             batches.append(batch)
