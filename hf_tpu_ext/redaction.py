@@ -16,6 +16,11 @@ _IN_TEXT = re.compile(
     r"(?<=://)[^/\s@]+(?=@)|\bhf_[A-Za-z0-9]{20,}\b|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bBearer \S+"
 )
 
+# What is in the query of a URL, by its name there: keys, and the signatures of signed URLs.
+_IN_QUERY = re.compile(
+    r"([?&][^=&#\s]*(?:token|passw(?:or)?d|secret|signature|credential|key)=|[?&]sig=)[^&#\s]+", re.IGNORECASE
+)
+
 
 def redact(value: Any, name: str = "") -> Any:
     """
@@ -40,4 +45,6 @@ def redact(value: Any, name: str = "") -> Any:
     # Not of an enumeration, which is text, too.
     if type(value) is not str or not value:
         return value
-    return f"<{name.upper()}>" if _SECRET.search(name) else _IN_TEXT.sub("<REDACTED>", value)
+    if _SECRET.search(name):
+        return f"<{name.upper()}>"
+    return _IN_QUERY.sub(r"\1<REDACTED>", _IN_TEXT.sub("<REDACTED>", value))

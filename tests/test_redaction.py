@@ -29,6 +29,21 @@ def test_tokens_that_say_what_they_are_are_found_in_any_text(token):
     assert token not in redact({"note": f"with {token}"})["note"]
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "token=s3cr3t",
+        "v=1&access_token=s3cr3t",
+        "sv=2&sig=s3cr3t%3D",
+        "X-Amz-Signature=s3cr3t&x=1",
+        "api_key=s3cr3t#a",
+    ],
+)
+def test_secrets_in_the_query_of_a_url_are_found(query):
+    (url,) = redact(["https://example.com/data.jsonl?" + query])
+    assert "s3cr3t" not in url and url.startswith("https://example.com/data.jsonl?") and "=<REDACTED>" in url
+
+
 def test_nothing_else_changes():
     settings = {
         "pad_token": "<pad>",

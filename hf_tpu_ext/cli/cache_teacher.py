@@ -70,6 +70,7 @@ def run(argv: list[str]) -> int:
 
     from ..distillation.cache_builder import TeacherRun, build_cache
     from ..distillation.cache_writer import CacheWriter
+    from ..trainers.run_lock import only_run_in
 
     arguments = parser().parse(recipe)
     _check(*arguments)
@@ -79,18 +80,20 @@ def run(argv: list[str]) -> int:
     student = model_args.model_name_or_path
     kd_teacher = student if training_args.kd_teacher == "base" else training_args.kd_teacher
     trainer, pad_token_id, sequences, settings = _prepare(kd_teacher, *arguments, compute_dtype)
-    ranks = trainer.backend.ranks
-    writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite, ranks=ranks)
-    if writer.complete and ranks.index == 0:
-        print(f"{directory} is complete already, with the same settings.")
-    how = (trainer.data_collator, trainer.args.eval_batch_size, pad_token_id, compute_dtype)
-    teacher = TeacherRun(trainer.model, trainer.backend, *how)
-    chips = count(teacher.backend.num_chips, "chip") + (f" in each of {ranks.count} processes" * (ranks.count > 1))
-    own = " (the student's own start)" if kd_teacher == student else ""
-    if ranks.index == 0:
-        print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
-    with trainer.chips.split_activations():
-        manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, ranks)
+    hosts, ranks = trainer.backend.hosts, trainer.backend.ranks
+    # Another build would delete files of this one, and its manifest would tell of files that it has not written.
+    with only_run_in(directory, hosts, hosts.index == 0 and ranks.index == 0, ranks):
+        writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite, ranks=ranks)
+        if writer.complete and ranks.index == 0:
+            print(f"{directory} is complete already, with the same settings.")
+        how = (trainer.data_collator, trainer.args.eval_batch_size, pad_token_id, compute_dtype)
+        teacher = TeacherRun(trainer.model, trainer.backend, *how)
+        chips = count(teacher.backend.num_chips, "chip") + (f" in each of {ranks.count} processes" * (ranks.count > 1))
+        own = " (the student's own start)" if kd_teacher == student else ""
+        if ranks.index == 0:
+            print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
+        with trainer.chips.split_activations():
+            manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, ranks)
     if ranks.index == 0:
         _report(directory, manifest, recipe.path)
     return 0

@@ -1,6 +1,7 @@
 """`hf-tpu recipes` and `hf-tpu init`: the recipes that come with this package, and a copy of one to start from."""
 
 import argparse
+import os
 from pathlib import Path
 
 from ..atomic_write import write_atomically
@@ -67,12 +68,17 @@ def write_recipe(args: argparse.Namespace) -> int:
     sources = [source, *(RECIPES / module for use, module in _MODULES.items() if use in text)]
     for path in sources:
         target = DIRECTORY / path.name
-        if target.exists() and target.read_bytes() != path.read_bytes():
+        if os.path.lexists(target) and not (target.is_file() and target.read_bytes() == path.read_bytes()):
             raise UserError(f"{target} exists, and is kept. Rename it, or start in another directory.")
-    DIRECTORY.mkdir(exist_ok=True)
-    for path in sources:
-        write_atomically(DIRECTORY / path.name, path.read_bytes())
-        print(f"Wrote {DIRECTORY / path.name}")
+    try:
+        DIRECTORY.mkdir(exist_ok=True)
+        for path in sources:
+            write_atomically(DIRECTORY / path.name, path.read_bytes())
+            print(f"Wrote {DIRECTORY / path.name}")
+    except OSError as error:
+        raise UserError(
+            f"No recipe can be written into {DIRECTORY}/ of {Path.cwd()} ({error.strerror}). Start in another directory: cd DIR"
+        ) from error
     commands = (command for command in by_command() if f"hf-tpu {command} --config " in text)
     run = f"hf-tpu {next(commands, 'sft')} --config {DIRECTORY / source.name}"
     print(f"Try it on a tiny model: hf-tpu prepare tiny --output_dir .cache/tiny && {run} --smoke\nRun it: {run}")

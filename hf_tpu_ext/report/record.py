@@ -48,6 +48,16 @@ class RecordWriter:
             file.write(text)
 
 
+def is_record(path: str | Path) -> bool:
+    """Whether a file is the record of a run, which may have been killed before it wrote a line."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            line = file.readline()
+        return not line or json.loads(line)["event"] == "begin"
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
 @dataclass
 class Session:
     """

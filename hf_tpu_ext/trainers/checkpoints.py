@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..atomic_write import remove_temporary, sync_directory, write_atomically
 from ..backends.hosts import Hosts, HostsDisagree
 from ..errors import UserError
-from ..report.record import RUN_FILES
+from ..report.record import RECORD_NAME, RUN_FILES, is_record
 
 
 logger = logging.get_logger(__name__)
@@ -30,17 +30,19 @@ MANIFEST_NAME = "manifest.json"
 _RUN_STATE_FILE = "run_state.json"
 # Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
 _TEMPORARY = "_tmp-"
-# Directories of checkpoints that a run does not go on from, numbered.
+# Directories of what a run does not go on from, numbered.
 _ASIDE = "_earlier"
 
 
 def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
     """List the checkpoint directories of a run by the number in their name, ascending."""
-    found = {}
-    for path in Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name) and path.is_dir():
-            found[int(path.name.rpartition("-")[2])] = path
+    found = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir) if path.is_dir()}
     return dict(sorted(found.items()))
+
+
+def _named_as_checkpoints(run_dir: str | Path) -> list[Path]:
+    paths = Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return [path for path in paths if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
 
 
 def temporary_dir(checkpoint: Path) -> Path:
@@ -55,41 +57,56 @@ def remove_leftovers(run_dir: str | Path) -> None:
             remove_temporary(path, path.with_name(path.name.removeprefix(_TEMPORARY)))
 
 
-def set_aside(run_dir: str | Path, resumed: str | None) -> None:
+def set_aside(run_dir: str | Path, resumed: str | None, writes_record: bool = True) -> None:
     """
-    Move checkpoints that a run does not go on from out of its way, with a line that says so: all that are in its
-    directory if it begins anew, and those after the one that it resumes.
+    Move what a run does not go on from out of its way, with a line that says so: all checkpoints that are in its
+    directory if it begins anew, those after the one that it resumes, and what has the name of a checkpoint that it may
+    write.
 
     What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
     upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run goes its
-    record.
+    record. The record of a run that left no checkpoint is replaced by a run that begins anew. Files by the names of a
+    record that no run has written are moved, if this run `writes_record`.
     """
     run_dir = Path(run_dir)
-    found = checkpoints_by_step(run_dir)
-    inside = resumed is not None and Path(resumed).resolve().parent == run_dir.resolve()
-    last = next((step for step, path in found.items() if inside and path.samefile(resumed)), -1)
-    others = [path for step, path in found.items() if step > last]
-    if not others:
-        return
-    number = 1
-    while (aside := run_dir / f"{_ASIDE}-{number}").exists():
-        number += 1
+    # Whatever has such a name would be replaced: a file or a broken link, too.
+    found = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir)}
+    last = -1
+    if resumed is not None:
+        # Through links: a checkpoint may be on another disk.
+        last = next((step for step, path in found.items() if path.exists() and path.samefile(resumed)), -1)
+    others = [path for step, path in sorted(found.items()) if step > last]
     names = [path.name for path in others]
+    record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+    is_foreign = last < 0 and (bool(others) or resumed is not None)
+    moved_record = record if is_foreign or (writes_record and not is_record(run_dir / RECORD_NAME)) else []
+    if not others and not moved_record:
+        return
+    aside = next_aside(run_dir)
     listed = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
-    if last < 0:
-        begins = "begins anew" if resumed is None else f"goes on from {resumed}"
+    begins = "begins anew" if resumed is None else f"goes on from {resumed}"
+    if not others:
+        what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
+    elif last < 0:
         what = f"{run_dir} holds checkpoints of another run ({listed}), and this one {begins}"
-        others += [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     else:
         what = f"This run goes on from {resumed}, before {listed}"
-    logger.warning(
-        f"{what}. They are moved to {aside}, where nothing deletes them. To go on with one of them, stop this run and set "
-        f"resume_from_checkpoint={str(aside / names[-1])!r}."
-    )
+    go_on = ""
+    if others:
+        go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
+    logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
     aside.mkdir()
-    for path in others:
+    for path in [*others, *moved_record]:
         os.rename(path, aside / path.name)
     sync_directory(run_dir)
+
+
+def next_aside(run_dir: Path) -> Path:
+    """A directory that is not there yet, for what is moved out of a run's way."""
+    number = 1
+    while os.path.lexists(aside := run_dir / f"{_ASIDE}-{number}"):
+        number += 1
+    return aside
 
 
 def seal(directory: Path) -> None:
@@ -184,12 +201,29 @@ def delete_old(run_dir: str | Path, newest: Path, limit: int | None, best: str |
     """
     if not limit or limit < 0:
         return
-    found = checkpoints_by_step(run_dir)
-    newest_step = next(step for step, path in found.items() if path == newest)
-    own = [path for step, path in found.items() if step <= newest_step]
+    own = _own(run_dir, newest)
     kept = {newest} if best is None else {newest, Path(best)}
     surplus = len(own) - max(limit, len(kept))
-    for path in [path for path in own if path not in kept][: max(0, surplus)]:
+    _delete([path for path in own if path not in kept][: max(0, surplus)])
+
+
+def delete_all_but(run_dir: str | Path, newest: Path, best: str) -> None:
+    """Delete the checkpoints of a run that has ended, the newest too, except the best."""
+    own = _own(run_dir, newest)
+    if Path(best) in own:
+        _delete([path for path in own if path != Path(best)])
+
+
+def _own(run_dir: str | Path, newest: Path) -> list[Path]:
+    """Checkpoints of the run that wrote the newest. One that was put elsewhere, with a link in its place, is the user's."""
+    newest_step = int(newest.name.rpartition("-")[2])
+    return [
+        path for step, path in checkpoints_by_step(run_dir).items() if step <= newest_step and not path.is_symlink()
+    ]
+
+
+def _delete(checkpoints: list[Path]) -> None:
+    for path in checkpoints:
         # Renamed first: half a checkpoint never has the name of one.
         os.rename(path, temporary_dir(path))
         shutil.rmtree(temporary_dir(path))

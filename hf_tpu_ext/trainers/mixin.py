@@ -13,6 +13,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
+from ..callbacks.run_record import RunRecord
 from ..data import StaticShapeCollator
 from ..step.adapters import adapters_scaled_inside
 from ..step.attention import static_masks
@@ -388,7 +389,8 @@ class TPUTrainerMixin(
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             self.alike.check_beginning()
             if self._writes_run:
-                set_aside(self._get_output_dir(trial), checkpoint)
+                writes_record = any(isinstance(callback, RunRecord) for callback in self.callback_handler.callbacks)
+                set_aside(self._get_output_dir(trial), checkpoint, writes_record)
             with (
                 self.backend.hosts.together("training"),
                 self.stopping_when_told(),

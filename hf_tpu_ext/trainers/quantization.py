@@ -56,10 +56,10 @@ class QuantizationMixin:
         if args.qat_fake_quant_after_n_steps:
             self.add_callback(_RoundLater(self, args.qat_fake_quant_after_n_steps))
 
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        super()._save(output_dir, state_dict)
+    def _write_model(self, output_dir: str, state_dict) -> None:
+        super()._write_model(output_dir, state_dict)
         if self.rounding is not None and self.args.should_save:
-            self._trained_for.write(self.args.output_dir if output_dir is None else output_dir)
+            self._trained_for.write(output_dir)
 
     def _describe_fake_quantization(self) -> list[str]:
         args, found = self.args, self._fake_quantization

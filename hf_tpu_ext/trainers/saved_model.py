@@ -8,16 +8,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, logging
 
 from ..atomic_write import sync_directory
 from ..formatting import format_bytes
+from ..quantization.trained_for import QUANTIZATION_FILE
+from .base_record import BASE_FILE
+from .checkpoints import next_aside
 from .ema import EMA_FILE, is_average
 
+
+logger = logging.get_logger(__name__)
 
 # Upstream does not push `_*` to the Hub.
 _TEMPORARY = "_tmp-model"
 # Of these upstream's code loads what it finds first, so one that an earlier save left would be taken for the new one's.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# What a run with an adapter leaves.
+_OF_ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, BASE_FILE)
 # What safetensors, tokenizers and PyTorch make of an `OSError` in their own code.
 _DISK_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "inline_container")
 
@@ -60,11 +68,28 @@ def _move(written: Path, directory: Path) -> None:
         for path in directory.iterdir():
             if _WEIGHTS.fullmatch(path.name) and path.name not in names:
                 path.unlink()
+    is_model_over_adapter = ADAPTER_CONFIG_NAME not in names and (directory / ADAPTER_CONFIG_NAME).is_file()
+    _set_aside(directory, {QUANTIZATION_FILE, *(_OF_ADAPTER if is_model_over_adapter else ())} - names)
     average = directory / EMA_FILE
     if EMA_FILE not in names and average.is_file() and is_average(average):
         # Of an earlier model.
         average.unlink()
     sync_directory(directory)
+
+
+def _set_aside(directory: Path, names: set[str]) -> None:
+    """Move files of an earlier model, which would be taken for those of the new one: upstream loads an adapter first."""
+    stale = [directory / name for name in sorted(names) if (directory / name).is_file()]
+    if not stale:
+        return
+    aside = next_aside(directory)
+    logger.warning(
+        f"{directory} holds {', '.join(path.name for path in stale)} of an earlier model, not of the one that is saved there "
+        f"now. They are moved to {aside}, where nothing deletes them."
+    )
+    aside.mkdir()
+    for path in stale:
+        os.rename(path, aside / path.name)
 
 
 def is_of_disk(error: Exception) -> bool:

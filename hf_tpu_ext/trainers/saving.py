@@ -30,6 +30,7 @@ from .checkpoints import (
     check_all_see,
     check_shared,
     checkpoints_by_step,
+    delete_all_but,
     delete_old,
     find_damage,
     find_on_hosts,
@@ -285,7 +286,13 @@ class SavingMixin:
             if self._made_up_at == self.state.global_step:
                 # The run had ended but for this.
                 self._save_checkpoint(self.model, trial)
-            return super()._finalize_training(trial, num_train_samples, start_time)
+            # Upstream takes every directory `checkpoint-3...` for a checkpoint of the run, a user's own too.
+            with self._settings(save_total_limit=None):
+                output = super()._finalize_training(trial, num_train_samples, start_time)
+            best, checkpoint = self.state.best_model_checkpoint, Path(self._checkpoint(trial))
+            if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+                delete_all_but(checkpoint.parent, checkpoint, best)
+            return output
         if self._saved != (self.state.global_step, self._evaluation_due):
             # Resuming takes the optimizer.
             with self._settings(save_only_model=False):

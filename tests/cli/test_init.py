@@ -38,3 +38,14 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
     assert Path("recipes/sft_lora_qwen3.yaml").read_text() == "mine"
     assert main(["init", "sftt"]) == 2
     assert "Recipes: " in capsys.readouterr().err
+
+
+def test_what_is_in_the_way_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").write_text("mine")
+    assert main(["init", "sft"]) == 2
+    assert "can be written into recipes/" in capsys.readouterr().err
+    Path("recipes").unlink()
+    Path("recipes/sft_lora_qwen3.yaml").mkdir(parents=True)
+    assert main(["init", "sft"]) == 2
+    assert "is kept" in capsys.readouterr().err

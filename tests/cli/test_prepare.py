@@ -26,13 +26,15 @@ def test_tiny_makes_model_and_data_and_may_run_again(tmp_path, capsys):
     assert "1792 training rows, 256 evaluation rows" in capsys.readouterr().out
 
 
-def test_nothing_of_others_is_replaced(tmp_path):
+@pytest.mark.parametrize("other", ["train.py", None])
+def test_nothing_of_others_is_replaced(tmp_path, other):
     """As in a project that has a directory of data."""
     (tmp_path / "data").mkdir()
     mine = tmp_path / "data" / "train.jsonl"
     mine.write_text("mine")
-    (tmp_path / "train.py").touch()
-    with pytest.raises(ValueError, match=r"holds other files \(train.py\).* Give a directory of its own: ") as refused:
+    if other is not None:
+        (tmp_path / other).touch()
+    with pytest.raises(ValueError, match=r"holds other files \(data.*\).* Give a directory of its own: ") as refused:
         run("tiny", "--output_dir", str(tmp_path))
     assert mine.read_text() == "mine" and not (tmp_path / "model").exists()
     assert run("tiny", *str(refused.value).rpartition(": ")[2].split()) == 0

@@ -13,9 +13,11 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from hf_tpu_ext.backends.hosts import Hosts
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.distillation.cache import TeacherCache
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+from hf_tpu_ext.trainers.run_lock import only_run_in
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +214,12 @@ def test_eight_devices_make_the_same_cache(xla, tiny, recipe, prepared, tmp_path
         for input_ids in dataset["input_ids"]:
             for ours, other in zip(eight.lookup(input_ids, 2.0, 16), one.lookup(input_ids, 2.0, 16), strict=True):
                 torch.testing.assert_close(ours, other, rtol=0, atol=2**-9)
+
+
+def test_two_builds_at_once_are_refused(tiny, recipe, tmp_path, capsys):
+    """The second would delete files of the first, whose manifest would then tell of files that it has not written."""
+    with only_run_in(tmp_path / "cache", Hosts(), writes=True):
+        assert main(["cache-teacher", "--config", recipe(kd_teacher=str(tiny / "teacher"), use_cpu=True)]) == 2
+    error = capsys.readouterr().err
+    assert "Another run writes to" in error and str(tmp_path / "cache") in error
+    assert list((tmp_path / "cache").iterdir()) == []

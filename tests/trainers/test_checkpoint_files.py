@@ -19,11 +19,13 @@ from hf_tpu_ext.atomic_write import move_into_place
 from hf_tpu_ext.trainers.checkpoints import (
     MANIFEST_NAME,
     checkpoints_by_step,
+    delete_all_but,
     delete_old,
     find_checkpoint,
     find_damage,
     remove_leftovers,
     seal,
+    set_aside,
     temporary_dir,
 )
 
@@ -205,6 +207,75 @@ def test_oldest_are_deleted(tmp_path, limit, best, left):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{step}" for step in left)
 
 
+def put_elsewhere(checkpoint):
+    """Move a checkpoint to another disk, and leave a link in its place."""
+    elsewhere = checkpoint.parent.with_name("disk") / checkpoint.name
+    elsewhere.parent.mkdir(exist_ok=True)
+    shutil.move(checkpoint, elsewhere)
+    checkpoint.symlink_to(elsewhere)
+    return elsewhere
+
+
+def test_a_checkpoint_behind_a_link_is_resumed_from_and_not_moved(tmp_path):
+    """One that was put on another disk, with a link in its place, is this run's as before."""
+    older, newest = (write_checkpoint(tmp_path / "run", step) for step in (2, 4))
+    put_elsewhere(newest)
+    resumed = find_checkpoint(True, str(tmp_path / "run"))
+    assert resumed == str(newest)
+    set_aside(tmp_path / "run", resumed)
+    assert list(checkpoints_by_step(tmp_path / "run")) == [2, 4]
+    set_aside(tmp_path / "run", str(older))
+    assert list(checkpoints_by_step(tmp_path / "run")) == [2]
+    assert find_damage(tmp_path / "run" / "_earlier-1" / "checkpoint-4") is None
+
+
+def test_a_checkpoint_behind_a_link_is_not_deleted(tmp_path):
+    older, newest = (write_checkpoint(tmp_path / "run", step) for step in (2, 4))
+    elsewhere = put_elsewhere(older)
+    delete_old(tmp_path / "run", newest, 1, None)
+    delete_all_but(tmp_path / "run", newest, str(newest))
+    assert find_damage(elsewhere) is None and sorted(checkpoints_by_step(tmp_path / "run")) == [2, 4]
+    remove_leftovers(tmp_path / "run")
+
+
+def test_what_has_the_name_of_a_checkpoint_is_moved_and_not_replaced(tmp_path):
+    (tmp_path / "checkpoint-2").write_text("mine")
+    (tmp_path / "checkpoint-4").symlink_to(tmp_path / "gone")
+    (tmp_path / "checkpoint-notes").write_text("mine")
+    set_aside(tmp_path, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_earlier-1", "checkpoint-notes"]
+    assert (tmp_path / "_earlier-1" / "checkpoint-2").read_text() == "mine"
+    assert (tmp_path / "_earlier-1" / "checkpoint-4").is_symlink()
+
+
+RECORD = '{"event": "begin", "at": 0}\n'
+
+
+@pytest.mark.parametrize(
+    ("record", "resumes", "writes_record", "moved"),
+    [
+        (RECORD, False, True, False),
+        ("", False, True, False),
+        # Its logs would be taken for those of the run that is resumed.
+        (RECORD, True, True, True),
+        ('{"mine": 1}\n', False, True, True),
+        ("mine", False, True, True),
+        ("mine", False, False, False),
+        (None, False, True, True),
+    ],
+)
+def test_the_record_of_another_run_is_not_gone_on_with(tmp_path, record, resumes, writes_record, moved):
+    run_dir, other = tmp_path / "run", write_checkpoint(tmp_path / "other", 4)
+    run_dir.mkdir()
+    before = {"report.html": b"mine"} | ({} if record is None else {"run.jsonl": record.encode()})
+    for name, content in before.items():
+        (run_dir / name).write_bytes(content)
+    set_aside(run_dir, str(other) if resumes else None, writes_record)
+    place = run_dir / "_earlier-1" if moved else run_dir
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert moved == (run_dir / "_earlier-1").exists()
+
+
 def test_what_was_there_is_replaced(tmp_path):
     write_checkpoint(tmp_path, 4, seed=1)
     checkpoint = write_checkpoint(tmp_path, 4, seed=2)
@@ -358,6 +429,15 @@ def test_best_checkpoint_has_its_final_path(runs, capfd):
     resumed = runs.ours(**config, train=False, output_dir=str(moved))
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.best_model_checkpoint == str(moved / "checkpoint-2")
+
+
+def test_a_directory_of_the_user_is_no_checkpoint_of_the_run(runs):
+    """Upstream deletes it at the end of a run that keeps its best checkpoint only."""
+    mine = runs.output_dir / "checkpoint-3-mine"
+    mine.mkdir(parents=True)
+    best = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, metric_for_best_model="loss")
+    runs.ours(**SAVES, **best, greater_is_better=True)
+    assert mine.is_dir() and len(checkpoints_by_step(runs.output_dir)) == 1
 
 
 def test_hub_gets_the_finished_checkpoint(runs, monkeypatch):

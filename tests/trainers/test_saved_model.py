@@ -65,6 +65,18 @@ def test_a_full_disk_leaves_what_was_there(runs, limit, saved_before):
     torch.testing.assert_close(dict(saved.state_dict()), trained, rtol=0, atol=0)
 
 
+def test_an_earlier_adapter_is_not_loaded_in_place_of_the_new_model(tmp_path):
+    """Nor are settings of rounding of an earlier run taken for those of the new one. Both are moved."""
+    of_earlier = {"adapter_config.json", "adapter_model.safetensors", "base_model.json", "quantization.json"}
+    with whole_model(tmp_path) as written:
+        for name in of_earlier:
+            (written / name).touch()
+    with whole_model(tmp_path) as written:
+        save_file({}, written / "model.safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "_earlier-1"}
+    assert {path.name for path in (tmp_path / "_earlier-1").iterdir()} == of_earlier
+
+
 def test_nothing_of_an_earlier_model_is_taken_for_the_new_one(tmp_path):
     for name in ("model.safetensors", "model-00001-of-00002.safetensors", "mine.safetensors", "models.safetensors"):
         save_file({}, tmp_path / name)
