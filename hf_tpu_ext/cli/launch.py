@@ -2,7 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from subprocess import TimeoutExpired
 
 from ..errors import UserError
 from ..importing import without_garbage_collection
@@ -12,9 +15,8 @@ from .recipe_parser import RecipeParser
 
 # What launchers set in the processes that they start, as accelerate reads it.
 _OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-# Seconds that processes have to save, when they are told to stop.
-_SHUTDOWN = "600"
+# That processes have when they are told to stop.
+_SECONDS_TO_SAVE = 600
 
 
 def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], RecipeParser]) -> int | None:
@@ -125,16 +127,58 @@ def _status_of(run: Callable[[], None]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.setdefault(_SHUTDOWN_VARIABLE, _SHUTDOWN)
     try:
-        run()
+        with _time_to_save() as ended_with:
+            run()
     except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        # Each has said why it has ended. Those that were ended for another's sake have not chosen their status.
-        return next((code for code in (os.EX_TEMPFAIL, *sorted(codes, reverse=True)) if code in codes and code > 0), 1)
+        return _choose_status({failure.exitcode for failure in error.failures.values()}, 1)
     except CalledProcessError as error:
         return error.returncode
-    except SignalException:
-        # They have been told as well.
-        return os.EX_TEMPFAIL
+    except SignalException as error:
+        # They have been told as well. One that had not begun to train has saved nothing.
+        return _choose_status(ended_with, 128 + error.sigval)
     return 0
+
+
+def _choose_status(codes: set[int], otherwise: int) -> int:
+    # Each has said why it has ended. Those that were ended for another's sake have not chosen their status.
+    return next(
+        (code for code in (os.EX_TEMPFAIL, *sorted(codes, reverse=True)) if code in codes and code > 0), otherwise
+    )
+
+
+@contextmanager
+def _time_to_save() -> Iterator[set[int]]:
+    """
+    Within this context, processes that are told to stop have the time to save. Yields the set of what they have ended
+    with then.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    ended_with: set[int] = set()
+    shut_down = LocalElasticAgent._shutdown
+
+    def wait_and_shut_down(agent, *args) -> None:
+        told = sys.exception()
+        if not isinstance(told, SignalException) or agent._pcontext is None:
+            shut_down(agent, *args)
+            return
+        workers = [handler.proc for handler in agent._pcontext.subprocess_handlers.values()]
+        for worker in workers:
+            if worker.poll() is None:
+                os.killpg(worker.pid, told.sigval)
+        deadline = time.monotonic() + _SECONDS_TO_SAVE
+        with suppress(TimeoutExpired):
+            for worker in workers:
+                worker.wait(max(0, deadline - time.monotonic()))
+        shut_down(agent, *args)
+        ended_with.update(worker.returncode for worker in workers)
+
+    # PyTorch kills processes 30 seconds after it has told them, without a setting for it in all versions, and does not say
+    # what they have ended with.
+    LocalElasticAgent._shutdown = wait_and_shut_down
+    try:
+        yield ended_with
+    finally:
+        LocalElasticAgent._shutdown = shut_down

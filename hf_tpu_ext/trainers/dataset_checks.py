@@ -5,6 +5,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
+from transformers import TrainingArguments
 from trl import SFTConfig
 
 from ..errors import UserError
@@ -37,6 +38,16 @@ def check_has_rows(dataset, name: str) -> list[str]:
     if is_empty:
         raise UserError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
     return columns
+
+
+def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
+    """Check that upstream, which drops rows without anything to train on, has left some (`ValueError`)."""
+    if isinstance(dataset, datasets.Dataset) and len(dataset) == 0:
+        max_length = vars(args).get("max_length")
+        raise UserError(
+            f"No row of {name} is left when it is prepared{f' with {max_length=}' if max_length else ''}: all that would be trained on is "
+            "cut off, or longer than it may be. Set a greater max_length."
+        )
 
 
 def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:

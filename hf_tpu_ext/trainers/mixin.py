@@ -22,7 +22,7 @@ from ..step.looped_head import head_computed_by, score_tokens
 from .batches import BatchesMixin
 from .checkpoints import leaving_no_empty_dir, set_aside
 from .configs import ExtensionArguments
-from .dataset_checks import check_has_rows, named_datasets
+from .dataset_checks import check_has_rows, check_rows_left, named_datasets
 from .evaluation import CompiledEvaluation
 from .index_ranges import IndexRanges
 from .lengths import lengths_for, pad_token_of
@@ -102,6 +102,8 @@ class TPUTrainerMixin(
         self._check_data(given.arguments)
         with leaving_no_empty_dir(args.output_dir):
             self._set_up(given)
+            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
+                check_rows_left(dataset, name, self.args)
             self._finish_set_up()
             if self.backend.static_shapes:
                 # A teacher is there by now.

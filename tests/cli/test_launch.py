@@ -3,7 +3,10 @@
 import argparse
 import importlib
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -247,3 +250,36 @@ def test_what_is_the_scripts_own_with_trl_is_so_here(command):
     # And none of our own settings is an option of accelerate.
     own = {action.dest for action in ours._actions} - {action.dest for action in theirs._actions}
     assert own and not own & {action.dest for action in _ACTIONS}
+
+
+@pytest.mark.parametrize(
+    ("when_told", "status"),
+    [
+        ("sys.exit(75)", 75),
+        # The checkpoint could not be saved.
+        ("sys.exit(2)", 2),
+        # It had not begun to train, so nothing is saved.
+        (None, 128 + signal.SIGTERM),
+        pytest.param("(time.sleep(33), sys.exit(75))", 75, marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_that_is_told_to_stop_has_the_status_of_its_processes(when_told, status, tmp_path):
+    """Status 75 says that the run is saved. PyTorch kills processes that take longer than half a minute."""
+    handler = "signal.SIG_DFL" if when_told is None else f"lambda *_: {when_told}"
+    (tmp_path / "process.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, {handler})\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'ready-' + os.environ['RANK']).touch()\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, str(tmp_path / "process.py")]
+    start = (
+        "import sys; from hf_tpu_ext.cli.launch import _run_by_torchrun, _status_of; "
+        f"sys.exit(_status_of(lambda: _run_by_torchrun(2, {command!r})))"
+    )
+    with subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL) as process:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(timeout=60) == status

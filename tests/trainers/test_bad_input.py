@@ -249,6 +249,15 @@ def empty_stream():
     return QUESTIONS.rename_column("answer", "text").to_iterable_dataset().filter(lambda row: False)
 
 
+def test_data_of_which_preparation_leaves_no_row(runs):
+    """Upstream drops rows whose labels are all cut off."""
+    rows = Dataset.from_list([{"prompt": "a long question?", "completion": " yes"}] * 4)
+    refused(
+        ["No row of train_dataset is left", "max_length=8", "Set a greater max_length"],
+        lambda: runs.ours(train=False, max_length=8, kwargs={"train_dataset": rows}),
+    )
+
+
 @pytest.mark.parametrize("empty", [QUESTIONS.select([]), empty_stream()], ids=["dataset", "stream"])
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 def test_empty_dataset(runs, empty, name, tmp_path):
