@@ -125,6 +125,8 @@ def test_a_record_that_cannot_be_written_is_done_without(runs, caplog):
 
 def test_a_report_that_cannot_be_written_costs_a_line(runs, caplog):
     (runs.output_dir / "report.html").mkdir(parents=True)
+    # Without a record beside it, it would be moved out of the way.
+    (runs.output_dir / RECORD_NAME).touch()
     with caplog.at_level("WARNING"):
         trainer = runs.ours(**CONFIG)
     (line,) = [text for text in caplog.messages if "no report" in text]
