@@ -6,6 +6,7 @@ from inspect import signature
 from typing import Any
 
 import peft.peft_model
+import peft.tuners.lora.model
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -69,4 +70,6 @@ def save_from_host(backend: Backend) -> None:
 
     save.__module__ = __name__
     PreTrainedModel.save_pretrained = save
-    peft.peft_model.get_peft_model_state_dict = fetch_adapter_weights
+    # The second takes weights from the first's, to convert an adapter that has changed its base (PiSSA).
+    for module in (peft.peft_model, peft.tuners.lora.model):
+        module.get_peft_model_state_dict = fetch_adapter_weights

@@ -66,6 +66,16 @@ def _why_not_scaled(rope_type: str, unscaled: int, why: str) -> str:
     )
 
 
+class PreparedBatch(dict):
+    """A batch as the code of a step gets it. Its values are attributes, too, as those of `BatchEncoding`, upstream's batches."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"The batch has no {name!r}, only {', '.join(map(repr, self))}.") from None
+
+
 class BatchesMixin:
     """
     The part of [`TPUTrainerMixin`] that gives batches a declared shape and sends them.
@@ -277,7 +287,7 @@ class BatchesMixin:
                 else value
                 for key, value in sent.items()
             }
-        return self.by_length.take(sent)
+        return PreparedBatch(self.by_length.take(sent))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         if not self.backend.static_shapes:

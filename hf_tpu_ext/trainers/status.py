@@ -87,9 +87,13 @@ class StatusMixin:
         self._total_loss_scalar += window.total
         if window.finite_steps < window.steps:
             step = self.state.global_step - window.steps + window.first_nonfinite
+            left_out = window.steps - window.finite_steps
+            if window.finite_steps:
+                # The mean of the whole run, `train_loss`, is over all steps.
+                self._total_loss_scalar += window.mean * left_out
             logger.warning(
-                f"The loss was NaN or infinite at step {step} ({window.steps - window.finite_steps} of the "
-                f"{window.steps} steps since the last log); the logged loss is the mean of the others."
+                f"The loss was NaN or infinite at step {step} ({left_out} of the {window.steps} steps since the last log); the "
+                f"logged loss is {'the mean of the others' if window.finite_steps else 'NaN'}."
             )
         read = {"loss": window.mean}
         if grad_norm is not None:

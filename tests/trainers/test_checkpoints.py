@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.utils.serialization import config
@@ -160,6 +160,27 @@ def test_saved_adapter_is_the_trained_one(runs):
         assert_logits_close(logits_of(adapted), trained)
         base = adapted.unload()
     assert (trained - untrained).abs().max() > 1e-4
+
+
+def test_an_adapter_that_changes_its_base_is_saved_for_the_original(runs, tmp_path):
+    """PiSSA, converted as PEFT's documentation says."""
+    base = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa"))
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    model.peft_config["default"].init_lora_weights = "pissa"
+    trainer = runs.ours(model=model, max_steps=3, learning_rate=1e-2)
+    trained = trained_logits(trainer)
+    trainer.model.save_pretrained(
+        tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
+    )
+    trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    original = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32)
+    untrained = logits_of(original)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for saved in (PeftModel.from_pretrained(original, str(tmp_path / "converted")), merged):
+        torch.testing.assert_close(logits_of(saved), trained, rtol=0, atol=5e-5)
+    assert (trained - untrained).abs().max() > 1e-3
 
 
 READER = """

@@ -1,9 +1,19 @@
 """What upstream's trainer takes of a user's code: loaders of other libraries, smaller batches after a failure, own loading."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithPadding,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_tpu_ext import TPUTrainer
 
@@ -77,6 +87,69 @@ def test_a_loader_without_a_dataset(xla, tmp_path, loss_only):
         return make(own, tmp_path, prediction_loss_only=loss_only).evaluate()
 
     assert evaluate(TPUTrainer)["eval_loss"] == pytest.approx(evaluate(Trainer)["eval_loss"], rel=1e-5)
+
+
+def test_loaders_of_training_and_prediction_without_a_dataset(xla, tmp_path):
+    def predict(cls):
+        loaders = {
+            "get_train_dataloader": lambda self: Batches(self.train_dataset),
+            "get_test_dataloader": lambda self, dataset: Batches(dataset),
+        }
+        trainer = make(type("Own", (cls,), loaders), tmp_path, max_steps=3)
+        trainer.train()
+        return trainer.predict(rows(12)).predictions
+
+    mine, other = predict(TPUTrainer), predict(Trainer)
+    assert mine.shape == (12,) and mine == pytest.approx(other, rel=1e-4)
+
+
+def test_a_batch_has_its_values_as_attributes(runs):
+    """As `BatchEncoding`, which upstream's collators make."""
+
+    class Own:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert not hasattr(inputs, "pixel_values")
+            outputs = model(inputs.input_ids, attention_mask=inputs.attention_mask, labels=inputs["input_ids"])
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def losses(cls):
+        config = dict(
+            max_steps=2, per_device_train_batch_size=4, logging_steps=1, report_to="none", save_strategy="no"
+        )
+        args = TrainingArguments(str(runs.output_dir), use_cpu=cls is Trainer, **config)
+        data = [dict(runs.tokenizer(text)) for text in ("abcd", "efgh", "abgh", "dcba")]
+        model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32)
+        trainer = type("Mine", (Own, cls), {})(model, args, DataCollatorWithPadding(runs.tokenizer), data)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    mine, other = losses(TPUTrainer), losses(Trainer)
+    assert len(mine) == 2 and mine == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_losses_that_are_nan_are_left_out_and_where_all_are_nan_is_logged(xla, tmp_path, caplog, filters):
+    """As the table of settings says: stock's filter logs the mean of earlier losses, or 0."""
+    trainer = make(
+        TPUTrainer,
+        tmp_path,
+        max_steps=4,
+        logging_steps=2,
+        logging_nan_inf_filter=filters,
+        train_sampling_strategy="sequential",
+    )
+    for row in trainer.train_dataset[4:8]:
+        row["labels"] = torch.tensor(math.nan)
+    x, labels = (torch.stack([row[key] for row in trainer.train_dataset[:4]]) for key in ("x", "labels"))
+    with torch.no_grad():
+        expected = float(trainer.model(x, labels)["loss"])
+    trainer.train()
+    # The gradient of the second step has made the weights NaN.
+    first, second = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert first == pytest.approx(expected, rel=1e-5) and math.isnan(second)
+    assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(2 * expected / 4, rel=1e-5)
+    assert "(1 of the 2 steps since the last log); the logged loss is the mean of the others" in caplog.text
+    assert "(2 of the 2 steps since the last log); the logged loss is NaN" in caplog.text
 
 
 class Full(TrainerCallback):
