@@ -40,11 +40,11 @@ class CompiledEvaluation:
     #: What cuts predictions down on the device, while they are made.
     _preprocess_on_device: Callable | None = None
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs):
         if not self.backend.metrics_on_device or prediction_loss_only:
             writes = self.predicted_text is not None and not prediction_loss_only
             with self.copies.not_made(), self._loss_in_prediction(inputs):
-                result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys)
+                result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys, **kwargs)
             if not writes:
                 return result
             labels, written = inputs["labels"].to(self.args.device), self.predicted_text.of_batch(inputs)
@@ -53,22 +53,22 @@ class CompiledEvaluation:
             examples, result = self._made_ahead.popleft()
             self._examples_predicted = None if result[0] is None else examples
             return result
-        return self._read_predictions([self._predict(model, inputs, ignore_keys)])[0][1]
+        return self._read_predictions([self._predict(model, inputs, ignore_keys, **kwargs)])[0][1]
 
-    def _predict(self, model, inputs, ignore_keys) -> tuple[Any, int, int, int]:
+    def _predict(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, int, int, int]:
         """What upstream predicts of a batch, on the device; its examples, its rows, and the rows that were computed."""
         result = self.evaluations.run(
-            PREDICTION_STEP, inputs, partial(self._trace_prediction, model), ignore_keys=ignore_keys
+            PREDICTION_STEP, inputs, partial(self._trace_prediction, model, **kwargs), ignore_keys=ignore_keys
         )
         computed = count_rows(self.watching.batch)
         if self.predicted_text is not None:
             result = result[0], self.predicted_text.of_batch(inputs), inputs["labels"]
         return result, self.count_examples(inputs), find_batch_size(inputs), computed
 
-    def _trace_prediction(self, model, inputs, ignore_keys) -> tuple[Any, Any, Any]:
+    def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
         with self.copies.not_made(), self._loss_in_prediction(inputs):
             loss_only = self.predicted_text is not None
-            loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys)
+            loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys, **kwargs)
         if self._preprocess_on_device is not None:
             logits = self._preprocess_on_device(logits, labels)
         return loss, logits, labels
@@ -94,9 +94,9 @@ class CompiledEvaluation:
             for result, (_, examples, rows, computed) in zip(results, predictions, strict=True)
         ]
 
-    def predict(self, *args, **kwargs):
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
         self.followed.take_up()
-        return super().predict(*args, **kwargs)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"

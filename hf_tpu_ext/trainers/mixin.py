@@ -75,7 +75,7 @@ class TPUTrainerMixin(
     | `_load_optimizer_and_scheduler` | the state goes from the file to the chips one tensor at a time |
     | `_load_from_checkpoint` | adapters keep the dtype that TRL gave them |
     | `_save`, `save_model`, `_save_optimizer_and_scheduler`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer or by all hosts, written atomically |
-    | `train` | takes up changed arguments, finds a complete checkpoint, leaves nothing to the next run |
+    | `train`, `_hp_search_setup` | takes up changed arguments, finds a complete checkpoint, leaves nothing to the next run or trial |
 
     Args:
         *args:
@@ -274,6 +274,11 @@ class TPUTrainerMixin(
         return self._flos_per_token * tokens
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        if self.backend.static_shapes and not self.is_in_train:
+            # Called by a user: the loss and gradients of a batch, and no step of a run.
+            loss = self._step_of_upstream(model, inputs, num_items_in_batch)
+            self.backend.end_step()
+            return loss
         if self.backend.traces_steps:
             return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
         if self.backend.static_shapes:
@@ -305,7 +310,7 @@ class TPUTrainerMixin(
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
-        if self.steps.replay is None:
+        if self.steps.replay is None and self.is_in_train:
             self._log_step_loss(loss)
         return loss
 
@@ -386,6 +391,9 @@ class TPUTrainerMixin(
             )
 
     def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
+        if self.model is None:
+            # `hyperparameter_search` lets go of a trial's model. Upstream makes that of this one within the run.
+            self.model = self.call_model_init(trial)
         self.followed.take_up()
         with only_run_in(self.args.output_dir, self.backend.hosts, self._writes_run, self.backend.ranks):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)

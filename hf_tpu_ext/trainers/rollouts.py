@@ -189,8 +189,8 @@ class RolloutMixin(RolloutCheckpoints):
 
     # ---- A batch ----
 
-    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
-        batch = super()._prepare_inputs(inputs)
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        batch = super()._prepare_inputs(generation_batch)
         if not self.backend.static_shapes:
             self._count_tokens(batch)
         return batch

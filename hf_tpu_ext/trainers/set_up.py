@@ -12,6 +12,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
+from ..backends.selection import find_backend
 from ..callbacks.run_lines import RunLines
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
@@ -143,9 +144,7 @@ class SetUpMixin:
         self.followed = FollowedArguments(self, args)
 
     def _place_models(self) -> None:
-        # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
-        # without a read. The backend places the model.
-        self.accelerator.device_placement = False
+        self._arrange_accelerator()
         if self.chips.sharding_plan is None:
             # Quantized weights are on their device, to upstream.
             self._move_model_to_device(self.model, self.args.device)
@@ -155,11 +154,22 @@ class SetUpMixin:
                 model.tie_weights()
             place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
 
-    def _prepare_eager_steps(self) -> None:
-        self._place_models()
+    def _arrange_accelerator(self) -> None:
+        # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
+        # without a read. The backend places the model.
+        self.accelerator.device_placement = False
         if self.backend.ranks.count > 1:
             # Gradients are averaged by the steps. Left to itself, accelerate would wrap the model for that.
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def _hp_search_setup(self, trial) -> None:
+        accelerator = self.accelerator
+        super()._hp_search_setup(trial)
+        if self.backend.static_shapes and self.accelerator is not accelerator:
+            self._arrange_accelerator()
+
+    def _prepare_eager_steps(self) -> None:
+        self._place_models()
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         wanted = (
             self.args.compile_step if isinstance(self.args, ExtensionArguments) else ExtensionArguments.compile_step
@@ -228,11 +238,15 @@ class SetUpMixin:
             contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
         return contexts
 
-    def get_optimizer_cls_and_kwargs(self, args, model=None) -> tuple[Any, dict[str, Any]]:
+    @classmethod
+    def get_optimizer_cls_and_kwargs(cls, args, model=None) -> tuple[Any, dict[str, Any]]:
+        # Called on the class, as upstream's static method is: an override of `create_optimizer` calls it so.
         optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
-        if self.backend.own_optimizer and args.optim in ADAMW_NAMES:
-            return LazyAdamW, {**kwargs, "backend": self.backend}
-        if self.backend.compiles_functions and optimizer_cls is torch.optim.AdamW:
+        extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
+        backend = find_backend("cpu" if args.use_cpu else extension.backend)
+        if backend.own_optimizer and args.optim in ADAMW_NAMES:
+            return LazyAdamW, {**kwargs, "backend": backend}
+        if backend.compiles_functions and optimizer_cls is torch.optim.AdamW:
             return ProgramAdamW, kwargs
         return optimizer_cls, kwargs
 

@@ -152,10 +152,10 @@ class StatusMixin:
         with self.phase("log"):
             super().log(logs, start_time)
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **kwargs):
         self.followed.take_up()
         with self.phase("eval"):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
         with self.phase("save"):

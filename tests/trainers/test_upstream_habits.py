@@ -51,7 +51,7 @@ def rows(count=32):
     ]
 
 
-def make(cls, directory, callbacks=(), **config):
+def make(cls, directory, callbacks=(), model_init=None, **config):
     torch.manual_seed(0)
     defaults = {
         "max_steps": 2,
@@ -63,7 +63,10 @@ def make(cls, directory, callbacks=(), **config):
         "use_cpu": not issubclass(cls, TPUTrainer),
     }
     args = TrainingArguments(str(directory), **{**defaults, **config})
-    return cls(Line(LineConfig()), args, train_dataset=rows(), eval_dataset=rows(10), callbacks=list(callbacks))
+    model = None if model_init is not None else Line(LineConfig())
+    return cls(
+        model, args, train_dataset=rows(), eval_dataset=rows(10), callbacks=list(callbacks), model_init=model_init
+    )
 
 
 class Batches:
@@ -171,3 +174,64 @@ def test_a_buffer_that_a_model_replaces_when_it_is_loaded_is_on_the_device(xla, 
     trainer = make(TPUTrainer, tmp_path / "resumed")
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert trainer.state.global_step == 2 and trainer.model.scale.device.type == "xla"
+
+
+def on_both_sides(measure):
+    """What a function measures of our trainer, and what it measures of upstream's."""
+    return measure(TPUTrainer), pytest.approx(measure(Trainer), rel=1e-5, abs=1e-7)
+
+
+def test_an_override_of_create_optimizer_asks_the_class_for_the_optimizer(xla, tmp_path):
+    def train(cls):
+        def create_optimizer(self, model=None):
+            optimizer, kwargs = cls.get_optimizer_cls_and_kwargs(self.args)
+            linear = self.model.linear
+            self.optimizer = optimizer([{"params": [linear.weight], "lr": 1e-2}, {"params": [linear.bias]}], **kwargs)
+            return self.optimizer
+
+        own = type("TwoRates", (cls,), {"create_optimizer": create_optimizer})
+        trainer = make(own, tmp_path, max_steps=3, logging_steps=1)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    ours, upstreams = on_both_sides(train)
+    assert ours == upstreams
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_a_training_step_without_a_run(xla, tmp_path, has_optimizer):
+    def step(cls):
+        trainer = make(cls, tmp_path)
+        # Upstream's loop sets it.
+        trainer.current_gradient_accumulation_steps = 1
+        if has_optimizer:
+            trainer.create_optimizer_and_scheduler(3)
+        batch = trainer.data_collator(rows(4))
+        values = [trainer.training_step(trainer.model, dict(batch)) for _ in range(2)]
+        return [*(value.item() for value in values), *trainer.model.linear.weight.grad.flatten().tolist()]
+
+    ours, upstreams = on_both_sides(step)
+    assert ours == upstreams
+
+
+def test_a_search_of_hyperparameters(xla, tmp_path):
+    optuna = pytest.importorskip("optuna")
+
+    def search(cls):
+        trainer = make(cls, tmp_path, model_init=lambda: Line(LineConfig()), eval_strategy="steps", eval_steps=2)
+        objectives = []
+        trainer.hyperparameter_search(
+            hp_space=lambda trial: {
+                "learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-1),
+                "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 4]),
+                "seed": trial.suggest_int("seed", 1, 3),
+            },
+            compute_objective=lambda metrics: objectives.append(metrics["eval_loss"]) or objectives[-1],
+            n_trials=3,
+            backend="optuna",
+            sampler=optuna.samplers.RandomSampler(seed=1),
+        )
+        return objectives
+
+    ours, upstreams = on_both_sides(search)
+    assert ours == upstreams
