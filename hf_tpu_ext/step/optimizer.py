@@ -285,9 +285,19 @@ def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Refuse (`ValueError`) an optimizer made before the model was placed: it has other parameters."""
     placed = {id(parameter) for parameter in model.parameters()}
-    if any(id(parameter) not in placed for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError(
-            "optimizers=(optimizer, ...) was made for weights that are not those on the XLA device, so it would train "
-            "nothing. Let the trainer make it there: "
-            f"optimizer_cls_and_kwargs=({type(optimizer).__name__}, {{'lr': {optimizer.defaults['lr']}}})."
+    if all(id(parameter) in placed for group in optimizer.param_groups for parameter in group["params"]):
+        return
+    in_trainer = (
+        "make the optimizer from self.model in an override of create_optimizer, and its schedule from self.optimizer in one of "
+        "create_scheduler."
+    )
+    if optimizer.defaults["lr"] is not None:
+        settings = {name: value for name, value in optimizer.defaults.items() if value is not None}
+        in_trainer = (
+            f"optimizer_cls_and_kwargs=({type(optimizer).__name__}, {settings}). For groups or a schedule of your own, "
+            f"{in_trainer}"
         )
+    raise UserError(
+        "optimizers=(optimizer, ...) was made for weights that are not those on the XLA device, so it would train "
+        f"nothing. Let the trainer make it there: {in_trainer}"
+    )

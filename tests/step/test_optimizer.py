@@ -249,8 +249,8 @@ def test_optimizer_of_other_weights(backend):
     model = backend.place(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     check_optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
     stale = [*model[0].parameters(), nn.Parameter(torch.ones(2))]
-    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs=\\(SGD, {'lr': 0.1}\\)"):
-        check_optimizer(torch.optim.SGD(stale, lr=0.1), model)
+    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs=\\(SGD, {'lr': 0.1, 'momentum': 0.9,"):
+        check_optimizer(torch.optim.SGD(stale, lr=0.1, momentum=0.9), model)
 
 
 def test_counters_that_were_replaced_or_set_are_those_that_count(backend):

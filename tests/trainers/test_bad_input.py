@@ -86,7 +86,7 @@ def test_optimizer_of_weights_that_are_not_trained(runs):
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
     optimizers = (torch.optim.SGD(model.parameters(), lr=0.25), None)
     refused(
-        ["optimizer_cls_and_kwargs=(SGD, {'lr': 0.25})"],
+        ["optimizer_cls_and_kwargs=(SGD, {'lr': 0.25,", "create_optimizer", "create_scheduler"],
         lambda: runs.ours(model=model, train=False, kwargs={"optimizers": optimizers}),
     )
 

@@ -1,6 +1,8 @@
 """What upstream's trainer takes of a user's code: loaders of other libraries, smaller batches after a failure, own loading."""
 
+import ast
 import math
+import re
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_tpu_ext import TPUTrainer
 
@@ -235,3 +238,62 @@ def test_a_search_of_hyperparameters(xla, tmp_path):
 
     ours, upstreams = on_both_sides(search)
     assert ours == upstreams
+
+
+def adafactor_with_its_schedule(model):
+    optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
+    return optimizer, AdafactorSchedule(optimizer)
+
+
+def sgd_in_groups(model):
+    groups = [{"params": [model.linear.weight], "lr": 0.02}, {"params": [model.linear.bias], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+@pytest.mark.parametrize("make_optimizers", [adafactor_with_its_schedule, sgd_in_groups])
+def test_an_optimizer_made_before_the_model_was_placed_is_made_in_overrides_instead(xla, tmp_path, make_optimizers):
+    def optimizers_before(cls):
+        torch.manual_seed(0)
+        model = Line(LineConfig())
+        args = TrainingArguments(
+            str(tmp_path),
+            use_cpu=cls is Trainer,
+            max_steps=4,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            per_device_train_batch_size=4,
+        )
+        return cls(model, args, train_dataset=rows(), optimizers=make_optimizers(model))
+
+    class Own(TPUTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer, self.own_schedule = make_optimizers(self.model)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = self.own_schedule
+            return self.lr_scheduler
+
+    with pytest.raises(ValueError, match="an override of create_optimizer") as refusal:
+        optimizers_before(TPUTrainer)
+    # Upstream's own schedule needs a rate.
+    assert ("optimizer_cls_and_kwargs" in str(refusal.value)) == (make_optimizers is sgd_in_groups)
+    upstreams = optimizers_before(Trainer)
+    upstreams.train()
+    ours = make(Own, tmp_path, max_steps=4)
+    ours.train()
+    expected = upstreams.model.linear.weight.tolist()[0]
+    assert ours.model.linear.weight.tolist()[0] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_the_settings_of_a_refused_optimizer_are_those_that_make_it_in_the_trainer(xla, tmp_path):
+    model = Line(LineConfig())
+    args = TrainingArguments(str(tmp_path), report_to="none")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs") as refusal:
+        TPUTrainer(model, args, optimizers=(sgd, None))
+    settings = ast.literal_eval(re.search(r"\(SGD, ({.*?})\)", str(refusal.value)).group(1))
+    trainer = TPUTrainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, settings))
+    assert trainer.create_optimizer().defaults == sgd.defaults
