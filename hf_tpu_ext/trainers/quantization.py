@@ -56,8 +56,8 @@ class QuantizationMixin:
         if args.qat_fake_quant_after_n_steps:
             self.add_callback(_RoundLater(self, args.qat_fake_quant_after_n_steps))
 
-    def _write_model(self, output_dir: str, state_dict) -> None:
-        super()._write_model(output_dir, state_dict)
+    def write_model(self, output_dir: str, state_dict) -> None:
+        super().write_model(output_dir, state_dict)
         if self.rounding is not None and self.args.should_save:
             self._trained_for.write(output_dir)
 

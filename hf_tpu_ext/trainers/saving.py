@@ -429,12 +429,12 @@ class SavingMixin:
         if self._gives_parts:
             return
         if self._unfinished is not None or not self.args.should_save:
-            self._write_model(output_dir, state_dict)
+            self.write_model(output_dir, state_dict)
             return
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         try:
             with whole_model(directory) as written:
-                self._write_model(str(written), state_dict)
+                self.write_model(str(written), state_dict)
         except Exception as error:
             if not is_of_disk(error):
                 raise
@@ -449,7 +449,7 @@ class SavingMixin:
                 f"{free_space(directory)}Make room there, or save to another disk: trainer.save_model('/path/on/it').{again}"
             ) from error
 
-    def _write_model(self, output_dir: str, state_dict) -> None:
+    def write_model(self, output_dir: str, state_dict) -> None:
         # Upstream pickles the arguments as they are, hub_token too.
         texts = {name: value for name, value in vars(self.args).items() if isinstance(value, str | dict | list)}
         with self._settings(**redact(texts)):
