@@ -84,4 +84,4 @@ class PackedCollator:
         }
         num_tokens = None if self.count_tokens is None else self.count_tokens({"input_ids": input_ids[is_token]})
         # Upstream puts the rows one behind another.
-        return CollatedBatch(batch, int(is_token.sum()), (), len(examples), num_tokens)
+        return CollatedBatch(batch, int(is_token.sum()), {}, len(examples), num_tokens)

@@ -1,6 +1,6 @@
 """Every batch that reaches the device has one of a small declared set of shapes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class CollatedBatch(dict):
 
     Attributes:
         length (`int`): How many columns upstream's collator gives it: those of its longest row.
-        padded (`frozenset`): The keys that were padded.
+        padded (`dict`): How many columns the keys that were padded had before.
         num_examples (`int`): How many examples it was made of. A pair is two rows, one after the chosen ones and one after the
             rejected ones.
         num_tokens (`int`, *optional*): How many tokens upstream counts in it; `None` if it counts none.
@@ -54,19 +54,19 @@ class CollatedBatch(dict):
         self,
         batch: Mapping[str, Any],
         length: int,
-        padded: Iterable[str],
+        padded: Mapping[str, int],
         num_examples: int,
         num_tokens: int | None = None,
     ):
         super().__init__(batch)
         self.num_examples = num_examples
         self.length = length
-        self.padded = frozenset(padded)
+        self.padded = dict(padded)
         self.num_tokens = num_tokens
 
     def as_collated(self, key: str) -> Any:
         """What the batch has under `key`, without the columns that were added."""
-        return self[key][:, : self.length] if key in self.padded else self[key]
+        return self[key][:, : self.padded[key]] if key in self.padded else self[key]
 
 
 def count_all(batch: Mapping[str, Any]) -> int:
@@ -129,6 +129,7 @@ class StaticShapeCollator:
         config_name: str | None = None,
         count_tokens: Callable[[Mapping[str, Any]], int] | None = None,
         adds_mask: bool = False,
+        decodes: bool = False,
     ):
         self.collator = collator
         self.lengths = sorted(lengths)
@@ -136,6 +137,7 @@ class StaticShapeCollator:
         self.config_name = config_name
         self.count_tokens = count_tokens
         self.adds_mask = adds_mask
+        self.decodes = decodes
 
     def __call__(self, examples: list) -> CollatedBatch:
         """Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if no length fits."""
@@ -145,8 +147,15 @@ class StaticShapeCollator:
         if self.adds_mask and "input_ids" in batch and "position_ids" not in batch:
             batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         length = length_of(batch)
-        padded = pad_columns(batch, self._declared(length), self.pad_token_id)
-        changed = (key for key in batch if padded[key] is not batch[key])
+        labels = batch.get("labels")
+        decoded = self.decodes and isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        if decoded and self.lengths:
+            target = self._declared(max(length, labels.shape[1]))
+            padded = pad_columns(batch, target, self.pad_token_id)
+            padded["labels"] = _extend("labels", labels, 1, target, self.pad_token_id)
+        else:
+            padded = pad_columns(batch, self._declared(length), self.pad_token_id)
+        changed = {key: value.shape[1] for key, value in batch.items() if padded[key] is not value}
         return CollatedBatch(padded, length, changed, len(examples), num_tokens)
 
     def _declared(self, length: int) -> int:

@@ -1,6 +1,7 @@
 """Which lengths batches are padded to, and with what."""
 
 import datasets
+import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
@@ -31,7 +32,7 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     Lengths of a prepared dataset's rows, as a trainer that truncates them to `longest` sees them; `None` where they
     are not known without going through the data.
 
-    They are those of the `input_ids` column; or of columns of completions that end in `_ids`, as `chosen_ids` and
+    They are those of the `input_ids` column, or of `labels` where these are more, as an encoder-decoder model may have them; or of columns of completions that end in `_ids`, as `chosen_ids` and
     `rejected_ids`, of which the longest counts, behind the prompt if there are `prompt_ids`.
     """
     if not isinstance(dataset, datasets.Dataset) or not len(dataset):
@@ -39,6 +40,9 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     columns = [name for name in dataset.column_names if name.endswith("_ids") and name not in _NOT_TOKENS]
     if "input_ids" in columns:
         columns = ["input_ids"]
+        labels = dataset.data.schema.field("labels").type if "labels" in dataset.column_names else None
+        if labels is not None and pa.types.is_list(labels) and pa.types.is_integer(labels.value_type):
+            columns.append("labels")
     if not columns:
         return None
     table = dataset.with_format("arrow", columns=columns)[:]

@@ -143,6 +143,7 @@ class TPUTrainerMixin(
     def _make_batches_static(self) -> None:
         """Replace `self.data_collator` by one that pads to `self.lengths`."""
         if self.lengths or self._adds_mask:
+            model = unwrap_peft_model(self.model)
             self.data_collator = StaticShapeCollator(
                 self.data_collator,
                 self.lengths,
@@ -150,6 +151,7 @@ class TPUTrainerMixin(
                 self._config_name,
                 self._count_tokens,
                 self._adds_mask,
+                decodes=isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder,
             )
 
     @property

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..errors import UserError
@@ -71,6 +72,13 @@ class PredictedText:
             raise UserError(
                 "predict_with_generate=True writes on after the prompt of each row, and packed rows have several. Set "
                 "eval_packing=False and padding_free=False."
+            )
+        model = unwrap_peft_model(trainer.model)
+        if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
+            raise UserError(
+                f"predict_with_generate=True of {type(args).__name__} writes on after a prompt, and {type(model).__name__} is an "
+                "encoder-decoder model. Train it by class TPUSeq2SeqTrainer(TPUTrainerMixin, Seq2SeqTrainer): ... with "
+                "Seq2SeqTrainingArguments(predict_with_generate=True); TPUTrainerMixin is in hf_tpu_ext.trainers."
             )
         if trainer.compute_metrics is None:
             logger.warning(

@@ -185,7 +185,7 @@ def test_what_upstream_refuses_on_the_cpu_is_refused(name):
         forward(model, outside)
     # What was padded by this package is not looked at.
     with pytest.raises(ValueError, match=None if words is None else ".*".join(map(_literal, words[:1]))) as raised:
-        ranges.check(CollatedBatch(outside, outside["input_ids"].shape[1], (), 4))
+        ranges.check(CollatedBatch(outside, outside["input_ids"].shape[1], {}, 4))
     assert all(word in str(raised.value) for word in words or ())
 
 
@@ -198,7 +198,7 @@ def test_what_a_collator_of_this_package_adds_is_not_looked_at():
     ids = nn.functional.pad(tokens(6), (0, 10), value=50)
     batch = {"input_ids": ids, "attention_mask": (ids != 50).long()}
     for make in (llama, gpt2, opt):
-        IndexRanges(make(), labels=True).check(CollatedBatch(batch, 6, batch, 4))
+        IndexRanges(make(), labels=True).check(CollatedBatch(batch, 6, dict.fromkeys(batch, 6), 4))
         with pytest.raises(ValueError, match="token id 50"):
             IndexRanges(make(), labels=True).check(batch)
 

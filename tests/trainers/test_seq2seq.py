@@ -1,0 +1,113 @@
+"""Encoder-decoder models with upstream's collator, and upstream's `Seq2SeqTrainer` on XLA."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.trainers import TPUTrainerMixin
+
+
+class TPUSeq2SeqTrainer(TPUTrainerMixin, Seq2SeqTrainer):
+    """As the documentation says."""
+
+
+LONGEST = 8
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=259, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    tokens = dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **sizes, **tokens))
+
+
+def rows_of(count):
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(count):
+        # Inputs and labels are padded each to their longest.
+        ids, labels = (rng.integers(5, 250, length).tolist() for length in (3 + index, 4 + index % 3))
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+    return Dataset.from_list(rows)
+
+
+def make(cls, args_cls, runs, collator=None, **config):
+    defaults = dict(
+        max_steps=3,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        train_sampling_strategy="sequential",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=not issubclass(cls, TPUTrainerMixin),
+    )
+    args = args_cls(str(runs.output_dir), **{**defaults, **config})
+    collate = DataCollatorForSeq2Seq(runs.tokenizer, model=None, **(collator or {}))
+    rows = rows_of(8)
+    return cls(
+        t5(), args, collate, train_dataset=rows, eval_dataset=rows.select(range(4)), processing_class=runs.tokenizer
+    )
+
+
+@pytest.mark.parametrize(
+    ("collator", "declared"),
+    [({}, {"max_length": 16}), ({"padding": "max_length", "max_length": 12}, {}), ({}, {})],
+    ids=["declared", "by the collator", "not declared"],
+)
+def test_training_by_upstreams_collator(runs, collator, declared):
+    def losses(trainer):
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    stock = losses(make(Trainer, TrainingArguments, runs, collator))
+    trainer = make(TPUTrainer, TPUTrainingArguments if declared else TrainingArguments, runs, collator, **declared)
+    assert len(stock) == 3 and losses(trainer) == pytest.approx(stock, rel=1e-5)
+    assert trainer.watch.recompiles == 0
+
+
+def test_text_is_that_of_generate(runs):
+    """By arguments of the call, too, and after training."""
+    text = dict(predict_with_generate=True, generation_max_length=LONGEST)
+    mine, stock = (make(cls, Seq2SeqTrainingArguments, runs, **text) for cls in (TPUSeq2SeqTrainer, Seq2SeqTrainer))
+    rows = stock.eval_dataset
+
+    def same(rows, **told):
+        ours, theirs = (trainer.predict(rows, **told) for trainer in (mine, stock))
+        np.testing.assert_array_equal(ours.predictions, theirs.predictions)
+        return ours, theirs
+
+    ours, _ = same(rows)
+    model = t5().eval()
+    for row, written in zip(rows, ours.predictions, strict=True):
+        alone = model.generate(torch.tensor([row["input_ids"]]), max_length=LONGEST, do_sample=False)[0]
+        np.testing.assert_array_equal(written[: len(alone)], alone)
+    same(rows, max_length=5)
+    same(rows, num_beams=2)
+    for trainer in (mine, stock):
+        trainer.train()
+    ours, theirs = same(rows)
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-5)
+    assert mine.evaluate(max_length=5)["eval_loss"] == pytest.approx(
+        stock.evaluate(max_length=5)["eval_loss"], rel=1e-5
+    )
+
+
+def test_text_of_a_general_trainer_names_the_other(runs):
+    with pytest.raises(
+        ValueError, match=r"T5ForConditionalGeneration is an .* class TPUSeq2SeqTrainer\(TPUTrainerMixin"
+    ):
+        make(TPUTrainer, TPUTrainingArguments, runs, predict_with_generate=True)
