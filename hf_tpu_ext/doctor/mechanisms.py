@@ -110,12 +110,12 @@ class Mechanisms:
     @property
     def on_xla(self) -> bool:
         """Whether torch_xla compiles the steps."""
-        return self.backend.name == "xla"
+        return self.backend.traces_steps
 
     @property
     def tolerance(self) -> float:
         """What numbers may differ by from eager CPU's, relative to them."""
-        on_host = self.backend.name in ("xla", "tpu") and self.backend.chip is None
+        on_host = self.backend.unknown_upstream and self.backend.chip is None
         return _ON_HOST if on_host else _TOLERANCES[self.backend.name]
 
     def near(
@@ -269,7 +269,7 @@ class Mechanisms:
         prompts = torch.tensor([tokenizer("What is 12+34?")["input_ids"], tokenizer("What is 56+78?")["input_ids"]])
         made = hf_tpu_ext.generate(
             AutoModelForCausalLM.from_pretrained(model_dir).to(self.backend.device),
-            prompts.to(self.backend.device) if self.backend.name == "cuda" else prompts,
+            prompts if self.backend.unknown_upstream else prompts.to(self.backend.device),
             max_new_tokens=16,
             do_sample=False,
         ).cpu()
@@ -283,7 +283,7 @@ class Mechanisms:
         return f"{chosen.numel()} greedy tokens are eager CPU's"
 
     def all_chips(self) -> Found:
-        if self.backend.name in ("cuda", "cpu"):
+        if not self.backend.unknown_upstream:
             return self._all_gpus()
         if self.backend.num_chips == 1:
             return _not_here("one chip")
@@ -298,7 +298,7 @@ class Mechanisms:
 
     def _all_gpus(self) -> Found:
         """A process for each GPU, as torchrun starts them; on eager CPU two."""
-        gpus = torch.cuda.device_count() if self.backend.name == "cuda" else 2
+        gpus = torch.cuda.device_count() if self.backend.device.type == "cuda" else 2
         if gpus < 2:
             return _not_here("one GPU")
         directory = self.runs.directory

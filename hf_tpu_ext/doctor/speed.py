@@ -83,7 +83,7 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
     """Train it, and say what a step takes. What cannot be right is an error."""
     from .mechanisms import Found, WrongError
 
-    on_host = backend.name == "cpu" or backend.name in ("xla", "tpu") and backend.chip is None
+    on_host = backend.device.type == "cpu" or backend.unknown_upstream and backend.chip is None
     planned = None if on_host else plan_speed(backend, directory)
     settings = dict(SETTINGS)
     batch, length = (_BATCH_ON_HOST, _LENGTH_ON_HOST) if on_host else (BATCH, LENGTH)
@@ -108,7 +108,7 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
     text = f"{rows} x {length} tokens: {format_seconds(times.seconds)} a step, {rate:,.0f} tokens/s"
     if memory is not None:
         text += f", {format_bytes(memory)} at peak"
-    if backend.name in ("cuda", "cpu"):
+    if not backend.unknown_upstream:
         stock_losses, stock, _ = _train(backend, directory, settings, trl.SFTTrainer, trl.SFTConfig)
         numbers["stock_seconds_per_step"] = stock.seconds
         text += f"; stock TRL {format_seconds(stock.seconds)} a step"
@@ -128,7 +128,7 @@ def _train(
     backend: Backend, directory: Path, settings: dict[str, Any], trainer_cls: type, config_cls: type
 ) -> tuple[list[float], _Times, int | None]:
     known = config_cls.__dataclass_fields__
-    settings = settings | {"disable_tqdm": True, "run_report": False, "use_cpu": backend.name == "cpu"}
+    settings = settings | {"disable_tqdm": True, "run_report": False, "use_cpu": backend.device.type == "cpu"}
     args = config_cls(
         str(directory / f"smollm2-{trainer_cls.__name__}"),
         **{key: value for key, value in settings.items() if key in known},

@@ -142,7 +142,11 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
         ({"dataset_streaming": True}, [], "dataset_streaming=True: the sequences of a streaming dataset"),
         ({"dataset_test_split": "held_out"}, [], "The dataset has no split 'held_out', but 'train', 'test'."),
         ({}, ["--temperatures", "1", "0"], "--temperatures 0.0 is not above 0"),
-        ({"max_length": 2, "length_buckets": None}, [], "No row of the data has a label within max_length"),
+        (
+            {"max_length": 2, "length_buckets": None},
+            [],
+            "No row of train_dataset is left when it is prepared with max_length=2",
+        ),
         ({}, ["--batch_size", "0"], "--batch_size 0 is not a number of rows"),
         ({}, ["--kd_top_k", "260"], "kd_top_k=260, but the teacher's vocabulary has 259 tokens. Set 1...259."),
         ({}, ["--kd_teacher"], "command line: kd_teacher has no value, expected str | None."),

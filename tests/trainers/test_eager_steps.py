@@ -11,7 +11,12 @@ from hf_tpu_ext.trainers.eager_steps import EagerSteps
 
 def test_an_update_that_fails_leaves_learning_rates_as_numbers():
     """They are tensors within the update only."""
-    trainer = SimpleNamespace(backend=CPUBackend("for the test"), watching=SimpleNamespace(begin=lambda: None))
+    trainer = SimpleNamespace(
+        backend=CPUBackend("for the test"),
+        watching=SimpleNamespace(begin=lambda: None),
+        expect_batches=lambda mode: None,
+        neftune_noise_alpha=None,
+    )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25, fused=True)
     steps = EagerSteps(trainer)
     state = SimpleNamespace(global_step=0)
