@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError
+from ..yes_no import NO, YES
 
 
 # Google's PCI vendor id and the device ids of torch_xla/_internal/tpu.py.
@@ -26,9 +27,6 @@ _TPU_CHIP_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 BACKENDS = ("auto", "tpu", "xla", "cuda", "cpu")
 #: Those that drive TPU chips.
 TPU_BACKENDS = ("tpu", "xla")
-#: What environment variables of upstream's may say, in capitals.
-ON = {"1", "TRUE", "ON", "YES", "Y", "T"}
-OFF = {"0", "FALSE", "OFF", "NO", "N", "F"}
 #: What `PJRT_DEVICE` may say.
 PJRT_DEVICES = ("TPU", "CPU")
 
@@ -118,9 +116,9 @@ def would_use_tpu(backend: str | None, environment: Mapping[str, str]) -> bool:
     asked = backend if backend not in (None, "auto") else environment.get("HF_TPU_EXT_BACKEND", "auto")
     if not tpu_chips() or asked not in ("auto", *TPU_BACKENDS) or environment.get("PJRT_DEVICE", "TPU") != "TPU":
         return False
-    if environment.get("ACCELERATE_USE_CPU", "").upper() in ON:
+    if environment.get("ACCELERATE_USE_CPU", "").lower() in YES:
         return False
-    return has_torch_tpu() or has_torch_xla() and environment.get("USE_TORCH_XLA", "1").upper() not in OFF
+    return has_torch_tpu() or has_torch_xla() and environment.get("USE_TORCH_XLA", "1").lower() not in NO
 
 
 def skip_metadata_query() -> None:

@@ -10,13 +10,12 @@ from ..errors import UserError
 from ..hardware.topologies import Chip
 from ..importing import without_garbage_collection
 from ..installing import install_command, requirement
+from ..yes_no import NO, YES
 from .base import Backend
 from .cpu import CPUBackend
 from .cuda import CUDABackend
 from .detect import (
     BACKENDS,
-    OFF,
-    ON,
     find_pjrt_mistake,
     has_torch_tpu,
     has_torch_xla,
@@ -151,13 +150,13 @@ def _finds_torch_tpu() -> bool:
 
 
 def _choose() -> Backend:
-    if os.environ.get("ACCELERATE_USE_CPU", "").upper() in ON:
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in YES:
         return CPUBackend("ACCELERATE_USE_CPU is set")
     chips = tpu_chips()
     if _finds_torch_tpu():
         return _torch_tpu("torch_tpu has a device")
     pjrt_device = pjrt_device_asked_for()
-    xla_allowed = has_torch_xla() and os.environ.get("USE_TORCH_XLA", "1").upper() not in OFF
+    xla_allowed = has_torch_xla() and os.environ.get("USE_TORCH_XLA", "1").lower() not in NO
     if xla_allowed and chips and pjrt_device in (None, "TPU"):
         return _xla("TPU", f"{chips} TPU chip{'s' if chips > 1 else ''} found")
     if xla_allowed and pjrt_device:

@@ -2,17 +2,17 @@
 What makes the stock `trl` command and scripts that use TRL's trainers train with the trainers of this package.
 
 PyTorch calls [`autoload`] at the end of every `import torch` in the environment (entry point group `torch.backends`), so
-it costs a few milliseconds in a process that it does not act on. Nothing of this package is imported at the top: such
-an import may import torch, which would then ask for a module that is not there yet.
+it costs a few milliseconds in a process that it does not act on. Of this package only the words for yes and no are
+imported at the top: another import may import torch, which would then ask for a module that is not there yet.
 """
 
 import os
 import sys
 
+from ..yes_no import NO, YES
+
 
 _SWITCH = "HF_TPU_EXT"
-_ON = {"1", "true", "yes", "on"}
-_OFF = {"0", "false", "no", "off"}
 
 
 def autoload() -> None:
@@ -50,10 +50,10 @@ def act() -> None:
     skip_metadata_query()
     switch = os.environ.get(_SWITCH, "").lower()
     _check(switch, "the environment")
-    if switch in _OFF:
+    if switch in NO:
         return
     if not _is_trl_training(sys.argv):
-        if switch in _ON:
+        if switch in YES:
             replace_trainers()
         return
     reason = _reason_to_replace(switch, sys.argv[2:])
@@ -68,10 +68,10 @@ def act() -> None:
 
 
 def _check(switch: str, where: str) -> None:
-    if switch and switch not in _ON | _OFF:
+    if switch and switch not in YES | NO:
         print(
-            f"hf_tpu_ext: {_SWITCH}={switch!r} in {where} has no effect. Allowed: {', '.join(sorted(_ON))}; "
-            f"{', '.join(sorted(_OFF))}.",
+            f"hf_tpu_ext: {_SWITCH}={switch!r} in {where} has no effect. Allowed: {', '.join(sorted(YES))}; "
+            f"{', '.join(sorted(NO))}.",
             file=sys.stderr,
         )
 
@@ -95,11 +95,11 @@ def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
         recipe = Recipe()
     in_recipe = recipe.env.get(_SWITCH, "").lower()
     _check(in_recipe, "the recipe's env")
-    if in_recipe in _OFF:
+    if in_recipe in NO:
         return None
-    if in_recipe in _ON:
+    if in_recipe in YES:
         return f"the recipe's env says {_SWITCH}: {in_recipe}"
-    if switch in _ON:
+    if switch in YES:
         return f"{_SWITCH}={switch} is set"
     if recipe.uses_cpu or not would_use_tpu(recipe.get("backend"), os.environ | recipe.env):
         return None

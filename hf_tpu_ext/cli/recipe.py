@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ..errors import UserError
+from ..yes_no import YES
 
 
 #: Where `--smoke` looks for a model and data, and what `hf-tpu prepare tiny` is told to write.
@@ -27,9 +28,6 @@ _OF_THE_REAL_RUN = (
     "test_split_size",
     "resume_from_checkpoint",
 )
-#: What a yes or no may be written as. YAML has no `1` and `0` among them, a command line has.
-YES = {"true", "yes", "on", "t", "y", "1"}
-NO = {"false", "no", "off", "f", "n", "0"}
 
 
 @dataclass

@@ -11,7 +11,8 @@ from typing import Any
 from trl import TrlParser
 
 from ..errors import UserError
-from .recipe import NO, SMOKE_DIR, YES, Recipe
+from ..yes_no import NO, YES
+from .recipe import SMOKE_DIR, Recipe
 
 
 _KEYS = f"""

@@ -72,7 +72,9 @@ def test_which_commands_of_trl_are_replaced(argv, expected):
         ("1", "", 0, "HF_TPU_EXT=1 is set"),
         ("", "HF_TPU_EXT: 1", 0, "the recipe's env says HF_TPU_EXT: 1"),
         ("", "HF_TPU_EXT: true", 0, "the recipe's env says HF_TPU_EXT: true"),
+        ("y", "", 0, "HF_TPU_EXT=y is set"),
         ("", "HF_TPU_EXT: 0", 4, None),
+        ("", "HF_TPU_EXT: n", 4, None),
         ("1", "HF_TPU_EXT: 0", 4, None),
         ("1", "PJRT_DEVICE: CPU", 0, "HF_TPU_EXT=1 is set"),
         # The device would not be the TPU.
@@ -127,7 +129,7 @@ def test_a_value_that_means_nothing_is_told(value, tmp_path, monkeypatch, capsys
     recipe.write_text(f"env:\n  HF_TPU_EXT: {value}\n")
     monkeypatch.setattr(detect, "tpu_chips", lambda: 0)
     assert autoload._reason_to_replace("", ["--config", str(recipe)]) is None
-    allowed = "has no effect. Allowed: 1, on, true, yes; 0, false, no, off."
+    allowed = "has no effect. Allowed: 1, on, t, true, y, yes; 0, f, false, n, no, off."
     assert capsys.readouterr().err == f"hf_tpu_ext: HF_TPU_EXT={value.lower()!r} in the recipe's env {allowed}\n"
     monkeypatch.setenv("HF_TPU_EXT", value)
     monkeypatch.setattr(sys, "argv", ["train.py"])
