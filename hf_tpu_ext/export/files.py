@@ -12,12 +12,24 @@ from safetensors import SafetensorError
 from ..atomic_write import move_into_place, remove_temporary
 from ..errors import SaveError, UserError
 from ..formatting import format_bytes
+from ..trainers.run_lock import locked
 
 
 #: What an export says about itself, and what tells a directory as one.
 REPORT_FILE = "export.json"
 # Tokenizer, configuration and rounding.
 _ROOM_TO_SPARE = 64 * 2**20
+# Behind the name of what is exported, of a file and a directory beside it that are there meanwhile.
+_LOCK, _TEMPORARY = ".hf_tpu_export.lock", ".hf_tpu_export"
+
+
+@contextmanager
+def only_export_to(output: Path) -> Iterator[None]:
+    """Context of an export to a directory or a file. Raises `ValueError` while another one is in it."""
+    output = output.absolute()
+    fix = "Write to another place, or wait until that export has ended."
+    with locked(output.with_name(f".{output.name}{_LOCK}"), f"Another export writes to {output}", fix):
+        yield
 
 
 def check_output(output_dir: Path, overwrite: bool, sources: list[Path]) -> None:
@@ -81,10 +93,11 @@ def check_room(output_dir: Path, size: int) -> None:
 def whole_directory(output_dir: Path) -> Iterator[Path]:
     """
     Write a directory under another name, which is yielded, and give it its own at the end, in place of one that is
-    there. It is removed where that is not reached. Raises `OSError` where it cannot be written.
+    there. It is removed where that is not reached. Raises `OSError` where it cannot be written. To be called in
+    [`only_export_to`]: what has the other name is removed.
     """
     output_dir = output_dir.absolute()
-    temporary = output_dir.with_name(f".{output_dir.name}.hf_tpu_export")
+    temporary = output_dir.with_name(f".{output_dir.name}{_TEMPORARY}")
     # Left behind by one that was killed.
     if temporary.exists():
         remove_temporary(temporary, output_dir)

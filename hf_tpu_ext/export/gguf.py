@@ -11,6 +11,7 @@ import torch
 from ..errors import UserError
 from ..quantization.rounding import Rounding
 from ..quantization.trained_for import TrainedFor
+from .files import only_export_to
 
 
 #: llama.cpp's types whose blocks are an integer for each weight and one scale, by bits; with their names and file types.
@@ -65,14 +66,19 @@ def write_gguf(source: str | Path, trained_for: TrainedFor, overwrite: bool = Fa
         )
     name = _TYPES[rounding.bits]
     path = source.with_name(f"{source.stem}.{name}.gguf")
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} is there already. Add --overwrite to replace it, or move it away.")
+    with only_export_to(path):
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} is there already. Add --overwrite to replace it, or move it away.")
+        return _write(source, path, name, trained_for)
+
+
+def _write(source: Path, path: Path, name: str, trained_for: TrainedFor) -> GGUFExport:
     # PyTorch is there by now, and gguf takes a while.
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, Keys, LlamaFileType, quants
     from gguf.constants import GGML_QUANT_VERSION, GGUFValueType
     from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
-    kind = GGMLQuantizationType[name]
+    rounding, kind = trained_for.rounding(), GGMLQuantizationType[name]
     reader = GGUFReader(source)
     chosen = [tensor for tensor in reader.tensors if _is_rounded(tensor, trained_for)]
     wrong = [tensor for tensor in chosen if tensor.tensor_type != GGMLQuantizationType.F32]

@@ -18,7 +18,7 @@ from ..backends import select_backend
 from ..errors import UserError
 from ..formatting import dtype_name
 from ..quantization.trained_for import TrainedFor
-from .files import REPORT_FILE, check_output, check_room, whole_directory
+from .files import REPORT_FILE, check_output, check_room, only_export_to, whole_directory
 from .models import merge as merge_adapter
 from .models import open_source
 from .proof import (
@@ -173,9 +173,6 @@ def export_run(
     name = "quantized" if quantization is not None else "merged" if merge else "converted"
     name += "-ema" if ema else ""
     output_dir = Path(output_dir or source.directory / name)
-    check_output(
-        output_dir, overwrite, [source.directory, *([Path(source.base)] if Path(source.base).is_dir() else [])]
-    )
     config = source.read_config()
     if dtype is None:
         if not merge and not ema and quantization is None:
@@ -190,83 +187,87 @@ def export_run(
         size = auto_class.from_config(config).num_parameters() * DTYPES[dtype].itemsize
     check_room(output_dir, size)
 
-    tokenizer = source.load_tokenizer()
-    model, base_check = source.load_trained(config, tokenizer)
-    if auto_class is AutoModelForSequenceClassification:
-        rows, measure = tokenize_answers(tokenizer, prompts), preferences
-    else:
-        rows, measure = tokenize_prompts(tokenizer, prompts), logits
-    trained_for = TrainedFor.read(source.directory)
-    rounded = trained_for is not None and quantization is not None
-    # What is exported is what was trained: a model that rounds.
-    with trained_for.fake_quantization(model).applied() if rounded else nullcontext():
-        if measure is logits:
-            rows = answer(model, rows)
-        trained = measure(model, rows)
-    training = None
-    if merge:
-        with model.disable_adapter():
-            training = compare(trained, measure(model, rows))
-        with warnings.catch_warnings():
-            # That embeddings are two weights now. The result says so.
-            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
-            model = merge_adapter(model)
-    num_parameters, tied = model.num_parameters(), model.config.tie_word_embeddings
-
-    with whole_directory(output_dir) as partial:
-        if quantization is None:
-            model.to(DTYPES[dtype]).save_pretrained(partial)
-        else:
-            write_quantized(model, quantization, DTYPES[dtype], partial)
-        tokenizer.save_pretrained(partial)
-        del model
-        gc.collect()
-        # What others will load.
-        written = auto_class.from_pretrained(partial, dtype=dtype).eval()
-        measured = measure(written, rows)
-        exported = compare(trained, measured)
-        weights = exported
-        if dtype != "float32":
-            # Its scales are not made float32 afterwards.
-            in_float32 = (
-                written.float() if quantization is None else auto_class.from_pretrained(partial, dtype="float32")
-            )
-            weights = compare(trained, measure(in_float32.eval(), rows))
-        good, verdict = False, base_check.text
-        if base_check.same is not False:
-            rounded_now = quantization.describe() if quantization is not None and not rounded else None
-            rounds_activations = quantization is not None and quantization.activation_dtype is not None
-            good, verdict = judge(dtype, exported, training, rounded_now, rounds_activations)
-        export = Export(
-            output_dir=str(output_dir),
-            run_dir=str(run_dir),
-            base=source.base if merge else None,
-            same_base=base_check.same,
-            base_check=base_check.text,
-            auto_class=auto_class.__name__,
-            ema=ema,
-            dtype=dtype,
-            quantized=None if quantization is None else quantization.describe(),
-            trained_for=None if trained_for is None else trained_for.describe(),
-            num_bytes=sum(file.stat().st_size for file in partial.glob("*.safetensors")),
-            num_parameters=num_parameters,
-            tied=tied,
-            untied=config.tie_word_embeddings and not tied,
-            prompts=len(rows),
-            positions=sum(map(len, trained)),
-            scores={"trained": _range(trained), "exported": _range(measured)} if measure is preferences else None,
-            training=training,
-            weights=weights,
-            exported=exported,
-            good=good,
-            verdict=verdict,
+    with only_export_to(output_dir):
+        check_output(
+            output_dir, overwrite, [source.directory, *([Path(source.base)] if Path(source.base).is_dir() else [])]
         )
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
-        versions = {"hf_tpu_ext": __version__, **versions}
-        # What an export that takes its place may delete.
-        files = sorted([*(path.name for path in partial.iterdir()), REPORT_FILE])
-        report = json.dumps({**dataclasses.asdict(export), "versions": versions, "files": files}, indent=2)
-        (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
+        tokenizer = source.load_tokenizer()
+        model, base_check = source.load_trained(config, tokenizer)
+        if auto_class is AutoModelForSequenceClassification:
+            rows, measure = tokenize_answers(tokenizer, prompts), preferences
+        else:
+            rows, measure = tokenize_prompts(tokenizer, prompts), logits
+        trained_for = TrainedFor.read(source.directory)
+        rounded = trained_for is not None and quantization is not None
+        # What is exported is what was trained: a model that rounds.
+        with trained_for.fake_quantization(model).applied() if rounded else nullcontext():
+            if measure is logits:
+                rows = answer(model, rows)
+            trained = measure(model, rows)
+        training = None
+        if merge:
+            with model.disable_adapter():
+                training = compare(trained, measure(model, rows))
+            with warnings.catch_warnings():
+                # That embeddings are two weights now. The result says so.
+                warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+                model = merge_adapter(model)
+        num_parameters, tied = model.num_parameters(), model.config.tie_word_embeddings
+
+        with whole_directory(output_dir) as partial:
+            if quantization is None:
+                model.to(DTYPES[dtype]).save_pretrained(partial)
+            else:
+                write_quantized(model, quantization, DTYPES[dtype], partial)
+            tokenizer.save_pretrained(partial)
+            del model
+            gc.collect()
+            # What others will load.
+            written = auto_class.from_pretrained(partial, dtype=dtype).eval()
+            measured = measure(written, rows)
+            exported = compare(trained, measured)
+            weights = exported
+            if dtype != "float32":
+                # Its scales are not made float32 afterwards.
+                in_float32 = (
+                    written.float() if quantization is None else auto_class.from_pretrained(partial, dtype="float32")
+                )
+                weights = compare(trained, measure(in_float32.eval(), rows))
+            good, verdict = False, base_check.text
+            if base_check.same is not False:
+                rounded_now = quantization.describe() if quantization is not None and not rounded else None
+                rounds_activations = quantization is not None and quantization.activation_dtype is not None
+                good, verdict = judge(dtype, exported, training, rounded_now, rounds_activations)
+            export = Export(
+                output_dir=str(output_dir),
+                run_dir=str(run_dir),
+                base=source.base if merge else None,
+                same_base=base_check.same,
+                base_check=base_check.text,
+                auto_class=auto_class.__name__,
+                ema=ema,
+                dtype=dtype,
+                quantized=None if quantization is None else quantization.describe(),
+                trained_for=None if trained_for is None else trained_for.describe(),
+                num_bytes=sum(file.stat().st_size for file in partial.glob("*.safetensors")),
+                num_parameters=num_parameters,
+                tied=tied,
+                untied=config.tie_word_embeddings and not tied,
+                prompts=len(rows),
+                positions=sum(map(len, trained)),
+                scores={"trained": _range(trained), "exported": _range(measured)} if measure is preferences else None,
+                training=training,
+                weights=weights,
+                exported=exported,
+                good=good,
+                verdict=verdict,
+            )
+            versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
+            versions = {"hf_tpu_ext": __version__, **versions}
+            # What an export that takes its place may delete.
+            files = sorted([*(path.name for path in partial.iterdir()), REPORT_FILE])
+            report = json.dumps({**dataclasses.asdict(export), "versions": versions, "files": files}, indent=2)
+            (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
     return export
 
 

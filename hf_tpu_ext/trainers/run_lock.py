@@ -49,7 +49,9 @@ def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool, ranks: Ranks
         in_use = None
         if writes:
             try:
-                stack.enter_context(_locked(Path(output_dir)))
+                fix = "Set output_dir to another directory, or wait until that run has ended."
+                what = f"Another run writes to output_dir={str(output_dir)!r}"
+                stack.enter_context(locked(Path(output_dir, LOCK_NAME), what, fix))
             except ValueError as error:
                 in_use = error
         hosts.raise_together("the look for another run in output_dir", in_use)
@@ -60,10 +62,20 @@ def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool, ranks: Ranks
 
 
 @contextmanager
-def _locked(output_dir: Path) -> Iterator[None]:
-    output_dir.mkdir(parents=True, exist_ok=True)
-    path = output_dir / LOCK_NAME
-    descriptor, process = _lock(path), os.getpid()
+def locked(path: Path, what: str, fix: str) -> Iterator[None]:
+    """
+    Context of the one process that holds the lock of a file, which exists for that only.
+
+    Args:
+        path (`Path`):
+            The file.
+        what (`str`):
+            What another process that holds the lock does, for the message of the `ValueError` that is raised then.
+        fix (`str`):
+            What to do about it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, process = _lock(path, what, fix), os.getpid()
     _held.add(descriptor)
     # For the message of another run. A full disk is no reason not to begin.
     with suppress(OSError):
@@ -79,7 +91,7 @@ def _locked(output_dir: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, what: str, fix: str) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -87,17 +99,14 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
-            raise UserError(
-                f"Another run writes to output_dir={str(path.parent)!r} now{f' ({holder})' * bool(holder)}. Set output_dir "
-                "to another directory, or wait until that run has ended."
-            ) from None
+            raise UserError(f"{what} now{f' ({holder})' * bool(holder)}. {fix}") from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 raise
             logger.warning(
-                f"{path.parent} is on a file system without locks ({error.strerror}): another run that writes to it at the "
-                "same time is not noticed."
+                f"{path.parent} is on a file system without locks ({error.strerror}): another process that writes to it at "
+                "the same time is not noticed."
             )
             return descriptor
         # A run that ends deletes the file, which another may just have opened: that lock is of a file without a name.

@@ -1,6 +1,7 @@
 """What cannot be exported is told in one message with what to do, and leaves nothing behind."""
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_tpu_ext.cli.main import main
-from hf_tpu_ext.export.files import check_room, whole_directory
+from hf_tpu_ext.export.files import check_room, only_export_to, whole_directory
 from hf_tpu_ext.export.make import export_run
 
 
@@ -119,12 +120,13 @@ def test_a_checkpoint_that_is_not_what_was_written(run_dir):
 def test_a_kill_leaves_no_half_of_an_export(run_dir):
     command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "export", str(run_dir), "--merge"]
     process = subprocess.Popen(command)
-    while not (run_dir / ".merged.partial").exists():
+    partial = run_dir / ".merged.hf_tpu_export"
+    while not partial.exists():
         assert process.poll() is None
         time.sleep(0.001)
     process.kill()
     process.wait()
-    assert (run_dir / ".merged.partial").exists()
+    assert partial.exists()
     assert not (run_dir / "merged").exists()
     assert subprocess.run(command, timeout=300).returncode == 0
     assert not list(run_dir.glob(".*"))
@@ -205,6 +207,24 @@ def test_what_a_killed_export_has_left_is_removed(tmp_path, replaced):
     # Those that only look alike are somebody's own.
     assert {path.name for path in tmp_path.iterdir()} == {"merged", ".merged.partial", ".merged.old"}
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["model"]
+
+
+def test_two_exports_to_one_directory(run_dir, capsys):
+    """The second writes nothing, and leaves alone what the first writes."""
+    command = ["export", str(run_dir), "--merge", "--prompts", "1+1?"]
+    merged = run_dir / "merged"
+    with only_export_to(merged), whole_directory(merged) as first:
+        (first / "model").touch()
+        assert main(command) == 2
+        refusal = capsys.readouterr().err
+        assert f"Another export writes to {merged} now (process {os.getpid()} on " in refusal
+        assert "Write to another place, or wait until that export has ended." in refusal
+        # Another place is free.
+        assert main([*command, "--output_dir", str(run_dir / "mine")]) == 0
+    assert [path.name for path in merged.iterdir()] == ["model"]
+    assert not list(run_dir.glob(".*"))
+    assert main(command) == 2
+    assert "holds files that are no export" in capsys.readouterr().err
 
 
 def test_the_earlier_export_stays_where_the_new_one_gets_no_name(tmp_path):
