@@ -62,16 +62,17 @@ def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool, ranks: Ranks
 
 
 @contextmanager
-def locked(path: Path, what: str, fix: str) -> Iterator[None]:
+def locked(path: Path, what: str | None = None, fix: str = "") -> Iterator[None]:
     """
     Context of the one process that holds the lock of a file, which exists for that only.
 
     Args:
         path (`Path`):
             The file.
-        what (`str`):
-            What another process that holds the lock does, for the message of the `ValueError` that is raised then.
-        fix (`str`):
+        what (`str`, *optional*):
+            What another process that holds the lock does, for the message of the `ValueError` that is raised then. By
+            default, this one waits until the other is done.
+        fix (`str`, *optional*):
             What to do about it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,11 +92,11 @@ def locked(path: Path, what: str, fix: str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _lock(path: Path, what: str, fix: str) -> int:
+def _lock(path: Path, what: str | None, fix: str) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if what is None else fcntl.LOCK_NB))
         except BlockingIOError:
             holder = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)

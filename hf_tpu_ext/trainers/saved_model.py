@@ -16,6 +16,7 @@ from ..quantization.trained_for import QUANTIZATION_FILE
 from .base_record import BASE_FILE
 from .checkpoints import next_aside
 from .ema import EMA_FILE, is_average
+from .run_lock import locked
 
 
 logger = logging.get_logger(__name__)
@@ -34,24 +35,25 @@ _DISK_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "inline_containe
 def whole_model(directory: Path) -> Iterator[Path]:
     """
     Context that yields a directory to save a model to. At its end, the files in it take their places in `directory`; if
-    it is not reached, what is there stays as it is.
+    it is not reached, what is there stays as it is. Another process that saves to `directory` now is waited for.
     """
     written = directory / _TEMPORARY
-    if written.exists():
-        # Left behind by a process that was killed.
-        shutil.rmtree(written)
-    try:
-        written.mkdir(parents=True)
-        card = directory / "README.md"
-        if card.is_file():
-            # PEFT adds to the card that is there.
-            shutil.copyfile(card, written / card.name)
-        yield written
-        _move(written, directory)
-    finally:
-        # The disk may be gone altogether.
-        with suppress(OSError):
+    with locked(directory / f"{_TEMPORARY}.lock"):
+        if written.exists():
+            # Left behind by a process that was killed.
             shutil.rmtree(written)
+        try:
+            written.mkdir(parents=True)
+            card = directory / "README.md"
+            if card.is_file():
+                # PEFT adds to the card that is there.
+                shutil.copyfile(card, written / card.name)
+            yield written
+            _move(written, directory)
+        finally:
+            # The disk may be gone altogether.
+            with suppress(OSError):
+                shutil.rmtree(written)
 
 
 def _move(written: Path, directory: Path) -> None:

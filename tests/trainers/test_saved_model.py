@@ -1,6 +1,7 @@
 """What `save_model` leaves in a directory: the new model whole, or what was there before."""
 
 import resource
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -38,6 +39,24 @@ class FullDisk(TPUSFTTrainer):
 
 def files(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_two_models_saved_to_one_directory(tmp_path):
+    """The second one waits, and takes the place of the first as a whole."""
+    went_on = threading.Event()
+
+    def save_another():
+        with whole_model(tmp_path) as written:
+            went_on.set()
+            (written / "model-00001-of-00002.safetensors").touch()
+
+    second = threading.Thread(target=save_another)
+    with whole_model(tmp_path) as written:
+        (written / "model.safetensors").touch()
+        second.start()
+        assert not went_on.wait(0.3)
+    second.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["model-00001-of-00002.safetensors"]
 
 
 # Nothing fits; the weights do not; PyTorch's own file does not.
