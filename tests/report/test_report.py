@@ -1,10 +1,13 @@
 import re
+import shlex
 import subprocess
 import sys
 from html import unescape
 
 import pytest
 
+from hf_tpu_ext.cli.main import main
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.formatting import format_number, format_seconds
 from hf_tpu_ext.hardware.prices import read_prices
 from hf_tpu_ext.report.figures import HOW_TO_DRAW, draw_curves
@@ -114,7 +117,9 @@ def test_what_a_person_typed_stays_text(write_run, tmp_path):
         tmp_path / "run", arguments={"output_dir": typed}, model={"name": typed, "parameters": 10, "trained": 1}
     )
     for page in (make_report([run]), make_report([run, write_run(tmp_path / "<b>$x_{$")], tmp_path)):
-        html, markdown = page.read_text(), page.with_suffix(".md").read_text()
+        html = page.read_text()
+        # Without the mark of this package, a comment.
+        _, _, markdown = page.with_suffix(".md").read_text().partition("\n")
         assert "<script" not in html and "<b>" not in html and "&lt;script&gt;" in html
         assert not re.search(r"(?<!\\)[<`]", markdown)
 
@@ -184,6 +189,27 @@ def test_a_report_that_cannot_be_written(write_run, tmp_path):
         make_report([run])
     assert sorted(path.name for path in run.iterdir()) == ["report.html", RECORD_NAME]
     assert make_report([run], tmp_path) == tmp_path / "report.html"
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md"])
+def test_a_file_that_is_no_report_is_kept(write_run, tmp_path, suffix):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    for directories, output_dir, name in ((runs[:1], runs[0], "report"), (runs, tmp_path, "comparison")):
+        own = (output_dir / name).with_suffix(suffix)
+        own.write_text("# What I think of these runs\n")
+        before = sorted(output_dir.iterdir())
+        with pytest.raises(
+            UserError, match="is not a report that hf-tpu has written, and is kept. Rename it, or"
+        ) as refusal:
+            make_report(directories, None if len(directories) == 1 else output_dir)
+        assert own.read_text() == "# What I think of these runs\n" and sorted(output_dir.iterdir()) == before
+        # What the message says.
+        _, *words = shlex.split(str(refusal.value).partition("directory: ")[2])
+        assert main(words) == 0 and (output_dir / "reports" / f"{name}.html").is_file()
+        own.rename(output_dir / "mine")
+        # The second time, both take the place of our own.
+        for _ in range(2):
+            make_report(directories, output_dir)
 
 
 FULL_DISK = """
