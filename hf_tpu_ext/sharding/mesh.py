@@ -60,10 +60,10 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
         options = [
             f"'data={num_chips // size},fsdp={size}'" for size in range(1, num_chips + 1) if not num_chips % size
         ]
-        otherwise = f"num_chips={places}" if places < num_chips else f"run on {places} chips"
+        otherwise = f"set num_chips={places}" if places < num_chips else f"run on {places} chips"
         raise UserError(
-            f"mesh={mesh!r} is for {places} chip{'s' if places > 1 else ''}, not {num_chips}. Set one of "
-            f"mesh={', '.join(options)}, or {otherwise}."
+            f"mesh={mesh!r} is for {places} chip{'s' if places > 1 else ''}, not {num_chips}. Set "
+            f"mesh to one of {', '.join(options)}, or {otherwise}."
         )
     return {name: sizes.get(name, 1) for name in AXES}
 

@@ -36,10 +36,12 @@ _FSDP_AS_IS = {
     "use_orig_params": ("true",),
 }
 _FSDP_INSTEAD = {
-    "activation_checkpointing": "Set gradient_checkpointing=True instead",
-    "xla_fsdp_grad_ckpt": "Set gradient_checkpointing=True instead",
-    "reshard_after_forward": "Set fsdp='full_shard', or mesh='data=2,fsdp=4' for sharding within groups of chips",
-    "state_dict_type": "Leave it out: checkpoints hold full tensors, in the plain Hugging Face form",
+    "activation_checkpointing": ", and set gradient_checkpointing=True",
+    "xla_fsdp_grad_ckpt": ", and set gradient_checkpointing=True",
+    "cpu_offload": ", and set fsdp='full_shard'",
+    "reshard_after_forward": ", and set fsdp='full_shard'; for weights that are sharded within groups of chips, also set "
+    "mesh='data=2,fsdp=4'",
+    "state_dict_type": ": checkpoints hold full tensors, in the plain Hugging Face form",
 }
 #: Optimizers that take their learning rate as a Python number.
 HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
@@ -195,8 +197,8 @@ def _activation_checkpointing(adapted: CompiledArguments) -> None:
     unsupported = [key for key in ("selective", "offload", "context_fn") if kwargs.get(key)]
     if args.gradient_checkpointing and unsupported:
         raise UserError(
-            f"gradient_checkpointing_kwargs={kwargs} asks for {', '.join(unsupported)}, which XLA has no equivalent of. "
-            "Leave it out: XLA checkpoints whole layers ('every_n_layers' is supported), or what rematerialization says."
+            f"gradient_checkpointing_kwargs={kwargs} has {', '.join(unsupported)}, which has no equivalent on XLA. Leave it out: "
+            "whole layers are checkpointed ('every_n_layers' is supported), or what rematerialization names."
         )
     if isinstance(args, ExtensionArguments):
         adapted.scan_layers, adapted.attention = args.scan_layers, args.attention
@@ -215,15 +217,16 @@ def _untraced_settings(adapted: CompiledArguments) -> None:
         return
     if args.rematerialization == "dots":
         raise UserError(
-            "rematerialization='dots' is not there yet on torch_tpu. Set it to 'full' (gradient_checkpointing=True) or 'none'."
+            "rematerialization='dots' does not work with torch_tpu, where layers are checkpointed as a whole. Set "
+            "rematerialization='full' or rematerialization='none'."
         )
     if args.rematerialization is not None:
         adapted.rematerialization = args.rematerialization
         set_gradient_checkpointing(args, args.rematerialization == "full")
     if args.attention == "splash":
         raise UserError(
-            "attention='splash' is not there yet on torch_tpu. Leave it out: attn_implementation chooses there, and 'sdpa', "
-            "the default, takes torch_tpu's flash kernel."
+            "attention='splash' does not work with torch_tpu. Leave it out: attn_implementation chooses the attention there, and "
+            "'sdpa', the default, is torch_tpu's flash kernel."
         )
     named = {
         "attention": None if args.attention == "auto" else args.attention,
@@ -273,13 +276,14 @@ def _distribution(adapted: CompiledArguments, num_chips: int) -> None:
         return
     for name, value in (args.fsdp_config or {}).items():
         if str(value).lower() not in _FSDP_AS_IS.get(name, ()):
-            hint = _FSDP_INSTEAD.get(name, "Leave it out")
             raise UserError(
-                f"fsdp_config has {name}={value!r}, which has no meaning on XLA: fsdp shards weights, gradients and "
-                f"optimizer state over the chips, and the compiler all-gathers a layer's weights when it needs them. {hint}."
+                f"fsdp_config has {name}={value!r}, which has no equivalent on XLA: the compiler gathers a layer's sharded weights where "
+                f"it needs them. Leave {name} out{_FSDP_INSTEAD.get(name, '')}."
             )
     if adapted.mesh is not None and parse_mesh(adapted.mesh).get("fsdp", 1) == 1:
-        raise UserError(f"fsdp shards the weights, and mesh={adapted.mesh!r} replicates them. Remove one of the two.")
+        raise UserError(
+            f"fsdp shards the weights, and mesh={adapted.mesh!r} replicates them. Leave fsdp out, or leave mesh out."
+        )
     adapted.mesh = adapted.mesh or "fsdp"
     if num_chips == 1:
         adapted.changes.append("fsdp has no effect on one chip")
@@ -306,8 +310,8 @@ def _memory_savings(adapted: CompiledArguments) -> None:
 def _supervised(adapted: CompiledArguments) -> None:
     if adapted.args.max_length is None:
         raise UserError(
-            "max_length=None does not work on XLA: every new length would recompile. Set max_length to "
-            "the longest sequence that you want to keep, for example max_length=1024."
+            "max_length=None does not work on XLA, where every new length recompiles the step. Set max_length to the longest "
+            "sequence that you want to keep, in tokens, for example max_length=1024."
         )
 
 

@@ -187,7 +187,7 @@ class ExtensionArguments:
             self.scan_layers = "on" if self.scan_layers else "off"
         if self.max_recompiles is not None and self.max_recompiles < 0:
             raise UserError(
-                f"max_recompiles={self.max_recompiles} is negative. 0 allows none; leave it out to allow any number."
+                f"max_recompiles={self.max_recompiles} is negative. Set it to 0 to allow none, or leave it out to allow any number."
             )
         self._check_average()
         if self.scan_layers not in ("auto", "on", "off"):
@@ -213,8 +213,8 @@ class ExtensionArguments:
                 )
         elif not 0 < self.ema_decay < 1:
             raise UserError(
-                f"ema_decay={self.ema_decay} is not above 0 and below 1. 0.999 averages over about 1,000 steps, 0.99 over about "
-                "100; leave it out for no average."
+                f"ema_decay={self.ema_decay} is not above 0 and below 1. Set it to 0.999 to average over about 1,000 steps, to "
+                "0.99 for about 100, or leave it out for no average."
             )
 
 
@@ -315,31 +315,40 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
         self._check_quantization()
         if self.show_samples < 0:
             raise UserError(
-                f"show_samples={self.show_samples} is negative. Give the number of prompts to generate from, or 0."
+                f"show_samples={self.show_samples} is negative. Set it to the number of prompts to generate from, for example "
+                "show_samples=4, or leave it out for none."
             )
         super().__post_init__()
 
     def _check_distillation(self) -> None:
         if not 0 <= self.kd_alpha <= 1:
-            raise UserError(f"kd_alpha={self.kd_alpha} is not between 0 (labels only) and 1 (teacher only).")
+            raise UserError(
+                f"kd_alpha={self.kd_alpha} is not from 0 to 1. Set it to the teacher's part of the loss, from 0 (labels only) to 1 "
+                "(teacher only), for example kd_alpha=0.5."
+            )
         if self.kd_temperature <= 0:
-            raise UserError(f"kd_temperature={self.kd_temperature} is not above 0. 1.0 to 2.0 are usual.")
+            raise UserError(
+                f"kd_temperature={self.kd_temperature} is not above 0. 1 to 2 are usual: set kd_temperature=1.0, for example."
+            )
         if self.kd_top_k is not None and self.kd_top_k < 1:
-            raise UserError(f"kd_top_k={self.kd_top_k} is not at least 1. 128 is usual; leave it out for all tokens.")
+            raise UserError(
+                f"kd_top_k={self.kd_top_k} is not at least 1. Set it to 1 or more, for example kd_top_k=128, or leave it out for all "
+                "tokens."
+            )
         if self.kd_loss not in KD_LOSSES:
             raise UserError(f"Unknown kd_loss={self.kd_loss!r}. Allowed: {', '.join(KD_LOSSES)}.")
         if not 0 < self.kd_beta < 1:
             raise UserError(
-                f"kd_beta={self.kd_beta} is not above 0 and below 1. At the ends jsd is another loss: set "
-                "kd_loss='forward_kl' or 'reverse_kl'."
+                f"kd_beta={self.kd_beta} is not above 0 and below 1. Set it to a number in between, for example kd_beta=0.5. At the "
+                "ends jsd is another loss: leave kd_beta out and set kd_loss='forward_kl' or kd_loss='reverse_kl'."
             )
         if self.kd_teacher is None and self.kd_cache is None:
             defaults = {name: type(self).__dataclass_fields__[name].default for name in _NEED_A_TEACHER}
             changed = [name for name, default in defaults.items() if vars(self)[name] != default]
             if changed:
                 raise UserError(
-                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without a teacher. Set kd_teacher or kd_cache, "
-                    "or leave it out."
+                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
+                    "kd_cache=DIRECTORY, or leave it out."
                 )
             return
         if self.loss_type != "nll" or self.label_smoothing_factor:
@@ -354,8 +363,8 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
             changed = [name for name, default in defaults.items() if vars(self)[name] != default]
             if changed:
                 raise UserError(
-                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without qat_weight_dtype. Set it, for example "
-                    "qat_weight_dtype='int4', or leave this out."
+                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without qat_weight_dtype. Set that as well, for example "
+                    f"qat_weight_dtype='int4', or leave {changed[0]} out."
                 )
             return
         if self.qat_weight_dtype not in WEIGHT_DTYPES:
@@ -364,7 +373,7 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
             )
         if self.qat_activation_dtype not in (None, *ACTIVATION_DTYPES):
             raise UserError(
-                f"Unknown qat_activation_dtype={self.qat_activation_dtype!r}. Allowed: {', '.join(ACTIVATION_DTYPES)}; or "
+                f"Unknown qat_activation_dtype={self.qat_activation_dtype!r}. Allowed: {', '.join(ACTIVATION_DTYPES)}. Or "
                 "leave it out to round weights only."
             )
         if self.qat_adapters not in ADAPTERS:
@@ -372,11 +381,13 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
         if self.qat_scale not in SCALES:
             raise UserError(f"Unknown qat_scale={self.qat_scale!r}. Allowed: {', '.join(SCALES)}.")
         if self.qat_group_size < 2:
-            raise UserError(f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual.")
+            raise UserError(
+                f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual: set qat_group_size=32, for example."
+            )
         if self.qat_fake_quant_after_n_steps is not None and self.qat_fake_quant_after_n_steps < 0:
             raise UserError(
-                f"qat_fake_quant_after_n_steps={self.qat_fake_quant_after_n_steps} is negative. Give the number of steps "
-                "without rounding, or leave it out."
+                f"qat_fake_quant_after_n_steps={self.qat_fake_quant_after_n_steps} is negative. Set it to the number of steps "
+                "before the first that rounds, for example qat_fake_quant_after_n_steps=100, or leave it out to round from the start."
             )
 
 

@@ -30,7 +30,8 @@ def check_there(args: TrainingArguments) -> None:
     """Refuse (`ValueError`) what does not train with torch_tpu yet."""
     if args.fsdp:
         raise UserError(
-            f"fsdp={args.fsdp!r} is upstream's. Leave it out, and set mesh='fsdp': chips hold parts of the weights."
+            f"fsdp={args.fsdp!r} shards by accelerate, which does not know the chips of torch_tpu. Leave it out, and set mesh='fsdp', "
+            "which shards the weights over them."
         )
 
 
@@ -54,7 +55,7 @@ def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bo
     asked |= {f"{name}={vars(args).get(name)}": bool(vars(args).get(name)) for name in _NOT_SPLIT}
     for what, is_asked in asked.items():
         if is_asked:
-            instead = "Set optim='adamw_torch_fused'" if what.startswith("optim") else "Leave it out"
+            instead = "Set optim='adamw_torch_fused'" if what.startswith("optim=") else "Leave it out"
             raise UserError(
                 f"{what} does not work with mesh={args.mesh!r}, of which each chip holds parts of the weights. {instead}, or set "
                 "mesh='data'."
@@ -67,8 +68,8 @@ def check_loader(args: TrainingArguments) -> None:
     for name, value in {"even_batches": False, "dispatch_batches": True, "split_batches": True}.items():
         if vars(config)[name] is value:
             raise UserError(
-                f"accelerator_config has {name}={value}, which is not there with torch_tpu in several processes: each of them reads "
-                "batches of its own, as many as the others. Leave it out."
+                f"accelerator_config has {name}={value}, which does not work with torch_tpu in several processes, where each process "
+                "reads its own batches, as many as the others. Leave it out."
             )
 
 

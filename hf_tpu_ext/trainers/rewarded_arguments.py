@@ -83,8 +83,8 @@ def count_rows_of_chips(args: TrainingArguments, chips: int) -> None:
     if given is not None:
         if given % rows:
             raise UserError(
-                f"generation_batch_size={given} must be divisible by the {rows} rows of a step ({of_step}). Set it to a multiple of "
-                f"{rows}, or set steps_per_generation instead."
+                f"generation_batch_size={given} must be divisible by the {rows} rows of a step ({of_step}). Set it to a multiple, "
+                f"for example generation_batch_size={math.lcm(rows, args.num_generations)}, or leave it out and set steps_per_generation."
             )
         args.steps_per_generation = given // rows
     args.generation_batch_size = rows * args.steps_per_generation
@@ -93,7 +93,7 @@ def count_rows_of_chips(args: TrainingArguments, chips: int) -> None:
         raise UserError(
             f"generation_batch_size={args.generation_batch_size} ({of_step}, steps_per_generation={args.steps_per_generation}) must be "
             f"divisible by num_generations={args.num_generations}: a generation has all completions of each prompt. Set "
-            f"steps_per_generation={wanted}, or other rows."
+            f"steps_per_generation={wanted}, or change per_device_train_batch_size."
         )
     rows, group = args.per_device_eval_batch_size * chips, args.num_generations_eval or args.num_generations
     if args.eval_strategy != IntervalStrategy.NO and rows % group:

@@ -76,7 +76,7 @@ def check_split_by_upstream(args: TrainingArguments) -> None:
             continue
         instead = f"Leave {name} out, or train without {by}."
         if name.startswith("kd_") and by == "deepspeed":
-            instead = "Set ZeRO's stage to 2 (zero_stage: 2), or train without deepspeed."
+            instead = "Set zero_stage: 2 in accelerate's configuration (stage in DeepSpeed's own), or train without deepspeed."
         elif name == "kd_teacher":
             instead = (
                 "Make a cache of the teacher first (hf-tpu cache-teacher --kd_teacher MODEL --kd_cache DIRECTORY), then set "
@@ -145,7 +145,7 @@ def _check_preference_loss(args: TrainingArguments, given: Mapping[str, Any]) ->
     if isinstance(args, DPOConfig) and args.use_weighting and (found := _NOT_WEIGHTED & set(args.loss_type)):
         raise UserError(
             f"use_weighting=True does not work with loss_type={sorted(found)[0]!r}, whose values for the pairs of a batch it "
-            "cannot multiply by their weights. Leave that loss out, or set use_weighting=False."
+            "cannot multiply by their weights. Take that loss out of loss_type, or set use_weighting=False."
         )
     if not vars(args).get("sync_ref_model"):
         return

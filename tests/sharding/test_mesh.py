@@ -92,7 +92,7 @@ def test_size_that_is_not_the_number_of_chips(mesh, num_chips, words):
         resolve_mesh(mesh, num_chips)
     message = str(error.value)
     assert all(word in message for word in [f"mesh={mesh!r}", *words]), message
-    fitting = re.findall(r"'(data=\d+,fsdp=\d+)'", message.partition("Set one of")[2])
+    fitting = re.findall(r"'(data=\d+,fsdp=\d+)'", message.partition("Set mesh to one of")[2])
     assert len(fitting) == sum(num_chips % size == 0 for size in range(1, num_chips + 1))
     for suggested in fitting:
         assert resolve_mesh(suggested, num_chips) == parse_mesh(suggested)

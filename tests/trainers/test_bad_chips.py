@@ -125,36 +125,44 @@ def test_an_eager_device_says_that_chips_are_none_of_its_business(runs, where, c
 @pytest.mark.parametrize(
     ("fsdp", "fsdp_config", "words"),
     [
-        ("offload", None, ["cpu_offload=True", "Leave it out"]),
-        ("full_shard offload", None, ["cpu_offload=True", "Leave it out"]),
+        ("offload", None, ["Leave cpu_offload out, and set fsdp='full_shard'"]),
+        ("full_shard offload", None, ["Leave cpu_offload out, and set fsdp='full_shard'"]),
         ("shard_grad_op", None, ["reshard_after_forward=False", "fsdp='full_shard'", "mesh='data=2,fsdp=4'"]),
         ("hybrid_shard", {"version": 1}, ["hybrid_shard", "fsdp='full_shard'", "mesh='data=2,fsdp=4'"]),
         ("no_shard", {"version": 1}, ["no_shard", "fsdp='full_shard'"]),
         (True, {"reshard_after_forward": False}, ["reshard_after_forward=False", "fsdp='full_shard'"]),
-        (True, {"cpu_offload": True}, ["cpu_offload=True", "Leave it out"]),
-        (True, {"fsdp_cpu_offload": True}, ["cpu_offload=True", "Leave it out"]),
+        (True, {"cpu_offload": True}, ["cpu_offload=True", "Leave cpu_offload out"]),
+        (True, {"fsdp_cpu_offload": True}, ["cpu_offload=True", "Leave cpu_offload out"]),
         (True, {"activation_checkpointing": True}, ["activation_checkpointing", "gradient_checkpointing=True"]),
         (True, {"activation_checkpointing": "true"}, ["activation_checkpointing", "gradient_checkpointing=True"]),
         (True, {"xla": True, "xla_fsdp_grad_ckpt": True}, ["xla_fsdp_grad_ckpt", "gradient_checkpointing=True"]),
         (True, {"xla": True, "xla_fsdp_settings": {"flatten_parameters": True}}, ["xla_fsdp_settings", "flatten"]),
-        (True, {"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}, ["Qwen3DecoderLayer", "Leave it out"]),
-        (True, {"auto_wrap_policy": "SIZE_BASED_WRAP"}, ["SIZE_BASED_WRAP", "Leave it out"]),
-        (True, {"min_num_params": 2000}, ["min_num_params=2000", "Leave it out"]),
+        (
+            True,
+            {"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"},
+            ["Qwen3DecoderLayer", "Leave transformer_layer_cls_to_wrap out"],
+        ),
+        (True, {"auto_wrap_policy": "SIZE_BASED_WRAP"}, ["SIZE_BASED_WRAP", "Leave auto_wrap_policy out"]),
+        (True, {"min_num_params": 2000}, ["min_num_params=2000", "Leave min_num_params out"]),
         (True, {"state_dict_type": "SHARDED_STATE_DICT"}, ["SHARDED_STATE_DICT", "plain Hugging Face form"]),
-        (True, {"cpu_ram_efficient_loading": True}, ["cpu_ram_efficient_loading=True", "Leave it out"]),
-        (True, {"limit_all_gathers": True}, ["limit_all_gathers=True", "Leave it out"]),
-        (True, {"backward_prefetch": "BACKWARD_PRE"}, ["backward_prefetch", "Leave it out"]),
+        (
+            True,
+            {"cpu_ram_efficient_loading": True},
+            ["cpu_ram_efficient_loading=True", "Leave cpu_ram_efficient_loading out"],
+        ),
+        (True, {"limit_all_gathers": True}, ["limit_all_gathers=True", "Leave limit_all_gathers out"]),
+        (True, {"backward_prefetch": "BACKWARD_PRE"}, ["backward_prefetch", "Leave backward_prefetch out"]),
     ],
     ids=str,
 )
 def test_fsdp_option_without_a_meaning(runs, fsdp, fsdp_config, words):
-    words = ["fsdp", "no meaning on XLA", *words]
+    words = ["fsdp", "no equivalent on XLA", *words]
     refused(words, lambda: runs.ours(train=False, fsdp=fsdp, fsdp_config=copy.copy(fsdp_config)))
 
 
 @pytest.mark.parametrize("mesh", ["data", "data=1", "data,fsdp=1"])
 def test_fsdp_on_a_mesh_of_whole_weights(runs, mesh):
-    words = ["fsdp", f"mesh={mesh!r}", "Remove one of the two"]
+    words = ["fsdp", f"mesh={mesh!r}", "Leave fsdp out, or leave mesh out"]
     refused(words, lambda: runs.ours(config_cls=TPUSFTConfig, train=False, fsdp=True, mesh=mesh))
 
 
@@ -282,7 +290,7 @@ def on_eight(tiny_model, tmp_path_factory):
         ("data=3,fsdp", ["mesh='data=3,fsdp'", "is for 6 chips, not 8.", "'data=2,fsdp=4'"]),
         ("data=16,fsdp", ["mesh='data=16,fsdp'", "is for 16 chips, not 8.", "'data=2,fsdp=4'"]),
         ("data=2,fsdp=8", ["is for 16 chips, not 8.", "'data=2,fsdp=4'"]),
-        ("fsdp and mesh", ["fsdp", "mesh='data=8,fsdp=1'", "Remove one of the two"]),
+        ("fsdp and mesh", ["fsdp", "mesh='data=8,fsdp=1'", "Leave fsdp out, or leave mesh out"]),
         ("fewer, late", ["num_chips=4,", "already drives 8", "before", "restart"]),
         ("fewer by the variable, late", ["TPU_NUM_DEVICES=2,", "already drives 8", "before", "restart"]),
         ("9 rows, data", ["9 rows", "8 chips", "multiple of 8", "data collator", "num_chips=1"]),

@@ -45,7 +45,7 @@ GPTQ = GPTQConfig(bits=4)
         (dict(optim="lion_8bit"), ["optim=lion_8bit", "adamw_torch"]),
         (dict(gradient_checkpointing_kwargs={"selective": True}), ["selective", "Leave it out"]),
         (dict(show_samples=2, kwargs={"eval_dataset": None}), ["show_samples=2", "eval_dataset", "eval_strategy"]),
-        (dict(show_samples=-1), ["show_samples=-1", "or 0"]),
+        (dict(show_samples=-1), ["show_samples=-1", "or leave it out"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -63,7 +63,10 @@ def test_a_generation_batch_that_does_not_divide(xla, models):
             {"num_generations": 3},
             ["generation_batch_size=4", "divisible by num_generations=3", "steps_per_generation=3"],
         ),
-        ({"generation_batch_size": 6}, ["generation_batch_size=6", "divisible by the 4 rows", "a multiple of 4"]),
+        (
+            {"generation_batch_size": 6},
+            ["generation_batch_size=6", "divisible by the 4 rows", "generation_batch_size=4, or leave it out"],
+        ),
         (
             {"per_device_eval_batch_size": 6},
             ["has 6 rows", "divisible by the 4 completions", "Set per_device_eval_batch_size=4"],
@@ -77,7 +80,7 @@ def test_a_generation_batch_of_eight_chips(xla):
     settings = {"per_device_train_batch_size": 4, "num_generations": 4, "bf16": False}
     args = TPUGRPOConfig("out", generation_batch_size=16, **settings)
     refused(
-        ["generation_batch_size=16", "32 rows of a step", "on 8 chips", "multiple of 32"],
+        ["generation_batch_size=16", "32 rows of a step", "on 8 chips", "for example generation_batch_size=32"],
         lambda: count_rows_of_chips(args, 8),
     )
     both = {"generation_batch_size": 32, "steps_per_generation": 1}

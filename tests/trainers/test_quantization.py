@@ -247,12 +247,12 @@ def test_adapters_and_their_checkpoint(train, tmp_path):
             dict(qat_weight_dtype="int9"),
             "Unknown qat_weight_dtype='int9'. Allowed: int2, int3, int4, int5, int6, int7, int8.",
         ),
-        (dict(qat_activation_dtype="int4"), "Unknown qat_activation_dtype='int4'. Allowed: int8; or leave it out"),
+        (dict(qat_activation_dtype="int4"), "Unknown qat_activation_dtype='int4'. Allowed: int8. Or leave it out"),
         (dict(qat_adapters="outside"), "Unknown qat_adapters='outside'. Allowed: inside, beside."),
         (dict(qat_scale="least"), "Unknown qat_scale='least'. Allowed: max, mse."),
-        (dict(qat_group_size=1), "qat_group_size=1 is not at least 2. 32 and 128 are usual."),
+        (dict(qat_group_size=1), "qat_group_size=1 is not at least 2. 32 and 128 are usual: set qat_group_size=32"),
         (dict(qat_fake_quant_after_n_steps=-1), "qat_fake_quant_after_n_steps=-1 is negative."),
-        (dict(qat_weight_dtype=None), "qat_group_size=16 has no effect without qat_weight_dtype. Set it, for example"),
+        (dict(qat_weight_dtype=None), "qat_group_size=16 has no effect without qat_weight_dtype. Set that as well"),
     ],
 )
 def test_settings_that_cannot_be(runs, config, message):

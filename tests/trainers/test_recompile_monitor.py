@@ -313,7 +313,7 @@ def test_max_recompiles(train):
 
 
 def test_a_negative_limit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="max_recompiles=-1 is negative. 0 allows none"):
+    with pytest.raises(ValueError, match="max_recompiles=-1 is negative. Set it to 0 to allow none"):
         TPUTrainingArguments(str(tmp_path), max_recompiles=-1)
 
 
