@@ -43,7 +43,7 @@ from .metrics import DeferredMetrics
 from .own_code import is_known, owner_of
 from .predicted_text import PredictedText, PredictedTextArguments
 from .run_facts import find_facts
-from .setting_checks import check_processes, check_settings, check_split_by_upstream
+from .setting_checks import check_architecture, check_processes, check_settings, check_split_by_upstream
 from .training_steps import TrainingSteps
 from .upstream import check_trainer, loads_model
 from .watching import TrainerWatch
@@ -110,6 +110,7 @@ class SetUpMixin:
         self.copies = WeightCopies(self)
         self.frozen = ShortFrozenWeights(self)
         self.averaging = Averaging(self, extension)
+        check_architecture(args, given.arguments)
         given.arguments["args"] = self.compiled.args
         super().__init__(*given.args, **given.kwargs)
         self.alike.take_random_state()

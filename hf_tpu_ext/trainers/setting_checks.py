@@ -6,11 +6,12 @@ from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 from peft import PeftModel
-from transformers import TrainingArguments
+from transformers import AutoConfig, TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import IntervalStrategy
 from transformers.training_args import OptimizerNames, ParallelMode
-from trl import DPOConfig, KTOConfig, SFTConfig
+from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
 from ..backends import select_backend
 from ..errors import UserError
@@ -85,6 +86,29 @@ def check_split_by_upstream(args: TrainingArguments) -> None:
         raise UserError(
             f"{name}={settings[name]!r} does not work with {by}, which splits what is trained over processes. {instead}"
         )
+
+
+def check_architecture(args: TrainingArguments, given: Mapping[str, Any]) -> None:
+    """
+    Refuse (`ValueError`) the name of a model whose config.json does not say of which class it is: TRL makes it of that class,
+    except for rewards, where the class is always the same. `given` is as for [`check_settings`].
+    """
+    if isinstance(args, RewardConfig):
+        return
+    settings = vars(args)
+    trusted = (settings.get("model_init_kwargs") or {}).get("trust_remote_code", settings.get("trust_remote_code"))
+    for name in ("model", "teacher_model"):
+        model = given.get(name)
+        if not isinstance(model, str):
+            continue
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trusted)
+        if not config.architectures:
+            example = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "LlamaForCausalLM")
+            raise UserError(
+                f"config.json of {model} has no `architectures`, by which TRL chooses the class of the model. Add it, for "
+                f'example "architectures": ["{example}"], or load the model yourself: '
+                f'{name}=AutoModelForCausalLM.from_pretrained("{model}").'
+            )
 
 
 def check_settings(args: TrainingArguments, static_shapes: bool, given: Mapping[str, Any]) -> None:

@@ -14,7 +14,10 @@ from hf_tpu_ext.installing import install_command
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Directory with data and models without weights: a tiny one, and one that is too large for a chip."""
+    """
+    Directory with data and models without weights: a tiny one, one that is too large for a chip, and one whose
+    configuration does not name its class.
+    """
     directory = tmp_path_factory.mktemp("planned")
     make_arithmetic(directory / "data")
     make_model(directory / "model")
@@ -29,6 +32,8 @@ def prepared(tmp_path_factory):
     }
     config = AutoConfig.for_model("qwen3", **sizes, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
     config.save_pretrained(directory / "large")
+    make_tokenizer(directory / "nameless")
+    AutoConfig.for_model("qwen3").save_pretrained(directory / "nameless")
     return directory
 
 
@@ -174,6 +179,10 @@ BAD_INPUT = {
     "jobs": (["--seq-lengths", "64", "--jobs", "0"], ["--jobs 0", "--jobs 2"]),
     "search": (["--seq-lengths", "64", "--search", "batch"], ["'batch'", "'rematerialization', 'mesh'"]),
     "data": (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere", "--seq-lengths"]),
+    "architectures": (
+        ["--seq-lengths", "64", "--model_name_or_path", "{prepared}/nameless"],
+        ['"architectures": ["', "config.json"],
+    ),
 }
 # A plan changes what its process trains on, so that this is another one; and one for all, since it takes seconds to start.
 PLAN_ALL = """
@@ -202,7 +211,7 @@ def refused(prepared, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty") / "python"
     empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     empty.chmod(0o755)
-    cases = {name: argv for name, (argv, _) in BAD_INPUT.items()}
+    cases = {name: [word.format(prepared=prepared) for word in argv] for name, (argv, _) in BAD_INPUT.items()}
     cases["without the compiler"] = ["--seq-lengths", "64", "--compiler", str(empty)]
     cases["without the compiler"] += ["--json", str(empty.with_name("plan.json"))]
     done = subprocess.run(

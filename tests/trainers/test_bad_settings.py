@@ -5,13 +5,26 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 from refusals import refused
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.training_args import ParallelMode
-from trl import SFTTrainer
+from trl import RewardConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers.arguments import compile_arguments
-from hf_tpu_ext.trainers.setting_checks import check_processes, check_recipe, check_settings, check_split_by_upstream
+from hf_tpu_ext.trainers.setting_checks import (
+    check_architecture,
+    check_processes,
+    check_recipe,
+    check_settings,
+    check_split_by_upstream,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +86,16 @@ def test_setting_that_xla_does_not_take(runs, config):
 def test_length_of_the_general_trainer(runs, tmp_path):
     args = TPUTrainingArguments(str(tmp_path), max_length=-5, use_cpu=True, report_to="none")
     refused([*POSITIVE, "max_length=-5"], lambda: check_settings(args, False, {}))
+
+
+@pytest.mark.parametrize("name", ["model", "teacher_model"])
+def test_model_whose_class_is_not_known(runs, tmp_path, name):
+    AutoConfig.from_pretrained(runs.model_dir, architectures=None).save_pretrained(tmp_path)
+    words = ["config.json", str(tmp_path), '"architectures": ["Qwen3ForCausalLM"]', f"{name}=AutoModelForCausalLM"]
+    refused(words, lambda: check_architecture(runs.config(), {name: str(tmp_path)}))
+    check_architecture(runs.config(), {name: str(runs.model_dir)})
+    # Its class is always the same.
+    check_architecture(RewardConfig(str(tmp_path), report_to="none", use_cpu=True), {name: str(tmp_path)})
 
 
 # ---- The best model ----
