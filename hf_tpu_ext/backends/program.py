@@ -42,14 +42,11 @@ class Recording(ABC):
         """Name device tensors that the trace has made besides the state. Each run makes others."""
 
     @abstractmethod
-    def finish(
-        self, state: Sequence[torch.Tensor], like: Program | None = None, aliased: Collection[int] = ()
-    ) -> Program:
+    def finish(self, state: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> Program:
         """
         Compile what was traced, unless it is compiled already, and run it once. Returns it for further runs.
 
-        The state is as the trace left it: the same tensors, changed in place, or others in their place. `like`, an
-        earlier recording of the same step, spares reading numbers from the device. Raises `CannotReplay` if the
+        The state is as the trace left it: the same tensors, changed in place, or others in their place. Raises `CannotReplay` if the
         program depends on more than the state and the data, or does more than to change the state.
         """
 

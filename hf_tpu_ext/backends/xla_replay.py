@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 
@@ -22,34 +22,10 @@ _XLAC = torch_xla._XLAC
 #: torch_xla's counter of programs run by their handle alone.
 REPLAYS = "ReplayedProgram"
 
-# What torch_xla does to the seed at each random operator (`GetRngSeed` in `torch_xla/csrc/xla_graph_executor.cpp`).
-_SEED_MULTIPLIER, _SEED_INCREMENT, _SEED_MODULUS = 214013, 2531011, 2**64
-_MOST_DRAWS = 100_000
-
 
 def _buffers(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Identities of the device buffers of tensors. Tensor ids will not do: a tensor with new data has the id of that."""
     return _XLAC._get_tensors_handle(list(tensors))
-
-
-def _after_draws(seed: int, draws: int) -> int:
-    for _ in range(draws):
-        seed = (_SEED_INCREMENT + _SEED_MULTIPLIER * seed) % _SEED_MODULUS
-    return seed
-
-
-def _count_draws(before: int, after: int) -> int:
-    """Random operators between two seeds."""
-    seed = before
-    for draws in range(_MOST_DRAWS):
-        if seed == after:
-            return draws
-        seed = _after_draws(seed, 1)
-    raise CannotReplay("the random number generator was set to another seed in the middle of a step")
-
-
-def _is_seed(tensor_id: int) -> bool:
-    return tensor_id == _XLAC._get_seed_info_id()
 
 
 @contextmanager
@@ -68,19 +44,6 @@ def _uncollected() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Seed:
-    """
-    A seed that a program starts from: that of the step after so many random operators. Where a loop has drawn from it,
-    torch_xla no longer marks it as one, and it is known by its value alone.
-    """
-
-    draws: int
-    marked: bool = True
-    #: What it was when it was not marked.
-    value: int | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
 class TracedStep:
     """What was traced in a recording."""
 
@@ -88,16 +51,13 @@ class TracedStep:
     results: list[torch.Tensor]
     outputs: list[int]
     #: What the program is computed from, in the order of its arguments, and where that comes from: a place among state
-    #: and data, a tensor that stays as it is, or a seed.
+    #: and data, or a tensor that stays as it is.
     values: list[torch.Tensor]
-    inputs: list[int | torch.Tensor | _Seed]
+    inputs: list[int | torch.Tensor]
     #: For each of them, whether a result takes its place.
     updated: list[bool]
     #: For each result that was named besides the state, its place among state and data, or `None` where it is computed.
     made: list[int | None]
-    #: Random operators in the program, and the state of the random number generator after them.
-    draws: int
-    seed_after: int
 
 
 class XLARecording(Recording):
@@ -147,26 +107,23 @@ class XLARecording(Recording):
         self._held += _XLAC._get_tensors_xla_device_data_node(list(tensors))[1]
         return _buffers(tensors)
 
-    def finish(
-        self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None, aliased: Collection[int] = ()
-    ) -> "XLAProgram":
-        traced = self._end_trace_together(state, like)
+    def finish(self, state: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> "XLAProgram":
+        traced = self._end_trace_together(state)
         for value, is_updated in zip(traced.values, traced.updated, strict=True):
             if is_updated:
                 _XLAC._set_buffer_donation(value, True)
         with alias_with_buffer_donor_config():
             handle = _XLAC._get_graph_hash(traced.results)
             self._check_program(handle)
-            program = XLAProgram(self._device, handle, traced.inputs, traced.outputs, traced.made, traced.draws)
+            program = XLAProgram(handle, traced.inputs, traced.outputs, traced.made)
             _XLAC._xla_warm_up_cache(traced.results, [])
         program.take([*state, *self._made], _XLAC._run_cached_graph(handle, traced.values), aliased)
-        xm.set_rng_state(traced.seed_after)
         return program
 
-    def _end_trace_together(self, state: Sequence[torch.Tensor], like: "XLAProgram | None") -> TracedStep:
+    def _end_trace_together(self, state: Sequence[torch.Tensor]) -> TracedStep:
         """As [`~XLARecording.end_trace`], but where one host cannot replay the step, none does."""
         try:
-            traced = self.end_trace(state, like)
+            traced = self.end_trace(state)
         except CannotReplay as error:
             self._why_not = str(error)
         reasons = self._hosts.exchange("the end of a trace", self._why_not)
@@ -182,13 +139,15 @@ class XLARecording(Recording):
                 "in user code goes by the host: its name, its clock, its random numbers or its files."
             )
 
-    def end_trace(self, state: Sequence[torch.Tensor], like: "XLAProgram | None" = None) -> TracedStep:
-        """
-        Find what the trace depends on and what it makes. Raises `CannotReplay` if that is more than state and data.
-        `like` is an earlier program that this one should be.
-        """
+    def end_trace(self, state: Sequence[torch.Tensor]) -> TracedStep:
+        """Find what the trace depends on and what it makes. Raises `CannotReplay` if that is more than state and data."""
         if self._why_not is not None:
             raise CannotReplay(self._why_not)
+        if xm.get_rng_state() != self._seed:
+            raise CannotReplay(
+                "a step draws random numbers by an operator that follows from no seed of this package (torch.rand, torch.randn, "
+                "torch.randint, torch.bernoulli and dropout do)"
+            )
         named = [*state, *self._made]
         pending = _XLAC._check_tensor_need_materialization(named)
         for before, after, is_pending in zip(self._state, state, pending[: len(state)], strict=True):
@@ -202,26 +161,13 @@ class XLARecording(Recording):
                 "or a callback that keeps an activation"
             )
         results = [named[index] for index in outputs]
-        ids, values = _XLAC._get_tensors_xla_device_data_node(results)
-        seeds = [value for tensor_id, value in zip(ids, values, strict=True) if _is_seed(tensor_id)]
-        draws_before = iter(self._draws_before(seeds, [] if like is None else like.seeds))
-        after = xm.get_rng_state()
-        draws = _count_draws(self._seed, after)
+        _, values = _XLAC._get_tensors_xla_device_data_node(results)
         buffers = _buffers(values)
-        unmarked = self._find_unmarked_seeds(ids, values, buffers, draws, like)
-        inputs: list[int | torch.Tensor | _Seed] = []
-        for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, buffers, strict=True)):
-            if _is_seed(tensor_id):
-                inputs.append(_Seed(next(draws_before)))
-            elif place in unmarked:
-                inputs.append(unmarked[place])
-            elif buffer in self._others:
-                raise CannotReplay("a host-to-device transfer within a step")
-            else:
-                inputs.append(self._slots.get(buffer, value))
+        if not self._others.isdisjoint(buffers):
+            raise CannotReplay("a host-to-device transfer within a step")
+        inputs = [self._slots.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
         updated = [isinstance(slot, int) and slot < len(state) and pending[slot] for slot in inputs]
-        made = self._find_places_of_made(pending[len(state) :])
-        return TracedStep(results, outputs, values, inputs, updated, made, draws, after)
+        return TracedStep(results, outputs, values, inputs, updated, self._find_places_of_made(pending[len(state) :]))
 
     def _find_places_of_made(self, pending: Sequence[bool]) -> list[int | None]:
         # Labels, for example, may be those of the batch.
@@ -232,67 +178,16 @@ class XLARecording(Recording):
             raise CannotReplay("a result does not depend on the batch")
         return made
 
-    def _find_unmarked_seeds(
-        self, ids: list[int], values: list[torch.Tensor], buffers: list[int], draws: int, like: "XLAProgram | None"
-    ) -> dict[int, _Seed]:
-        """
-        Seeds that are known by their value, by the place of the argument. Read anew in each recording: a constant may have the
-        value of a seed once, and not twice.
-        """
-        if not draws:
-            return {}
-        places = [
-            place
-            for place, (tensor_id, value, buffer) in enumerate(zip(ids, values, buffers, strict=True))
-            if value.dtype == torch.int64
-            and not value.ndim
-            and not _is_seed(tensor_id)
-            and buffer not in self._slots
-            and (like is None or place in like.unmarked_seeds)
-        ]
-        if not places:
-            return {}
-        drawn, seed = {}, self._seed
-        for count in range(draws + 1):
-            drawn[seed], seed = count, _after_draws(seed, 1)
-        found = [value.item() for value in _XLAC._xla_get_cpu_tensors([values[i] for i in places])]
-        return {
-            place: _Seed(drawn[seed % _SEED_MODULUS], marked=False, value=seed)
-            for place, seed in zip(places, found, strict=True)
-            if seed % _SEED_MODULUS in drawn
-        }
-
-    def _draws_before(self, seeds: list[torch.Tensor], known: list[int]) -> list[int]:
-        """For each seed that the program starts from, the random operators between the beginning of the step and it."""
-        if len(seeds) < 2:
-            return [0] * len(seeds)
-        if len(seeds) == len(known):
-            return known
-        # Layers that are computed once more in the backward pass draw from where they drew before.
-        return [_count_draws(self._seed, seed.item() % _SEED_MODULUS) for seed in _XLAC._xla_get_cpu_tensors(seeds)]
-
 
 @dataclass(frozen=True, eq=False)
 class XLAProgram(Program):
-    """A compiled program, and where its inputs come from. Inputs, outputs and draws are as in [`TracedStep`]."""
+    """A compiled program, and where its inputs come from. Inputs and outputs are as in [`TracedStep`]."""
 
-    device: torch.device
     #: What torch_xla knows the compiled program by: a hash of everything in it.
     handle: bytes
-    inputs: list[int | torch.Tensor | _Seed]
+    inputs: list[int | torch.Tensor]
     outputs: list[int]
     made: list[int | None]
-    draws: int
-
-    @property
-    def seeds(self) -> list[int]:
-        """For each seed that the program starts from, the random operators between the beginning of the step and it."""
-        return [slot.draws for slot in self.inputs if isinstance(slot, _Seed) and slot.marked]
-
-    @property
-    def unmarked_seeds(self) -> set[int]:
-        """Places of seeds that are known by their value alone."""
-        return {place for place, slot in enumerate(self.inputs) if isinstance(slot, _Seed) and not slot.marked}
 
     def take(
         self, state: Sequence[torch.Tensor], results: Sequence[torch.Tensor], aliased: Collection[int] = ()
@@ -310,7 +205,7 @@ class XLAProgram(Program):
             state[index].data = result
 
     @cached_property
-    def _own_inputs(self) -> list[torch.Tensor | _Seed]:
+    def _own_inputs(self) -> list[torch.Tensor]:
         """Inputs that are neither state nor data, in the order of the arguments."""
         return [slot for slot in self.inputs if not isinstance(slot, int)]
 
@@ -325,13 +220,7 @@ class XLAProgram(Program):
     def run(
         self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()
     ) -> list[torch.Tensor]:
-        seed = xm.get_rng_state()
-        own = []
-        for value in self._own_inputs:
-            if isinstance(value, _Seed):
-                xm.set_rng_state(_after_draws(seed, value.draws))
-                value = _XLAC._get_base_seed_as_tensor(str(self.device))
-            own.append(value)
+        own = self._own_inputs
         given = [*own, *state, *data]
         *arguments, _ = self._pick(given)
         with _uncollected():
@@ -343,7 +232,6 @@ class XLAProgram(Program):
             self.take(state, results[:of_state], aliased)
             del results
         _XLAC._xla_increment_counter(REPLAYS, 1)
-        xm.set_rng_state(_after_draws(seed, self.draws))
         return [next(made) if place is None else given[len(own) + place] for place in self.made]
 
     def difference(self, other: "XLAProgram") -> str | None:
@@ -352,17 +240,9 @@ class XLAProgram(Program):
         if (self.outputs, self.made) != (other.outputs, other.made):
             return "the outputs of the graph have changed"
         for mine, theirs in zip(self.inputs, other.inputs, strict=True):
-            if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-                if _buffers([mine]) != _buffers([theirs]) and not torch.equal(mine.cpu(), theirs.cpu()):
-                    return "a constant of the graph has changed"
-            elif isinstance(mine, torch.Tensor):
-                if not _is_same_number(mine, theirs):
+            if isinstance(mine, int) or isinstance(theirs, int):
+                if mine is not theirs and mine != theirs:
                     return "the inputs of the graph have changed"
-            elif isinstance(theirs, torch.Tensor) or mine != theirs:
-                return "the inputs of the graph have changed"
+            elif _buffers([mine]) != _buffers([theirs]) and not torch.equal(mine.cpu(), theirs.cpu()):
+                return "a constant of the graph has changed"
         return None
-
-
-def _is_same_number(number: torch.Tensor, before: "int | torch.Tensor | _Seed") -> bool:
-    """Whether a constant was taken for a seed before, whose value it had by chance: `seed=48`, and 48 positions."""
-    return isinstance(before, _Seed) and not before.marked and number.item() == before.value

@@ -21,7 +21,7 @@ from .xla import XLABackend
 from .xla_insight import XLAInsight
 from .xla_kernels import XLAKernels
 from .xla_programs import XLAPrograms
-from .xla_replay import XLAProgram, XLARecording
+from .xla_replay import XLARecording
 from .xla_sharding import rows_spec
 from .xla_tensors import live_tensors
 
@@ -61,9 +61,7 @@ class _Recording(XLARecording):
         super().__init__(backend.device, state)
         self._backend = backend
 
-    def finish(
-        self, state: Sequence[torch.Tensor], like: XLAProgram | None = None, aliased: Collection[int] = ()
-    ) -> TracedModule:
+    def finish(self, state: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> TracedModule:
         made = [(tensor.shape, tensor.dtype) for tensor in self._made]
         traced = self.end_trace(state)
         return replace(self._backend.take_module(traced.results, traced.values, traced.updated), made=made)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
 
 from ..backends.base import Backend
+from ..step.random_numbers import RandomNumbers
 
 
 class LocalGradients:
@@ -20,9 +20,8 @@ class LocalGradients:
     all-reduce for each trainable parameter. Left to the partitioner, gradients would be added up over the chips at the
     end of every micro-step's program, since a program's results are whole tensors.
 
-    Only weights that are trained are entered; whatever else is whole on every chip can be used as it is. Dropout
-    modules draw for the rows of all chips, of which each takes its own: by themselves the chips would all draw the
-    same numbers.
+    Only weights that are trained are entered; whatever else is whole on every chip can be used as it is. Each chip draws
+    the random numbers of its own rows, see [`~hf_tpu_ext.step.random_numbers.RandomNumbers`].
     """
 
     def __init__(self, model: nn.Module, backend: Backend, accumulates: bool):
@@ -33,7 +32,6 @@ class LocalGradients:
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad
         ]
-        self._dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p]
         self._sums: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(place[2] for place in self._places)
         if accumulates:
             for parameter in self._sums:
@@ -59,16 +57,13 @@ class LocalGradients:
         local = {parameter: sharding.full_to_shard(parameter).requires_grad_() for parameter in self._sums}
         for parameters, name, parameter in self._places:
             parameters[name] = local[parameter]
-        for module in self._dropouts:
-            module.forward = partial(self._drop, module)
+        random_numbers = RandomNumbers.current(self._backend.device)
         try:
-            with sharding.region():
+            with sharding.region(), random_numbers.in_region(sharding, self._backend.num_chips):
                 yield
         finally:
             for parameters, name, parameter in self._places:
                 parameters[name] = parameter
-            for module in self._dropouts:
-                del module.forward
         for parameter, total in self._sums.items():
             gradient = local[parameter].grad
             if gradient is not None:
@@ -79,25 +74,7 @@ class LocalGradients:
                 if closing:
                     parameter.grad = added.sum(0)
 
-    def _drop(self, module: nn.Dropout, tensor: torch.Tensor) -> torch.Tensor:
-        if not module.training:
-            return tensor
-        drawn = torch.rand((tensor.shape[0] * self._backend.num_chips, *tensor.shape[1:]), device=tensor.device)
-        kept = self._backend.manual_sharding.full_to_shard(drawn >= module.p, by_rows=True)
-        return tensor * kept / (1 - module.p)
-
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a number over the chips, without its autograd history; outside of a micro-step it is the sum already."""
         sharding = self._backend.manual_sharding
         return sharding.shard_to_full(value.reshape(1)).sum() if sharding.active else value
-
-
-def draws_random_numbers(model: nn.Module) -> str | None:
-    """A setting (`name=value`) by which a model may draw random numbers in training other than in a dropout module."""
-    for module in model.modules():
-        if "config" in vars(module):
-            for key, value in module.config.to_dict().items():
-                # Heads for classification are not part of a language model.
-                if "drop" in key and not key.startswith("classifier") and isinstance(value, float) and value:
-                    return f"{key}={value}"
-    return None

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..backends.base import Backend
 from ..errors import UserError
 from .autocast import current_autocast
+from .random_numbers import RandomNumbers
 
 
 #: Policies with a name of their own; any other is a list of modules.
@@ -110,10 +111,13 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Callable, backend: Backend, keeps_dots: bool, anchor: Tensor, *inputs: Tensor) -> Any:
         ctx.call, ctx.backend, ctx.num_inputs = call, backend, len(inputs)
-        ctx.rng_states = backend.rng_state(), torch.get_rng_state()
+        numbers, ctx.state_of_host = RandomNumbers.current(backend.device), torch.get_rng_state()
+        # What is computed again draws the same.
+        ctx.random_numbers = partial(RandomNumbers, numbers.seed, numbers.chip, numbers.drawn)
         ctx.autocast = current_autocast(backend.device.type)
-        with torch.no_grad(), Dots() if keeps_dots else nullcontext() as dots:
+        with torch.no_grad(), ctx.random_numbers() as own, Dots() if keeps_dots else nullcontext() as dots:
             outputs = call(*inputs)
+        numbers.drawn = own.drawn
         ctx.save_for_backward(*inputs, *(dots.results if keeps_dots else ()))
         ctx.keeps_dots = keeps_dots
         return outputs
@@ -127,13 +131,10 @@ class _Recomputed(torch.autograd.Function):
             value.detach().requires_grad_(needs)
             for value, needs in zip(ctx.saved_tensors[:count], ctx.needs_input_grad[4:], strict=True)
         ]
-        now, (state, state_of_host) = backend.rng_state(), ctx.rng_states
-        backend.set_rng_state(state)
         kept = Dots(list(ctx.saved_tensors[count:])) if ctx.keeps_dots else nullcontext()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast(), kept:
-            torch.set_rng_state(state_of_host)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast(), ctx.random_numbers(), kept:
+            torch.set_rng_state(ctx.state_of_host)
             outputs = ctx.call(*inputs)
-        backend.set_rng_state(now)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)

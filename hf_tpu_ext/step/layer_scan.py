@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from ..backends.base import Backend
 from .activation_checkpointing import Dots
 from .autocast import current_autocast, matmul_dtype
+from .random_numbers import RandomNumbers
 from .row_blocks import RowBlocks
-from .seeded_dropout import draw_seeds, dropouts_seeded
 from .static_cache import StaticKeyValueCache
 
 
@@ -46,9 +46,6 @@ class _LayerLoop(torch.autograd.Function):
         ctx.layer, ctx.in_turn, ctx.blocks, ctx.keeps_dots = layer, in_turn, blocks, keeps_dots
         ctx.autocast = current_autocast(hidden.device.type)
         backend = blocks.backend
-        # The seeds of the turns are drawn from this state, here and in the backward pass.
-        ctx.rng_state = backend.rng_state()
-        backend.set_rng_state(ctx.rng_state)
         leaves, ctx.constants = tree_flatten(constants)
         # No tensor, one for all rows, or one of which each row has its own part.
         ctx.kinds = [blocks.has_rows(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -124,11 +121,8 @@ class _LayerLoop(torch.autograd.Function):
             )
             return (gradient, shared, own), found
 
-        now = backend.rng_state()
-        backend.set_rng_state(ctx.rng_state)
         carry = (blocks.cut(gradient), shared, tuple(blocks.cut(tensor) for tensor in own))
         (hidden_grad, *_), found = backend.loops.scan(turn, carry, (inputs, *kept, *detached), reverse=True)
-        backend.set_rng_state(now)
         found = iter(found)
         return *[None] * 5, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
 
@@ -185,7 +179,6 @@ class LayerStack(nn.ModuleList):
         self._layers = list(layers)
         self._names = [name for name, _ in layers[0].named_parameters()]
         self._made = made_in_turn or {}
-        self._dropouts = [module for module in layers[0].modules() if isinstance(module, nn.Dropout) and module.p]
         # Those of the layers by their name in a layer. They have no values while the stack is in use.
         self._parts: dict[str, list[nn.Parameter]] = {}
         # Those that persist between steps, while the stack is not in use.
@@ -303,8 +296,9 @@ class LayerStack(nn.ModuleList):
                 layer.train(self._template.training)
                 hidden = functional_call(layer, dict(zip(self._names, parts, strict=True)), (hidden,), kwargs)
             return hidden
-        if self._template.training and self._dropouts:
-            weights.append(draw_seeds(self._backend, len(self._layers)))
+        if self._template.training:
+            # For what draws random numbers in a turn, as dropout.
+            weights.append(RandomNumbers.current(self._backend.device).seeds(len(self._layers)))
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
         call, keeps_dots = partial(self._call, blocks), self._rematerialization == "dots"
         return _LayerLoop.apply(call, self._in_turn, keeps_dots, blocks, kwargs, hidden, *weights)
@@ -360,9 +354,9 @@ class LayerStack(nn.ModuleList):
         seeds, made = others[:num_seeds], others[num_seeds:]
         if seeds:
             seed, chip = seeds[0].unbind()
-            # To dropout, a block is what a chip is: one of several with as many rows.
+            # To random numbers, a block is what a chip is: one of several with as many rows.
             seeds = (seed, blocks.number_over_chips(chip, number))
-        with dropouts_seeded(self._dropouts, *seeds) if seeds else nullcontext():
+        with RandomNumbers(*seeds) if seeds else nullcontext():
             parts = dict(zip((*self._names, *self._made), (*weights, *made), strict=True))
             return functional_call(self._template, parts, (hidden,), kwargs)
 

@@ -242,7 +242,6 @@ class StepReplay:
 
     def _run_recorded(self, run_traced: Callable[..., Program | None], updates: Sequence[Any], made: Any) -> None:
         before = self._programs.get(self._key)
-        like = None if before is None else before.program
         recording, self._recording = self._recording, None
         unlike = self._agree("the end of a recorded step", self._why_unlike())
         if unlike is not None:
@@ -251,7 +250,7 @@ class StepReplay:
             return
         try:
             recording.add_results([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)])
-            finish = partial(recording.finish, self._state(), like, self._find_aliased())
+            finish = partial(recording.finish, self._state(), self._find_aliased())
             program = run_traced(run=finish)
         except CannotReplay as reason:
             self.refuse(str(reason))

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..errors import UserError
 from ..sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
-from ..sharding.local_gradients import LocalGradients, draws_random_numbers
+from ..sharding.local_gradients import LocalGradients
 from ..sharding.per_chip import score_tokens_per_chip
 from .configs import ExtensionArguments
 
@@ -200,15 +200,7 @@ class Chips:
         own_code = self._trainer.own_code_in_step("train")
         if own_code is not None:
             return f"{own_code}, which may depend on the global batch"
-        counted = self._trainer.why_not_padded("train")
-        if counted is not None:
-            return counted
-        random = (
-            draws_random_numbers(model) if self._trainer.args.neftune_noise_alpha is None else "neftune_noise_alpha"
-        )
-        if random is not None:
-            return f"{random} would draw the same random numbers on every chip"
-        return None
+        return self._trainer.why_not_padded("train")
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""

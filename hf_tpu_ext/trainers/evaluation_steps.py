@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..step.metrics import DeviceSums
+from ..step.random_numbers import RandomNumbers
 from ..step.replay import StepReplay, warn_not_replayed
 from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
 from .training_steps import SentBatch, dtypes_of
@@ -40,6 +41,8 @@ class EvaluationSteps:
         self._begin_at_batch: Callable[[], None] | None = None
         # Why batches are traced; the reason that a line has named.
         self._said: str | None = None
+        # Batches since the last micro-step of training, each of which draws other random numbers.
+        self._number = 0
         #: Numbers that the batch under way has on the device, besides its own.
         self.data: dict[str, torch.Tensor] | None = None
 
@@ -48,6 +51,7 @@ class EvaluationSteps:
         """Context of an evaluation of a model, whose losses are added to `sums`, or whose predictions are kept."""
         # At the first batch, when upstream has prepared the model.
         self._begin_at_batch = partial(self._begin, model, sums)
+        self._number = 0
         self._under_way = True
         try:
             yield
@@ -99,6 +103,8 @@ class EvaluationSteps:
             run_traced()
             return made
         made = None
+        self._number += 1
+        sent["seed"] = trainer.seeds.beside(self._number)
         try:
             with trainer.copies.not_made():
                 # Names of their own: columns of a batch have any.
@@ -106,8 +112,10 @@ class EvaluationSteps:
                 data |= {name: batch.pop((kind, name)) for name in sent}
                 self.data = trainer._data_of_evaluation()
             named = {**batch, **{(kind, name): value for name, value in {**data, **self.data}.items()}}
+            seed = data.pop("seed")
             if self._replay.begin(kind, named):
-                traced = trace(SentBatch(batch), **data)
+                with RandomNumbers(seed):
+                    traced = trace(SentBatch(batch), **data)
                 made = tree_map_only(torch.Tensor, trainer.backend.programs.without_base, traced)
                 del traced
             return self._replay.end(run_traced, made=made)

@@ -16,7 +16,6 @@ from transformers.utils import logging
 from ..errors import UserError
 from ..quantization.packed_linear import unpacked_once
 from ..sharding import ShardingPlan
-from ..sharding.local_gradients import draws_random_numbers
 from ..step.alike_layers import find_layers, why_not_alike
 from ..step.layer_scan import LayerStack
 from ..step.optimizer import LazyAdamW
@@ -124,10 +123,8 @@ class LayerScan:
     def _are_by_rows(self, layers: nn.ModuleList) -> bool:
         """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""
         model = unwrap_peft_model(self._trainer.model)
-        return (
-            model.config.get_text_config().model_type in VERIFIED
-            and all(is_known(type(module).__module__) for module in layers[0].modules())
-            and draws_random_numbers(self._trainer.model) is None
+        return model.config.get_text_config().model_type in VERIFIED and all(
+            is_known(type(module).__module__) for module in layers[0].modules()
         )
 
     # ---- Code of the user's that may look at layers ----
@@ -227,8 +224,6 @@ class LayerScan:
             return "the scan rematerializes layers as a whole, and rematerialization names modules of them"
         if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
             return "the scan rematerializes every layer, and every_n_layers asks for some"
-        if self._trainer.backend.num_chips > 1 and (random := draws_random_numbers(self._trainer.model)) is not None:
-            return f"{random} draws random numbers, which would be the same in all layers"
         if not isinstance(optimizer, LazyAdamW):
             return f"{type(optimizer).__name__} may look at parameters as a whole (optim='adamw_torch' does not)"
         model = unwrap_peft_model(self._trainer.model)

@@ -19,6 +19,7 @@ from ..step.adapters import adapters_scaled_inside
 from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens
+from ..step.random_numbers import RandomNumbers
 from .batches import BatchesMixin
 from .checkpoints import leaving_no_empty_dir, set_aside
 from .configs import ExtensionArguments
@@ -293,7 +294,7 @@ class TPUTrainerMixin(
         if self.chips.local_gradients is not None and not self.chips.local_gradients.are_of(model):
             self.chips.local_gradients = None
             self.chips.keep_gradients_local(model)
-        with self._micro_steps_as_data(self.steps.data):
+        with self._micro_steps_as_data(self.steps.data), RandomNumbers(self.steps.data["seed"]):
             if self.chips.local_gradients is None:
                 loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             else:

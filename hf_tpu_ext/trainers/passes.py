@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..step.random_numbers import RandomNumbers
 from ..step.replay import StepReplay
 from .own_code import draws_other_layers, find_own_code
 
@@ -36,7 +37,12 @@ class Passes:
         self._replays.clear()
 
     def run(
-        self, kind: str, model: nn.Module, batch: dict[str, Tensor], trace: Callable[[dict[str, Tensor]], Any]
+        self,
+        kind: str,
+        model: nn.Module,
+        batch: dict[str, Tensor],
+        seed: Tensor,
+        trace: Callable[[dict[str, Tensor]], Any],
     ) -> Any:
         """
         Run a pass, and return what `trace(batch)` makes, on the device.
@@ -48,6 +54,8 @@ class Passes:
                 The model.
             batch (`dict[str, torch.Tensor]`):
                 What it is given, on the device.
+            seed (`torch.Tensor` of shape `()`, int32):
+                What its random numbers follow from, on the device.
             trace (`Callable`):
                 Computes it.
         """
@@ -57,14 +65,19 @@ class Passes:
         if key not in self._replays:
             self._replays[key] = self._make_replay(model)
         replay = self._replays[key]
+
+        def compute() -> Any:
+            with RandomNumbers(seed):
+                return trace(batch)
+
         if replay is None:
-            made = trace(batch)
+            made = compute()
             run_traced()
             return made
         made = None
         try:
-            if replay.begin(kind, batch):
-                made = tree_map_only(Tensor, trainer.backend.programs.without_base, trace(batch))
+            if replay.begin(kind, {**batch, (kind, "seed"): seed}):
+                made = tree_map_only(Tensor, trainer.backend.programs.without_base, compute())
             return replay.end(run_traced, made=made)
         finally:
             # Where the trace failed, too.

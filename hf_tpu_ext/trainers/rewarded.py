@@ -132,8 +132,9 @@ class RewardedMixin(RolloutMixin):
             missing = wanted - len(part["input_ids"])
             # For the last part to be the same program: each row is by itself.
             part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
-            sent = self._send_rows(part, whole=wanted % self.backend.num_chips != 0)
-            made.append(self.passes.run(kind, model, sent, trace))
+            seed = {(kind, "seed"): self.seeds.beside(start)}
+            sent = self._send_rows(part, whole=wanted % self.backend.num_chips != 0, beside=seed)
+            made.append(self.passes.run(kind, model, sent, sent.pop((kind, "seed")), trace))
         return torch.cat(self.backend.fetch(made))[:rows]
 
     def _get_per_token_logps_and_entropies(

@@ -233,9 +233,10 @@ class SavingMixin:
     def _load_rng_state(self, checkpoint: str | None) -> None:
         checkpoint = checkpoint if self._random_state is None else self._random_state.name
         super()._load_rng_state(checkpoint)
-        states = {} if checkpoint is None else read_run_state(checkpoint).get("rng_state", {})
-        if self.backend.name in states:
-            self.backend.set_rng_state(states[self.backend.name])
+        state = {} if checkpoint is None else read_run_state(checkpoint)
+        self.seeds.count = state.get("seeds", 0)
+        if self.backend.name in state.get("rng_state", {}):
+            self.backend.set_rng_state(state["rng_state"][self.backend.name])
 
     def _make_up_for_evaluation(self) -> None:
         """Evaluate now what was due when the run was stopped."""
@@ -475,6 +476,7 @@ class SavingMixin:
             return
         state = {
             "epoch_rng_state": self._resumption.epoch_rng_state,
+            "seeds": self.seeds.count,
             **self.chips.batch_state(),
             **self.metrics.state(),
         }

@@ -19,6 +19,7 @@ from ..sharding.plan import place_model
 from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, place_loaded
 from ..step.program_adamw import ProgramAdamW
+from ..step.random_numbers import RandomSeeds
 from ..step.users_model import save_from_host
 from .alike import AlikeHosts, check_settings_alike
 from .arguments import (
@@ -106,6 +107,8 @@ class SetUpMixin:
         if self.backend.splits_weights:
             check_split(args, given.arguments, self.generates, quantization is not None)
         self._arrange_saving()
+        #: What random numbers of programs follow from.
+        self.seeds = RandomSeeds(args.seed)
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self)
         self.frozen = ShortFrozenWeights(self)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..sharding.local_gradients import draws_random_numbers
 from ..step.attention import takes_shared_prompts
+from ..step.random_numbers import draws_random_numbers
 from .layers import VERIFIED
 from .rewarded_arguments import RewardedArguments
 
@@ -53,10 +53,7 @@ def _why_not_by_token(model: nn.Module) -> str | None:
 
 
 def _why_random(model: nn.Module) -> str | None:
-    setting = draws_random_numbers(model)
-    if setting is None and any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
-        setting = "dropout (as lora_dropout)"
-    if setting is None:
+    if (setting := draws_random_numbers(model)) is None:
         return None
     return (
         f"with {setting} each has other random numbers (share_prompts=on has the same for all completions of a prompt)"

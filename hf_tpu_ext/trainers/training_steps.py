@@ -166,7 +166,7 @@ class TrainingSteps(TrainerCallback):
         that is 0: the loss is kept by [`LossLog`].
         """
         trainer, send = self._trainer, self._trainer.backend.send
-        numbers = trainer._step_data()
+        numbers = {**trainer._step_data(), "seed": trainer.seeds.next()}
         self._follow_optimizer()
         self._under_way = OPTIMIZER_STEP if self._updates else MICRO_STEP
         if self.replay is None:

@@ -7,15 +7,14 @@ import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 from tqdm.auto import tqdm
-from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ..errors import UserError
-from ..sharding.local_gradients import draws_random_numbers
 from ..step.alike_layers import find_layers
 from ..step.optimizer import clip_gradients
 from ..step.program_adamw import ProgramAdamW
 from ..step.python_state import PythonState
+from ..step.random_numbers import draws_random_numbers
 from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
 from .eager_steps import EagerSteps
 from .own_code import find_own_code
@@ -132,8 +131,7 @@ class CompiledSteps(EagerSteps):
             return "a step keeps numbers for the next one"
         if trainer.backend.splits_weights:
             return "weights are split over processes, which gather those of a layer where it runs"
-        drops = [module for module in trainer.model.modules() if isinstance(module, nn.Dropout) and module.p]
-        setting = "dropout" if drops else draws_random_numbers(unwrap_peft_model(trainer.model))
+        setting = draws_random_numbers(trainer.model)
         if setting is None and trainer.args.neftune_noise_alpha is not None:
             setting = "neftune_noise_alpha"
         if setting is not None:

@@ -8,6 +8,7 @@ import torch
 import torch_xla
 
 from hf_tpu_ext.backends.program import CannotReplay
+from hf_tpu_ext.step.random_numbers import RandomNumbers
 
 
 def record(backend, trace, state, data):
@@ -89,45 +90,31 @@ def test_buffers_of_the_state_are_given_to_the_program(xla, total):
     assert torch.equal(xla.fetch(number), torch.ones(3))
 
 
-@pytest.mark.parametrize("draws", [1, 3])
-def test_random_numbers_are_those_of_traced_steps(xla, total, draws):
+def test_random_numbers_follow_from_data(xla, total):
     def drop(total, number):
-        for _ in range(draws):
-            total.copy_(total + torch.rand(3, device=total.device) * number)
+        with RandomNumbers(number):
+            total.copy_(total + torch.rand(3, device=total.device) + torch.nn.functional.dropout(total, 0.5))
 
+    seeds = [torch.tensor(seed, dtype=torch.int32) for seed in (5, 7, 5, 0)]
     traced = []
-    xla.set_rng_state(11)
-    for step in range(5):
-        drop(total, xla.send(torch.tensor(float(step))))
+    for seed in seeds:
+        drop(total, xla.send(seed))
         xla.end_step()
-        traced.append((xla.fetch(total), xla.rng_state()))
-
+        traced.append(xla.fetch(total))
     total = xla.send(torch.zeros(3))
-    xla.set_rng_state(11)
-    program = record(xla, drop, [total], [xla.send(torch.tensor(0.0))])
-    for step in range(5):
+    program = record(xla, drop, [total], [xla.send(seeds[0])])
+    for step, seed in enumerate(seeds):
         if step:
-            program.run([total], [xla.send(torch.tensor(float(step)))])
-        assert torch.equal(xla.fetch(total), traced[step][0])
-        assert xla.rng_state() == traced[step][1]
+            program.run([total], [xla.send(seed)])
+        assert torch.equal(xla.fetch(total), traced[step])
 
 
-def test_what_is_computed_again_draws_the_same_numbers(xla):
-    """As activation checkpointing does in the backward pass."""
+def test_numbers_of_the_devices_own_generator_are_not_replayed(xla, total):
+    def draw(total, number):
+        total.copy_(total + torch.rand(3, device=total.device) * number)
 
-    def trace(total, number):
-        torch.rand(2, device=total.device)
-        state = xla.rng_state()
-        first = torch.rand(3, device=total.device)
-        xla.set_rng_state(state)
-        again = torch.rand(3, device=total.device)
-        total.copy_((first - again) * number)
-
-    total = xla.send(torch.ones(3))
-    program = record(xla, trace, [total], [xla.send(torch.tensor(2.0))])
-    for _ in range(2):
-        program.run([total], [xla.send(torch.tensor(3.0))])
-        assert torch.equal(xla.fetch(total), torch.zeros(3))
+    with pytest.raises(CannotReplay, match="draws random numbers by an operator that follows from no seed"):
+        record(xla, draw, [total], [xla.send(torch.tensor(1.0))])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step.activation_checkpointing import checkpoint_layers, rematerialize
 from hf_tpu_ext.step.attention import static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
+from hf_tpu_ext.step.random_numbers import RandomNumbers
 
 
 LAYERS = 2
@@ -37,10 +38,10 @@ def forward_and_backward(xla, model_dir, policy, dropout=0.0, lora=False, dtype=
     rematerialize(model, policy, xla)
     ids = xla.send(torch.arange(24).reshape(2, 12) + 7)
     mask = xla.send(torch.ones(2, 12, dtype=torch.int64))
+    seed = xla.send(torch.tensor(5, dtype=torch.int32))
     xla.wait()
-    xla.set_rng_state(5)
     before = xla.counters()
-    with static_masks(), xla.autocast(dtype):
+    with static_masks(), xla.autocast(dtype), RandomNumbers(seed):
         loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
     # As a trainer does it: autocast remembers weights that it has cast, also those cast without gradients.
     loss.backward()

@@ -1,0 +1,342 @@
+"""Random numbers of a program: each follows from a seed, which is data, the draw and the place of the element, by a hash."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ..backends.manual_sharding import ManualSharding
+from .random_bits import BY_COLUMN, BY_ROW, scramble
+
+
+# Odd, as those for rows and columns: another multiplier of MurmurHash3.
+_BY_DRAW = 0xC2B2AE35 - 2**32
+_LARGEST = 2**31
+
+
+def as_int32(number: int) -> int:
+    """The int32 with the low 32 bits of a number."""
+    return (number + _LARGEST) % 2**32 - _LARGEST
+
+
+class RandomSeeds:
+    """
+    The seeds of a run, on the host: one for each program that may draw random numbers.
+
+    Those of training follow from `count`, the micro-steps that were taken, which a checkpoint keeps. Others, as of an evaluation,
+    leave it as it is, so that training does not depend on how often it is evaluated.
+
+    Args:
+        seed (`int`):
+            `seed` of the run.
+    """
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        #: Micro-steps for which a seed was taken.
+        self.count = 0
+
+    def next(self) -> Tensor:
+        """The seed of the next micro-step: int32 of shape `()`."""
+        self.count += 1
+        return self._hash(self.count, 0)
+
+    def beside(self, number: int) -> Tensor:
+        """The seed of another program between two micro-steps, by its number there: int32 of shape `()`."""
+        return self._hash(self.count, number + 1)
+
+    def _hash(self, *numbers: int) -> Tensor:
+        found = torch.tensor(as_int32(self._seed), dtype=torch.int32)
+        for number in numbers:
+            found = scramble(found + as_int32(number * BY_ROW))
+        return found
+
+
+class RandomNumbers(TorchFunctionMode):
+    """
+    Context in which PyTorch's random operators on the device draw numbers that follow from a seed.
+
+    A device's own generator gives other numbers where rows are split over chips, and its state would have to be a part of what
+    a program is given and leaves. These are the same on one chip and on several, in a program that is traced and in one that runs
+    again, and where layers are computed again in the backward pass.
+
+    Operators that are not among [`DRAWS`], and those with a `generator`, draw what they draw without this context.
+
+    Args:
+        seed (`torch.Tensor` of shape `()`, int32):
+            The seed, on the device.
+        chip (`torch.Tensor` of shape `()`, int32, *optional*):
+            The number of the part of the rows that is computed with, where each part is computed by itself, by its own chip or in
+            its own turn of a loop. By default there is one.
+        drawn (`int`, *optional*, defaults to 0):
+            How many draws with this seed there were before.
+    """
+
+    _entered: ClassVar[list["RandomNumbers"]] = []
+
+    def __init__(self, seed: Tensor, chip: Tensor | None = None, drawn: int = 0):
+        super().__init__()
+        self.seed, self.chip = seed, chip
+        #: Draws so far.
+        self.drawn = drawn
+
+    @classmethod
+    def current(cls, device: torch.device) -> "RandomNumbers":
+        """The innermost context. Outside of any, one whose seed the device's own generator draws."""
+        if cls._entered:
+            return cls._entered[-1]
+        return cls(torch.randint(-_LARGEST, _LARGEST - 1, (), dtype=torch.int32, device=device))
+
+    def __enter__(self) -> "RandomNumbers":
+        self._entered.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._entered.pop()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        draw = DRAWS.get(func)
+        if draw is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        return draw(self, func, *args, **kwargs)
+
+    # ---- Seeds ----
+
+    def next_seed(self) -> Tensor:
+        """Another seed at each call, int32 of shape `()`."""
+        self.drawn += 1
+        return scramble(self.seed + as_int32(self.drawn * _BY_DRAW))
+
+    def seeds(self, count: int) -> Tensor:
+        """Seeds for so many turns of a loop, each with the number of the chip, or 0: `(count, 2)`, int32."""
+        turns = torch.arange(1, count + 1, dtype=torch.int32, device=self.seed.device)
+        chip = torch.zeros((), dtype=torch.int32, device=self.seed.device) if self.chip is None else self.chip
+        return torch.stack([scramble(self.next_seed() + turns * BY_ROW), chip.reshape(1).expand(count)], 1)
+
+    @contextmanager
+    def in_region(self, sharding: ManualSharding, num_chips: int) -> Iterator[None]:
+        """Within this context, which is one of manual sharding, each chip draws for its own rows."""
+        seed, chip = self.seed, self.chip
+        chips = torch.arange(num_chips, dtype=torch.int32, device=seed.device)
+        self.seed, self.chip = sharding.full_to_shard(seed), sharding.full_to_shard(chips, by_rows=True).reshape(())
+        try:
+            yield
+        finally:
+            self.seed, self.chip = seed, chip
+
+    # ---- Numbers ----
+
+    def drop(self, tensor: Tensor, p: float) -> Tensor:
+        """Dropout of a tensor, of shape `(..., width)`: those that are kept are multiplied by `1 / (1 - p)`."""
+        if p == 1:
+            return tensor * 0
+        rows, columns = self._places(tensor.shape, tensor.device)
+        seed = self.next_seed()
+        # Multiply-shift hashing (Dietzfelbinger et al., 1997): of a product of odd numbers, here drawn for rows and columns, the
+        # high bits are as good as drawn. A whole hash of each element would take the compiler for TPU much longer.
+        bits = (scramble(seed + rows * BY_ROW) | 1) * (scramble(seed + columns * BY_COLUMN) | 1)
+        # As upstream's noise: 0, or the factor that keeps the mean.
+        kept = torch.full((), 1 / (1 - p), dtype=tensor.dtype, device=tensor.device)
+        return tensor * torch.where(bits >= round(p * 2**32) - 2**31, kept, torch.zeros_like(kept))
+
+    def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers of 31 bits, int32, each by a whole hash."""
+        # A scalar has one row and one column.
+        rows, columns = self._places(shape or (1,), device)
+        found = scramble(scramble(self.next_seed() + rows * BY_ROW) + (columns + 1) * BY_COLUMN) & 0x7FFFFFFF
+        return found.expand(shape or (1,)).reshape(tuple(shape))
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers from 0, inclusively, to 1, in float32, which holds all of their 24 bits."""
+        return (self.bits(shape, device) & 0x7FFFFF80).float() * 2.0**-31
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers of the normal distribution with mean 0 and variance 1, in float32."""
+        # Box and Muller, 1958, with a logarithm of numbers that are never 0.
+        radius = (-2 * ((self.bits(shape, device).float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24).log()).sqrt()
+        return radius * (2 * torch.pi * self.uniform(shape, device)).cos()
+
+    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers of the exponential distribution with rate 1, in float32, none of them 0."""
+        portion = ((self.bits(shape, device).float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
+        return -(-portion).log1p()
+
+    def _places(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Places of the rows of a tensor among those of all chips, of as many dimensions, and of its columns."""
+        size = 1
+        place = torch.zeros((), dtype=torch.int32, device=device)
+        for dim in range(len(shape) - 2, -1, -1):
+            along = torch.arange(shape[dim], dtype=torch.int32, device=device)
+            place = place + along.reshape(-1, *[1] * (len(shape) - 1 - dim)) * size
+            size *= shape[dim]
+        if self.chip is not None:
+            place = place + self.chip * size
+        return place, torch.arange(shape[-1], dtype=torch.int32, device=device)
+
+
+# ---- PyTorch's operators ----
+
+
+def _on_device(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.device.type != "cpu"
+
+
+def _dropout(
+    numbers: RandomNumbers, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+):
+    if not (_on_device(input) and training and 0 < p <= 1):
+        return func(input, p, training, **({"inplace": True} if inplace else {}))
+    dropped = numbers.drop(input, p)
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _attention(
+    numbers: RandomNumbers,
+    func: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+):
+    settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if not (_on_device(query) and dropout_p):
+        return func(query, key, value, attn_mask, dropout_p, **settings)
+    # As in the documentation of `scaled_dot_product_attention`.
+    if enable_gqa:
+        key, value = (states.repeat_interleave(query.shape[-3] // states.shape[-3], -3) for states in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return numbers.drop(scores.softmax(-1), dropout_p) @ value
+
+
+def _dropout_(numbers: RandomNumbers, func: Callable, input: Tensor, p: float, train: bool):
+    return _dropout(numbers, functional.dropout, input, p, train, inplace=True)
+
+
+def _fill(make: Callable[..., Tensor]) -> Callable:
+    """An operator that fills a tensor in place."""
+
+    def fill(numbers: RandomNumbers, func: Callable, tensor: Tensor, *args: Any, **kwargs: Any):
+        if not _on_device(tensor):
+            return func(tensor, *args, **kwargs)
+        kwargs.pop("generator", None)
+        # Autograd goes no further back than to here, as with PyTorch's.
+        with torch.no_grad():
+            return tensor.copy_(make(numbers, tensor.shape, tensor.device, *args, **kwargs).to(tensor.dtype))
+
+    return fill
+
+
+def _uniform(numbers, shape, device, a: float = 0.0, b: float = 1.0, *, to: float | None = None) -> Tensor:
+    return numbers.uniform(shape, device) * ((b if to is None else to) - a) + a
+
+
+def _normal(numbers, shape, device, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return numbers.normal(shape, device) * std + mean
+
+
+def _exponential(numbers, shape, device, lambd: float = 1.0) -> Tensor:
+    return numbers.exponential(shape, device) / lambd
+
+
+def _bernoulli(numbers, shape, device, p: Any = 0.5) -> Tensor:
+    return numbers.uniform(shape, device) < p
+
+
+def _new(make_empty: Callable, fill: Callable) -> Callable:
+    """An operator that makes a tensor, as `make_empty` does with the same arguments."""
+
+    def make(numbers: RandomNumbers, func: Callable, *args: Any, **kwargs: Any):
+        kwargs.pop("generator", None)
+        needs_gradient = kwargs.pop("requires_grad", False)
+        empty = make_empty(*args, **kwargs)
+        if not _on_device(empty):
+            return func(*args, **kwargs, requires_grad=needs_gradient)
+        return fill(numbers, func, empty).requires_grad_(needs_gradient)
+
+    return make
+
+
+def _integers(numbers: RandomNumbers, like: Tensor, low: int, high: int) -> Tensor:
+    # Of a float, so that all are as likely: a remainder would favour the smaller ones.
+    return (numbers.uniform(like.shape, like.device) * (high - low)).floor().clamp(max=high - low - 1) + low
+
+
+def _randint(numbers: RandomNumbers, func: Callable, *args: Any, **kwargs: Any):
+    named = dict(kwargs)
+    *bounds, size = *args, *([named.pop("size")] if "size" in named else [])
+    low, high = (
+        bounds if len(bounds) == 2 else (named.pop("low", 0), *bounds, *([named.pop("high")] if not bounds else []))
+    )
+    empty = torch.empty(size, **{"dtype": torch.int64, **named})
+    if not _on_device(empty):
+        return func(*args, **kwargs)
+    return _integers(numbers, empty, low, high).to(empty.dtype)
+
+
+def _randint_like(numbers: RandomNumbers, func: Callable, input: Tensor, *args: Any, **kwargs: Any):
+    bounds = [*args, *(kwargs[name] for name in ("low", "high") if name in kwargs)]
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    others = {name: value for name, value in kwargs.items() if name not in ("low", "high")}
+    empty = torch.empty_like(input, **others)
+    if not _on_device(empty):
+        return func(input, *args, **kwargs)
+    return _integers(numbers, empty, low, high).to(empty.dtype)
+
+
+def _bernoulli_of(numbers: RandomNumbers, func: Callable, input: Tensor, *args: Any, **kwargs: Any):
+    if not _on_device(input):
+        return func(input, *args, **kwargs)
+    p = args[0] if args else kwargs.get("p", input)
+    return _bernoulli(numbers, input.shape, input.device, p).to(input.dtype)
+
+
+_fill_uniform, _fill_normal = _fill(_uniform), _fill(_normal)
+
+#: What draws in the place of PyTorch's operators.
+DRAWS: dict[Callable, Callable] = {
+    functional.dropout: _dropout,
+    torch.dropout: _dropout,
+    torch.dropout_: _dropout_,
+    functional.scaled_dot_product_attention: _attention,
+    Tensor.uniform_: _fill_uniform,
+    Tensor.normal_: _fill_normal,
+    Tensor.exponential_: _fill(_exponential),
+    Tensor.bernoulli_: _fill(_bernoulli),
+    Tensor.bernoulli: _bernoulli_of,
+    torch.bernoulli: _bernoulli_of,
+    torch.rand: _new(torch.empty, _fill_uniform),
+    torch.rand_like: _new(torch.empty_like, _fill_uniform),
+    torch.randn: _new(torch.empty, _fill_normal),
+    torch.randn_like: _new(torch.empty_like, _fill_normal),
+    torch.randint: _randint,
+    torch.randint_like: _randint_like,
+}
+
+
+def draws_random_numbers(model: nn.Module) -> str | None:
+    """A setting (`name=value`) by which a model draws random numbers in training, or its dropout modules."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            return "dropout (as lora_dropout)"
+        if "config" in vars(module):
+            for key, value in module.config.to_dict().items():
+                # Heads for classification are not part of a language model.
+                if "drop" in key and not key.startswith("classifier") and isinstance(value, float) and value:
+                    return f"{key}={value}"
+    return None
