@@ -125,7 +125,9 @@ def test_distributions_of_pytorchs_operators(xla, make, mean, variance, bounds):
 
 def test_all_that_draws_is_tested():
     names = " ".join(DISTRIBUTIONS)
-    assert {func.__name__ for func in DRAWS} - {"scaled_dot_product_attention"} <= set(names.replace(",", " ").replace(".", " ").split())
+    assert {func.__name__ for func in DRAWS} - {"scaled_dot_product_attention"} <= set(
+        names.replace(",", " ").replace(".", " ").split()
+    )
 
 
 def test_the_dtype_and_gradients_are_those_asked_for(xla):

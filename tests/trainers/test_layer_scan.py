@@ -147,14 +147,9 @@ def test_blocks_of_rows_train_the_same(scanned, same_logs, make, in_blocks, caps
     assert blocks.watch.recompiles == 0
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("qwen3", {"attention_dropout": 0.1}), ("gpt_neox", {})],
-    ids=["draws-random-numbers", "not-verified"],
-)
-def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_blocks, family, changes):
+def test_layers_that_may_look_at_other_rows_get_them_all(scanned, make, in_blocks):
     counts = in_blocks(100)
-    scanned(make(family, **changes), max_steps=1)
+    scanned(make("gpt_neox"), max_steps=1)
     assert set(counts) == {1}
 
 

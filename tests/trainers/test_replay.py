@@ -344,10 +344,6 @@ def test_a_hook_is_not_left_out(both, caplog):
     assert "a user hook on model.norm" in caplog.text
 
 
-def test_a_seed_with_the_value_of_a_constant(both):
-    both(lora={"lora_dropout": 0.2}, seed=48, length_buckets=[48], max_steps=5)
-
-
 # ---- Many configurations ----
 
 
