@@ -118,11 +118,11 @@ def _check(script_args, training_args, model_args, dataset_args, cache_args) -> 
                 f"{name}=True joins sequences to rows, and a teacher's cache is looked up by the sequence. Set "
                 f"{name}=False in the recipe; length_buckets keeps the padding low."
             )
-    if script_args.dataset_streaming:
-        raise UserError(
-            "dataset_streaming=True: the sequences of a streaming dataset are not known beforehand. Set "
-            "dataset_streaming=False."
-        )
+    for name, streams in (("dataset_streaming", script_args.dataset_streaming), ("streaming", dataset_args.streaming)):
+        if streams:
+            raise UserError(
+                f"{name}=True: the sequences of a streaming dataset are not known beforehand. Set {name}=False."
+            )
     for temperature in cache_args.temperatures or []:
         if not 0 < temperature < math.inf:
             raise UserError(f"--temperatures {temperature} is not above 0. For example: --temperatures 1 2")
@@ -208,8 +208,6 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
         )
     datasets = [dataset for dataset in (trainer.train_dataset, trainer.eval_dataset) if dataset is not None]
     sequences = Sequences(datasets, quiet=training_args.disable_tqdm or trainer.backend.ranks.index > 0)
-    if not sequences.keys:
-        raise UserError("No row of the data has a label within max_length. Set a greater max_length.")
     if sequences.largest_id >= vocab_size:
         raise UserError(
             f"The data hold the token id {sequences.largest_id}, but the teacher's vocabulary has {vocab_size} tokens. "

@@ -140,6 +140,11 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
         ({"packing": True}, [], "packing=True joins sequences to rows"),
         ({"eval_packing": True}, [], "eval_packing=True joins sequences to rows"),
         ({"dataset_streaming": True}, [], "dataset_streaming=True: the sequences of a streaming dataset"),
+        (
+            {"dataset_name": None, "datasets": [{"path": "json"}], "streaming": True},
+            [],
+            "streaming=True: the sequences of a streaming dataset are not known beforehand. Set streaming=False.",
+        ),
         ({"dataset_test_split": "held_out"}, [], "The dataset has no split 'held_out', but 'train', 'test'."),
         ({}, ["--temperatures", "1", "0"], "--temperatures 0.0 is not above 0"),
         (
