@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import UserError
 
 
 _KEY = "of the batch's length"
@@ -27,6 +30,11 @@ def _depends_on_length(rope_type: Any) -> bool:
     return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
 
 
+def is_block_sparse(module: nn.Module) -> bool:
+    """Whether a module is a BigBird whose attention is block-sparse now: it switches to full attention by itself."""
+    return isinstance(module, PreTrainedModel) and vars(module).get("attention_type") == "block_sparse"
+
+
 def _longest_unscaled(module: nn.Module, layer_type: str | None, rope_type: str) -> int:
     """The length up to which frequencies are those that the module was made with."""
     if rope_type != "longrope":
@@ -38,7 +46,8 @@ def _longest_unscaled(module: nn.Module, layer_type: str | None, rope_type: str)
 class BatchLength:
     """
     Gives models the length of a batch where they ask for it: rotary embeddings whose frequencies depend on it (`dynamic`,
-    `longrope`), and the noise of NEFTune.
+    `longrope`), and the noise of NEFTune. Refuses columns that are added to batches of BigBird's block-sparse attention, in
+    which all tokens see the last block.
 
     Args:
         models (`Sequence`):
@@ -52,6 +61,7 @@ class BatchLength:
         self.values: dict[Hashable, Tensor] = {}
         self._adds_noise = False
         self._is_told = False
+        self._block_sparse = [module for model in models for module in model.modules() if is_block_sparse(module)]
         self._ropes: list[nn.Module] = []
         # Those whose frequencies depend on the length of batches, each with a copy on the host in which upstream's own code
         # decides, and keeps what it knows of earlier batches.
@@ -78,6 +88,20 @@ class BatchLength:
     def asks(self) -> bool:
         """Whether anything asks for the length of a batch."""
         return self._adds_noise or bool(self._by_length)
+
+    def check_columns(self, length: int, columns: int) -> None:
+        """Refuse (`ValueError`) to pad the longest row of a batch to so many columns, where a model computes with them."""
+        for module in self._block_sparse:
+            config = module.config
+            # Up to there the model takes full attention. It does so from then on, whatever the next batches are.
+            full = (5 + 2 * config.num_random_blocks) * config.block_size
+            if is_block_sparse(module) and columns > max(length, full):
+                raise UserError(
+                    f"A batch of {length} tokens a row is padded to {columns}, and the block-sparse attention of "
+                    f"{type(module).__name__} depends on the columns of a batch beyond {full}: all tokens see the last block. Load "
+                    "the model with attention_type='original_full', keep to rows of one length (tokenizer(..., "
+                    f"padding='max_length', max_length={columns})), or to {full} tokens (TPUTrainingArguments(max_length={full}))."
+                )
 
     def data(self, length: int, positions: Tensor | None = None) -> dict[Hashable, Tensor]:
         """

@@ -239,6 +239,9 @@ class BatchesMixin:
         if self.status is not None and self.model.training:
             # With the columns that all processes have agreed on, by which these are added up.
             self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
+        if isinstance(inputs, CollatedBatch) and "input_ids" in batch:
+            columns = batch["input_ids"].shape[1]
+            self.by_length.check_columns(inputs.padded.get("input_ids", columns), columns)
         beside = {**self.data_by_length(inputs), **(beside or {})}
         return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0, beside=beside)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BigBirdConfig,
+    BigBirdForMaskedLM,
     DataCollatorForSeq2Seq,
     FNetConfig,
     FNetForMaskedLM,
@@ -17,6 +20,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
     Phi3Config,
     Phi3ForCausalLM,
     Trainer,
@@ -25,7 +30,8 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig
 
-from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUSFTTrainer, TPUTrainer
+from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.step.batch_length import BatchLength, _depends_on_length
 
 
@@ -302,3 +308,66 @@ def test_models_that_compute_with_padding_are_named(runs, caplog):
     ).train()
     (line,) = [record.message for record in caplog.records if "Rows are padded" in record.message]
     assert "FNetForMaskedLM computes with the tokens beside a token" in line and "length_buckets" in line
+
+
+# ---- Attention in blocks ----
+
+
+def big_bird(**config):
+    """Of a row of up to 28 tokens, all see all."""
+    dropouts = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    blocks = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+    return BigBirdForMaskedLM(BigBirdConfig(max_position_embeddings=64, **dropouts, **SHAPE, **(blocks | config)))
+
+
+def long_t5(**config):
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    blocks = {"local_radius": 4, "global_block_size": 4, "encoder_attention_type": "transient-global"}
+    sizes = {"vocab_size": 259, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    return LongT5ForConditionalGeneration(LongT5Config(dropout_rate=0.0, **sizes, **tokens, **(blocks | config)))
+
+
+def losses_of_rows(runs, cls, make, lengths, declared=None, **collator):
+    args_cls = TrainingArguments if declared is None else TPUTrainingArguments
+    settings = {"max_steps": len(lengths) // 2} | ({} if declared is None else {"max_length": declared})
+    args = arguments(args_cls, runs.output_dir, cls is Trainer, **settings)
+    collate = DataCollatorForSeq2Seq(runs.tokenizer, **collator)
+    trainer = cls(seeded(make), args, collate, train_dataset=rows_of(lengths), processing_class=runs.tokenizer)
+    trainer.train()
+    return losses(trainer)
+
+
+@pytest.mark.parametrize(
+    ("make", "lengths"),
+    [
+        (big_bird, [40, 40, 40, 40]),
+        (partial(big_bird, attention_type="original_full"), [31, 40, 9, 12]),
+        (long_t5, [31, 40, 3, 2, 14, 12]),
+        (partial(long_t5, encoder_attention_type="local"), [31, 40, 3, 2, 14, 12]),
+    ],
+    ids=["one length", "full", "global blocks", "local blocks"],
+)
+def test_attention_in_blocks(runs, make, lengths):
+    mine, theirs = (losses_of_rows(runs, cls, make, lengths) for cls in (TPUTrainer, Trainer))
+    assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_columns_that_block_sparse_attention_sees_are_refused(runs):
+    with pytest.raises(UserError, match="33 tokens a row is padded to 40, and the block-sparse attention") as refusal:
+        losses_of_rows(runs, TPUTrainer, big_bird, [40, 40, 33, 12])
+    # The fixes that it names; the first is tested above.
+    fixes = [
+        "attention_type='original_full'",
+        "padding='max_length', max_length=40",
+        "TPUTrainingArguments(max_length=28)",
+    ]
+    assert all(fix in str(refusal.value) for fix in fixes)
+    padded = {"padding": "max_length", "max_length": 40}
+    mine, theirs = (losses_of_rows(runs, cls, big_bird, [40, 40, 33, 12], **padded) for cls in (TPUTrainer, Trainer))
+    assert mine == pytest.approx(theirs, rel=1e-5)
+    # The full attention that it has switched to, it keeps.
+    mine, theirs = (
+        losses_of_rows(runs, cls, big_bird, [20, 28, 9, 12], declared)
+        for cls, declared in ((TPUTrainer, 28), (Trainer, None))
+    )
+    assert mine == pytest.approx(theirs, rel=1e-5)
