@@ -180,6 +180,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
 
     from ..distillation.cache_builder import Sequences, weights_hash
     from ..distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
+    from ..distillation.teachers import check_answers_alone
     from ..trainers import TPUSFTTrainer
 
     model, processor, tokenizer = _load(kd_teacher, training_args, model_args, compute_dtype)
@@ -213,6 +214,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
             f"The data hold the token id {sequences.largest_id}, but the teacher's vocabulary has {vocab_size} tokens. "
             "Choose a teacher of the student's family."
         )
+    check_answers_alone(model, max(sequences.lengths), kd_teacher)
     settings = CacheSettings(
         teacher=kd_teacher,
         teacher_hash=weights,

@@ -14,6 +14,7 @@ from ..backends.base import Backend
 from ..backends.ranks import Ranks
 from ..data import pad_rows
 from ..step.attention import static_masks
+from ..step.batch_length import BatchLength
 from .cache_format import CacheManifest, dataset_sequences, sequence_key
 from .cache_writer import CacheWriter
 from .teachers import run_to_head
@@ -136,7 +137,9 @@ def build_cache(
     teacher.model.eval()
     shapes = set()
     quiet = quiet or ranks.index > 0
-    with tqdm(total=settings.sequences, initial=settings.sequences - left, unit=" sequences", disable=quiet) as bar:
+    progress = tqdm(total=settings.sequences, initial=settings.sequences - left, unit=" sequences", disable=quiet)
+    # Rotary embeddings are those of the rows, which are shorter than the columns.
+    with progress as bar, BatchLength([teacher.model], max(sequences.lengths)).told():
         for first in range(0, len(pending), ranks.count):
             # A file for each process. At the end some have none left.
             files = pending[first : first + ranks.count]

@@ -13,6 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..backends.base import Backend
 from ..errors import UserError
 from ..sharding.plan import place_model
+from ..step.batch_length import BatchLength
 from ..step.looped_head import head_computed_by
 from .fused_head import Head
 from .losses import TopK
@@ -54,6 +55,27 @@ def check_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokeni
         raise UserError(
             f"kd_teacher={name!r} has another vocabulary than the student: {len(other)} tokens have other ids, for example "
             f"{min(other)!r}. Choose a teacher with the student's tokenizer."
+        )
+
+
+def check_answers_alone(model: nn.Module, longest: int, name: str) -> None:
+    """
+    Refuse (`ValueError`) a teacher whose answer for a row, of up to `longest` tokens, depends on the longest row of the batch
+    that the row is in: a cache is made before it is known.
+    """
+    lengths = BatchLength([model], longest)
+    if lengths.scaled is not None:
+        rope_type, unscaled = lengths.scaled
+        raise UserError(
+            f"kd_teacher={name!r} has rotary embeddings whose frequencies depend on the longest row of a batch (rope_type="
+            f"{rope_type!r}) beyond {unscaled} tokens, and a row of the data has {longest}: what a cache holds would not be what "
+            f"the teacher says in training. Set max_length={unscaled}, or train without kd_cache."
+        )
+    if lengths.is_block_sparse:
+        raise UserError(
+            f"kd_teacher={name!r} has block-sparse attention, which depends on the longest row of a batch: what a cache holds "
+            'would not be what the teacher says in training. Set "attention_type": "original_full" in the teacher\'s '
+            "config.json, or train without kd_cache."
         )
 
 

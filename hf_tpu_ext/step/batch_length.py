@@ -85,6 +85,11 @@ class BatchLength:
             self.scaled = kind, _longest_unscaled(module, layers, kind)
 
     @property
+    def is_block_sparse(self) -> bool:
+        """Whether a model has block-sparse attention, which depends on the columns of a batch."""
+        return any(map(is_block_sparse, self._block_sparse))
+
+    @property
     def asks(self) -> bool:
         """Whether anything asks for the length of a batch."""
         return self._adds_noise or bool(self._by_length)

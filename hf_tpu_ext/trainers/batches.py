@@ -58,11 +58,12 @@ _TRUNCATION = "tokenizer(..., truncation=True, max_length={})"
 
 
 def _why_not_scaled(rope_type: str, unscaled: int, why: str) -> str:
+    # A configuration with `longrope` has no other type.
+    other = ", or load the model with another rope_type, for example 'yarn'" if "dynamic" in rope_type else ""
     return (
         f"The frequencies of the model's rotary embeddings depend on the longest row of a batch (rope_type={rope_type!r}), which is "
         f"not known where {why}. Keep to {unscaled} tokens, up to which they are always the same "
-        f"(max_length={unscaled}; with generated text, max_completion_length and the prompts together), or load the model with "
-        "another rope_type, for example 'yarn'."
+        f"(max_length={unscaled}; with generated text, max_completion_length and the prompts together){other}."
     )
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 import yaml
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BigBirdConfig,
+    BigBirdForCausalLM,
+    LlamaConfig,
+    Phi3Config,
+)
 from trl import SFTConfig, SFTTrainer
 
 from hf_tpu_ext.backends.hosts import Hosts
@@ -232,3 +239,80 @@ def test_two_builds_at_once_are_refused(tiny, recipe, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "Another run writes to" in error and str(tmp_path / "cache") in error
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+LONGEST = 30
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+SIZES |= {"num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0 + index for index in range(8)],
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_teachers_whose_frequencies_depend_on_the_length(xla, tiny, recipe, tmp_path, capsys, rope):
+    """Up to the length from which they do, the cache is what upstream's model says of the row, whatever it is padded to."""
+    torch.manual_seed(0)
+    if rope == "dynamic":
+        config = LlamaConfig(rope_parameters=ROPES[rope], max_position_embeddings=LONGEST, **SIZES)
+    else:
+        positions = {"max_position_embeddings": 128, "original_max_position_embeddings": LONGEST}
+        config = Phi3Config(rope_parameters=ROPES[rope], **positions, **SIZES)
+    teacher = tmp_path / "teacher"
+    AutoModelForCausalLM.from_config(config).save_pretrained(teacher)
+    AutoTokenizer.from_pretrained(tiny / "teacher").save_pretrained(teacher)
+    (tmp_path / "data").mkdir()
+    rows = [{"text": "abcdefgh" * 3 + "xyzuv", "n": index} for index in range(2)] + [{"text": "some words", "n": 2}]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = dict(dataset_name=str(tmp_path / "data"), eval_strategy=None, length_buckets=None, kd_temperature=None)
+    argv = ["cache-teacher", "--config", recipe(**settings), "--kd_teacher", str(teacher), "--kd_top_k", "32"]
+    assert main(argv) == 0
+    cache = TeacherCache(tmp_path / "cache")
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    for row in rows:
+        input_ids = tokenizer(row["text"] + tokenizer.eos_token)["input_ids"]
+        assert len(input_ids) <= LONGEST
+        with torch.no_grad():
+            expected = model(torch.tensor([input_ids])).logits[0].log_softmax(-1)
+        found = cache.lookup(input_ids, 1.0, 32)
+        torch.testing.assert_close(found.log_probs.double(), expected.topk(32).values, rtol=2**-11, atol=1e-3)
+
+    rows[2]["text"] = "a" * 40
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv += ["--overwrite", "true"]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert f"(rope_type={rope!r}) beyond {LONGEST} tokens, and a row of the data has 41" in error
+    # The fix that it names; the other one is tested with students.
+    assert f"Set max_length={LONGEST}, or train without kd_cache." in error
+    assert main([*argv, "--max_length", str(LONGEST)]) == 0
+
+
+def test_a_teacher_with_block_sparse_attention(tiny, recipe, tmp_path, capsys):
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    config = BigBirdConfig(
+        is_decoder=True, attention_type="block_sparse", block_size=4, max_position_embeddings=128, **sizes
+    )
+    BigBirdForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(tiny / "teacher").save_pretrained(tmp_path / "teacher")
+    argv = ["cache-teacher", "--config", recipe(use_cpu=True), "--kd_teacher", str(tmp_path / "teacher")]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert "has block-sparse attention" in error and 'Set "attention_type": "original_full"' in error
+    content = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**content, "attention_type": "original_full"}))
+    assert main(argv) == 0

@@ -63,10 +63,11 @@ def longrope():
         "rope_theta": 100.0,
         "short_factor": [1.0] * 8,
         "long_factor": [4.0 + index for index in range(8)],
-        "original_max_position_embeddings": UNSCALED,
     }
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0}
-    return Phi3ForCausalLM(Phi3Config(max_position_embeddings=128, rope_parameters=rope, **dropouts, **SHAPE))
+    # The configuration copies its own to the parameters, whatever they say.
+    positions = {"max_position_embeddings": 128, "original_max_position_embeddings": UNSCALED}
+    return Phi3ForCausalLM(Phi3Config(rope_parameters=rope, **positions, **dropouts, **SHAPE))
 
 
 ROPES = [dynamic, longrope]
@@ -116,6 +117,8 @@ def test_frequencies_are_those_of_the_longest_row(runs, make, xla):
         collator = pad_with(runs.tokenizer)
         rows, held = rows_of(LENGTHS), rows_of([5, 30, 6, 6])
         trainer = cls(seeded(make), args, collator, train_dataset=rows, eval_dataset=held)
+        if not is_stock:
+            assert trainer.by_length.scaled == (make.__name__, UNSCALED)
         trainer.train()
         return trainer, losses(trainer), trainer.evaluate()["eval_loss"]
 
@@ -195,9 +198,11 @@ def test_text_that_a_model_writes_has_no_known_length(runs):
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 16}
     rows = Dataset.from_list([{"prompt": "a prompt"}] * 4)
 
-    def make(length):
+    def make(length, **rope):
         args = arguments(GRPOConfig, runs.output_dir, False, **settings | {"max_completion_length": length})
-        model = resized(dynamic(), runs)
+        model = dynamic()
+        model.config.rope_parameters |= rope
+        model = resized(LlamaForCausalLM(model.config), runs)
         return TPUGRPOTrainer(
             model, lambda completions, **_: [0.0] * len(completions), args=args, train_dataset=rows,
             processing_class=runs.tokenizer,
@@ -205,7 +210,8 @@ def test_text_that_a_model_writes_has_no_known_length(runs):
 
     with pytest.raises(ValueError, match=r"rope_type='dynamic'.*Keep to 16 tokens.*max_completion_length.*yarn"):
         make(16)
-    # The fix that it names.
+    # The fixes that it names.
+    make(16, rope_type="yarn")
     trainer = make(4)
     trainer.train()
     assert trainer.by_length.scaled is None
