@@ -4,12 +4,14 @@ import ast
 import re
 
 import pytest
+import yaml
 
 from hf_tpu_ext.errors import UserError
 
 
-_VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|-?[\w./\\-]*\w"
+_VALUE = r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\{[^}]*\}|-?[\w./\\-]*\w"
 # `name=value`, or `Set name to value`; the name may be that of an environment variable.
+_OPTION = re.compile(r"--([a-z][\w-]*)((?: (?!--|or |and )[^\s,;:]+)*)")
 _ASSIGNMENT = re.compile(rf"`?\b(\w+)(?:=|: |`? to )({_VALUE})")
 
 
@@ -30,8 +32,8 @@ def edits(settings: dict, message: str, fix: str) -> list[dict]:
         message (`str`):
             The message. "it" and "this" in its fix are the setting that it names first.
         fix (`str`):
-            A part of the message, with `name=value` (several of one name are alternatives), "Set it to VALUE", "Allowed: A, B", a range
-            `1...9`, "leave NAME out", or several of these.
+            A part of the message, with `name=value` or `--name value` (several of one name are alternatives), "Set it to VALUE",
+            "Allowed: A, B", a range `1...9`, "leave NAME out", or several of these.
 
     Returns:
         `list[dict]`: The changed settings, one for each alternative.
@@ -43,10 +45,13 @@ def edits(settings: dict, message: str, fix: str) -> list[dict]:
         alternatives[first] = [_value(word) for word in listed.group(1).split(", ")]
     if span := re.search(r"(\d+)\.\.\.(\d+)", fix):
         alternatives[first] = [int(end) for end in span.groups()]
-    for name, value in _ASSIGNMENT.findall("" if listed or span else fix):
+    for name, words in _OPTION.findall(fix):
+        values = [_value(word) for word in words.removesuffix(".").split()]
+        alternatives.setdefault(name, []).append(values if len(values) > 1 else values[0] if values else True)
+    for name, value in _ASSIGNMENT.findall("" if listed or span else _OPTION.sub("", fix)):
         alternatives.setdefault(first if name == "it" else name, []).append(_value(value))
-    left_out = re.findall(r"[Ll]?eave (.+?) out\b|[Ll]?eave out (\w+)|(Unset it)", fix)
-    names = {word for groups in left_out for word in re.findall(r"\w+", " ".join(groups))}
+    left_out = re.findall(r"[Ll]?eave (.+?) out\b|[Ll]?eave out (?:--)?([\w-]+)|(Unset it)", fix)
+    names = {word for groups in left_out for word in re.findall(r"[\w-]*\w", " ".join(groups))}
     if names & {"it", "this", "Unset"}:
         names.add(first)
     kept = {name: value for name, value in settings.items() if name not in names}
@@ -79,6 +84,6 @@ def assert_fixes(check, settings: dict, *fixes: str) -> None:
 
 def _value(text: str):
     try:
-        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return text
+        return yaml.safe_load(text)

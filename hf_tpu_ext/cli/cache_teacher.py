@@ -103,15 +103,15 @@ def _check(script_args, training_args, model_args, dataset_args, cache_args) -> 
     """Refuse what cannot work, before anything is loaded."""
     if model_args.model_name_or_path is None:
         raise UserError(
-            "model_name_or_path is missing: the student, whose tokenizer prepares the data. For example: "
+            "model_name_or_path, the student whose tokenizer prepares the data, is missing. For example: "
             "--model_name_or_path Qwen/Qwen3-0.6B"
         )
     if script_args.dataset_name is None and not dataset_args.datasets:
         raise UserError("dataset_name is missing. For example: --dataset_name trl-lib/Capybara")
     if training_args.kd_teacher is None:
-        raise UserError("kd_teacher is missing: the model to learn from. For example: --kd_teacher Qwen/Qwen3-4B")
+        raise UserError("kd_teacher, the model to learn from, is missing. For example: --kd_teacher Qwen/Qwen3-4B")
     if training_args.kd_cache is None:
-        raise UserError("kd_cache is missing: where the cache goes. For example: --kd_cache caches/qwen3-4b")
+        raise UserError("kd_cache, the directory of the cache, is missing. For example: --kd_cache caches/qwen3-4b")
     for name in ("packing", "eval_packing"):
         if vars(training_args)[name]:
             raise UserError(
@@ -121,13 +121,15 @@ def _check(script_args, training_args, model_args, dataset_args, cache_args) -> 
     for name, streams in (("dataset_streaming", script_args.dataset_streaming), ("streaming", dataset_args.streaming)):
         if streams:
             raise UserError(
-                f"{name}=True: the sequences of a streaming dataset are not known beforehand. Set {name}=False."
+                f"{name}=True does not work with a cache, which needs to know all sequences before the first. Set {name}=False."
             )
     for temperature in cache_args.temperatures or []:
         if not 0 < temperature < math.inf:
             raise UserError(f"--temperatures {temperature} is not above 0. For example: --temperatures 1 2")
     if cache_args.batch_size is not None and cache_args.batch_size < 1:
-        raise UserError(f"--batch_size {cache_args.batch_size} is not a number of rows. Give 1 or more.")
+        raise UserError(
+            f"--batch_size {cache_args.batch_size} is not positive. Give the number of rows at once, for example --batch_size 8"
+        )
 
 
 def _load(kd_teacher, training_args, model_args, compute_dtype):
@@ -188,7 +190,8 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     top_k = min(DEFAULT_TOP_K, vocab_size) if training_args.kd_top_k is None else training_args.kd_top_k
     if top_k > vocab_size:
         raise UserError(
-            f"kd_top_k={top_k}, but the teacher's vocabulary has {vocab_size} tokens. Set 1...{vocab_size}."
+            f"kd_top_k={top_k}, but the teacher's vocabulary has {vocab_size} tokens. Set kd_top_k to "
+            f"1...{vocab_size}."
         )
     temperatures = cache_args.temperatures or [1.0, training_args.kd_temperature]
     train_dataset, eval_dataset = _load_splits(script_args, training_args, dataset_args)
@@ -204,15 +207,15 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
     )
     if model.get_output_embeddings().weight.shape[0] != vocab_size:
         raise UserError(
-            f"chat_template_path={training_args.chat_template_path!r} changes the vocabulary, which the teacher's weights "
-            "are not made for. Save that model's chat template as a .jinja file and give its path."
+            f"chat_template_path={training_args.chat_template_path!r} adds tokens to the vocabulary, for which the teacher has no "
+            "weights. Save that model's chat template as a .jinja file, and set chat_template_path to that file."
         )
     datasets = [dataset for dataset in (trainer.train_dataset, trainer.eval_dataset) if dataset is not None]
     sequences = Sequences(datasets, quiet=training_args.disable_tqdm or trainer.backend.ranks.index > 0)
     if sequences.largest_id >= vocab_size:
         raise UserError(
-            f"The data hold the token id {sequences.largest_id}, but the teacher's vocabulary has {vocab_size} tokens. "
-            "Choose a teacher of the student's family."
+            f"The data have the token id {sequences.largest_id}, but the teacher's vocabulary has {vocab_size} tokens. Set kd_teacher to "
+            "a model of the student's family."
         )
     check_answers_alone(model, max(sequences.lengths), kd_teacher)
     settings = CacheSettings(

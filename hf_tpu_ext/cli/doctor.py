@@ -50,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
     from ..doctor.smoke import SmokeTest
 
     if args.json is not None and (not args.json.parent.is_dir() or args.json.is_dir()):
-        raise UserError(f"--json {args.json}: this cannot be a file. Give one in a directory that is there.")
+        raise UserError(
+            f"--json {args.json} cannot be written: it is a directory, or its directory does not exist. Give a file in a directory that "
+            "exists, for example --json doctor.json"
+        )
     checks = []
 
     def show(found: Iterable) -> None:

@@ -116,7 +116,7 @@ def _write_gguf(args: argparse.Namespace) -> int:
     from ..export.quantized import choose_quantization
 
     if args.quantize is None:
-        raise UserError("--gguf rounds the weights in a GGUF file. Add --quantize.")
+        raise UserError("--gguf writes rounded weights into a GGUF file, and needs --quantize. Add --quantize.")
     for name in ("merge", "ema", "dtype", "output_dir", "base_model", "prompts"):
         if vars(args)[name]:
             raise UserError(f"--{name} has no effect on --gguf, which is the merged model. Leave one of the two out.")

@@ -62,14 +62,16 @@ def write_recipe(args: argparse.Namespace) -> int:
     if not source.is_file():
         known = ", ".join(recipe.stem for recipe in sorted(RECIPES.glob("*.yaml")))
         raise UserError(
-            f"{args.name!r} is no command and no recipe. Commands: {', '.join(by_command())}. Recipes: {known}."
+            f"{args.name!r} is neither a command nor a recipe. Commands: {', '.join(by_command())}. Recipes: {known}."
         )
     text = source.read_text(encoding="utf-8")
     sources = [source, *(RECIPES / module for use, module in _MODULES.items() if use in text)]
     for path in sources:
         target = DIRECTORY / path.name
         if os.path.lexists(target) and not (target.is_file() and target.read_bytes() == path.read_bytes()):
-            raise UserError(f"{target} exists, and is kept. Rename it, or start in another directory.")
+            raise UserError(
+                f"{target} exists and has other content, so it is kept. Rename it, or start in another directory."
+            )
     try:
         DIRECTORY.mkdir(exist_ok=True)
         for path in sources:

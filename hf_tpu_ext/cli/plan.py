@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from dataclasses import replace
@@ -83,11 +84,16 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 f"--seq-lengths {length}: a row has at least one token, for example --seq-lengths 512 1024"
             )
     if options.json is not None and not options.json.parent.is_dir():
-        raise UserError(f"--json {options.json}: there is no directory {options.json.parent}. Make it first.")
+        raise UserError(
+            f"--json {options.json}: there is no directory {options.json.parent}. Create it first: "
+            f"mkdir -p {shlex.quote(str(options.json.parent))}"
+        )
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: at least one graph is compiled at once, for example --jobs 2")
     if options.hlo is not None and not options.hlo.is_dir():
-        raise UserError(f"--hlo {options.hlo}: there is no such directory. Make it first.")
+        raise UserError(
+            f"--hlo {options.hlo}: there is no such directory. Create it first: mkdir -p {shlex.quote(str(options.hlo))}"
+        )
     return options, rest
 
 
@@ -121,7 +127,7 @@ def run(argv: list[str]) -> int:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe:
             raise UserError(
-                "Graphs depend on batch shapes, and the recipe names no dataset. Give sequence lengths instead: "
+                "The graphs of a step depend on the shapes of its batches, and the recipe names no dataset. Give their lengths instead: "
                 "--seq-lengths 1024"
             )
 

@@ -90,7 +90,7 @@ def train(recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], 
     if script_args.dataset_name is None:
         raise UserError("dataset_name is missing. For example: --dataset_name roneneldan/TinyStories")
     if training_args.max_length is None:
-        raise UserError("max_length is missing: the number of tokens in a row. For example: --max_length 512")
+        raise UserError("max_length, the number of tokens in a row, is missing. For example: --max_length 512")
     if adapt_trainer is None:
         check_recipe(training_args)
 
@@ -103,8 +103,8 @@ def train(recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], 
         dataset = token_rows(dataset, tokenizer, args.dataset_text_field, training_args.max_length)
         if isinstance(dataset, Dataset) and not len(dataset):
             raise UserError(
-                f"Split {split!r} of {script_args.dataset_name} holds less text than one row of "
-                f"max_length={training_args.max_length} tokens. Give a smaller max_length or more text."
+                f"Split {split!r} of {script_args.dataset_name} has less text than one row of "
+                f"max_length={training_args.max_length} tokens. Set a smaller max_length, or add text."
             )
         return dataset
 

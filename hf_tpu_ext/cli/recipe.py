@@ -96,7 +96,7 @@ class Recipe:
         for needed in ("model", data):
             if not (directory / needed).is_dir():
                 raise UserError(
-                    f"--smoke: {directory} holds no {needed}. Make it: hf-tpu prepare tiny --output_dir {directory}"
+                    f"--smoke: {directory} holds no {needed}. Create it: hf-tpu prepare tiny --output_dir {directory}"
                 )
         for key in _OF_THE_REAL_RUN:
             self.file.pop(key, None)
@@ -159,7 +159,7 @@ def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
     recipe = read_recipe(argv)
     for key, lines in recipe.repeated.items():
         where = " and ".join(map(str, lines))
-        raise UserError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Leave one of them.")
+        raise UserError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Keep one of them.")
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)
@@ -210,7 +210,7 @@ def _flatten_qat(values: dict[str, Any], path: str | None) -> None:
         )
     for key, value in qat.items():
         if f"qat_{key}" in values:
-            raise UserError(f"{path}: {key!r} under qat and qat_{key} are the same key. Leave one of them.")
+            raise UserError(f"{path}: {key!r} under qat and qat_{key} are the same key. Keep one of them.")
         values[f"qat_{key}"] = value
 
 

@@ -146,13 +146,13 @@ class TRLScript:
             raise UserError(f"dataset_name is missing. For example: --dataset_name {self.dataset}")
         if self.rewards and not (script_args.reward_funcs or script_args.reward_model_name_or_path):
             raise UserError(
-                "reward_funcs is missing: what completions are rewarded for. For example: --reward_funcs accuracy_reward, or a "
-                "function of yours, my_rewards.is_short; or --reward_model_name_or_path."
+                "reward_funcs, the functions that score completions, is missing. For example: --reward_funcs accuracy_reward, or a "
+                "function of yours: --reward_funcs my_rewards.is_short, or a reward model: --reward_model_name_or_path MODEL"
             )
         if self.trains_head and model_args.use_peft and model_args.lora_task_type != "SEQ_CLS":
             raise UserError(
-                f"lora_task_type={model_args.lora_task_type!r} is for models that generate text. An adapter of a reward "
-                "model, which keeps its head, needs lora_task_type: SEQ_CLS."
+                f"lora_task_type={model_args.lora_task_type!r} is for models that generate text, and does not keep the head of a reward "
+                "model. Set lora_task_type: SEQ_CLS"
             )
         if adapt_trainer is None:
             check_recipe(training_args)
@@ -167,8 +167,8 @@ class TRLScript:
             if error.args[0] not in splits:
                 raise
             raise UserError(
-                f"The dataset has no split {error.args[0]!r}. Name its splits with dataset_train_split and "
-                f"dataset_test_split (given: {splits[0]!r} and {splits[1]!r}), or leave out eval_strategy."
+                f"The dataset has no split {error.args[0]!r}. Name its splits with dataset_train_split (now {splits[0]!r}) and "
+                f"dataset_test_split (now {splits[1]!r}), or leave out eval_strategy."
             ) from error
         finally:
             setattr(trl, self.trainer, upstream)

@@ -34,9 +34,9 @@ def read_prices(path: str | Path = PRICES) -> dict[str, Price]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"prices {path} cannot be read: {error}. It holds e.g. {_EXAMPLE}") from error
+        raise UserError(f"prices {path} cannot be read: {error}. Write it like this: {_EXAMPLE}") from error
     if not isinstance(content, dict):
-        raise UserError(f"prices {path}: expected an object such as {_EXAMPLE}")
+        raise UserError(f"prices {path}: it is not an object. Write it like this: {_EXAMPLE}")
     for chip, values in content.items():
         if problem := _what_is_wrong(values):
             raise UserError(f"prices {path}, {chip}: {problem}. Write it like this: {_EXAMPLE}")

@@ -58,7 +58,8 @@ def make_report(
     """
     if plan is not None and len(directories) > 1:
         raise UserError(
-            f"--plan {plan} is of one run, and {len(directories)} are given: hf-tpu report {directories[0]} --plan {plan}"
+            f"--plan {plan} belongs to one run, but {len(directories)} runs are compared. Report that run by itself: "
+            f"hf-tpu report {shlex.join([str(directories[0]), '--plan', str(plan)])}"
         )
     runs = [read_run(directory) for directory in directories]
     known = read_prices(prices)

@@ -30,9 +30,9 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). {fix}") from error
     except ValueError as error:
-        raise UserError(f"{path} is no JSON. {fix}") from error
+        raise UserError(f"{path} is not JSON. {fix}") from error
     if not isinstance(plan, dict) or not _NEEDED <= plan.keys() or not _NEEDED_DERIVED <= set(plan["derived"]):
-        raise UserError(f"{path} is no plan. {fix}")
+        raise UserError(f"{path} is not a plan. {fix}")
     return plan
 
 

@@ -185,7 +185,7 @@ def read_run(directory: str | Path) -> Run:
             # Half a line, as a run leaves that is killed while it writes; or one that somebody has edited.
             run.unreadable += 1
     if not run.sessions:
-        raise UserError(f"{path} does not say how a run began: it is damaged. Train again to have a report.")
+        raise UserError(f"{path} is damaged: it has no line about the start of the run. Train again to have a report.")
     for totals in [session.totals for session in run.sessions if session.totals]:
         run.phases.update(totals["phases"])
         for phase, classes in totals["step_times"].items():

@@ -179,7 +179,7 @@ def test_files_that_are_no_recipe(content, message, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_steps: 3\nlearning_rate: 1\nmax_steps: 4\n", "the key 'max_steps' stands in lines 1 and 3. Leave one"),
+        ("max_steps: 3\nlearning_rate: 1\nmax_steps: 4\n", "the key 'max_steps' stands in lines 1 and 3. Keep one"),
         ("a: 1\n\n'a': 2\na: 3\n", "the key 'a' stands in lines 1 and 3 and 4."),
         ("env:\n  HF_TPU_EXT: 1\n  HF_TPU_EXT: 0\n", "the key 'HF_TPU_EXT' stands in lines 2 and 3."),
         ("datasets:\n- path: a\n  path: b\n", "the key 'path' stands in lines 2 and 3."),

@@ -23,6 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_tpu_ext.backends.hosts import Hosts
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.distillation.cache import TeacherCache
+from hf_tpu_ext.examples.jsonl import write_splits
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 from hf_tpu_ext.trainers.run_lock import only_run_in
 
@@ -141,16 +142,20 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "extra", "message"),
     [
-        ({"model_name_or_path": None}, [], "model_name_or_path is missing"),
+        (
+            {"model_name_or_path": None},
+            [],
+            "model_name_or_path, the student whose tokenizer prepares the data, is missing",
+        ),
         ({"dataset_name": None}, [], "dataset_name is missing"),
-        ({"kd_cache": None}, [], "kd_cache is missing: where the cache goes"),
+        ({"kd_cache": None}, [], "kd_cache, the directory of the cache, is missing"),
         ({"packing": True}, [], "packing=True joins sequences to rows"),
         ({"eval_packing": True}, [], "eval_packing=True joins sequences to rows"),
-        ({"dataset_streaming": True}, [], "dataset_streaming=True: the sequences of a streaming dataset"),
+        ({"dataset_streaming": True}, [], "dataset_streaming=True does not work with a cache"),
         (
             {"dataset_name": None, "datasets": [{"path": "json"}], "streaming": True},
             [],
-            "streaming=True: the sequences of a streaming dataset are not known beforehand. Set streaming=False.",
+            "streaming=True does not work with a cache are not known beforehand. Set streaming=False.",
         ),
         ({"dataset_test_split": "held_out"}, [], "The dataset has no split 'held_out', but 'train', 'test'."),
         ({}, ["--temperatures", "1", "0"], "--temperatures 0.0 is not above 0"),
@@ -159,8 +164,12 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
             [],
             "No row of train_dataset is left when it is prepared with max_length=2",
         ),
-        ({}, ["--batch_size", "0"], "--batch_size 0 is not a number of rows"),
-        ({}, ["--kd_top_k", "260"], "kd_top_k=260, but the teacher's vocabulary has 259 tokens. Set 1...259."),
+        ({}, ["--batch_size", "0"], "--batch_size 0 is not positive"),
+        (
+            {},
+            ["--kd_top_k", "260"],
+            "kd_top_k=260, but the teacher's vocabulary has 259 tokens. Set kd_top_k to 1...259.",
+        ),
         ({}, ["--kd_teacher"], "command line: kd_teacher has no value, expected str | None."),
         (
             {},
@@ -179,7 +188,7 @@ def test_mistakes(xla, tiny, recipe, capsys, changes, extra, message):
 
 def test_teacher_is_missing(recipe, capsys):
     assert main(["cache-teacher", "--config", recipe()]) == 2
-    assert "kd_teacher is missing: the model to learn from" in capsys.readouterr().err
+    assert "kd_teacher, the model to learn from, is missing" in capsys.readouterr().err
 
 
 def test_teacher_of_another_vocabulary(tiny, recipe, tmp_path, capsys):
@@ -200,7 +209,26 @@ def test_template_that_adds_tokens(tiny, recipe, tmp_path, capsys):
     source.save_pretrained(tmp_path / "source")
     path = recipe(chat_template_path=str(tmp_path / "source"))
     assert main(["cache-teacher", "--config", path, "--kd_teacher", str(tiny / "teacher")]) == 2
-    assert "changes the vocabulary, which the teacher's weights are not made for" in capsys.readouterr().err
+    assert "adds tokens to the vocabulary, for which the teacher has no weights" in capsys.readouterr().err
+    # What the message says.
+    template = tmp_path / "template.jinja"
+    template.write_text(source.chat_template)
+    path = recipe(chat_template_path=str(template))
+    assert main(["cache-teacher", "--config", path, "--kd_teacher", str(tiny / "teacher")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}], "No row of train_dataset is left"),
+        ([{"input_ids": [1, 999, 3], "labels": [1, 999, 3]}], "The data have the token id 999, but the teacher's"),
+    ],
+)
+def test_tokens_that_teach_nothing(tiny, recipe, tmp_path, capsys, rows, message):
+    write_splits(tmp_path / "tokens", {"train": rows, "test": rows})
+    argv = ["cache-teacher", "--kd_teacher", str(tiny / "teacher")]
+    assert main([*argv, "--config", recipe(dataset_name=str(tmp_path / "tokens"))]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -294,7 +294,10 @@ def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dty
             ["--quantize", "int4", "--gguf", "{file}"],
             "has blk.0.attn_q.weight in F16. Other integers than those of the",
         ),
-        (["--gguf", "{file}"], "--gguf rounds the weights in a GGUF file. Add --quantize."),
+        (
+            ["--gguf", "{file}"],
+            "--gguf writes rounded weights into a GGUF file, and needs --quantize. Add --quantize.",
+        ),
         (["--quantize", "int4", "--merge", "--gguf", "{file}"], "--merge has no effect on --gguf"),
     ],
 )

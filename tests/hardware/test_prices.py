@@ -22,7 +22,7 @@ def test_a_file_of_ones_own(tmp_path):
     ("text", "told"),
     [
         ("{", "cannot be read"),
-        ("[]", "expected an object"),
+        ("[]", "it is not an object"),
         ('{"v5e": 1.2}', "v5e: expected an object, found 1.2"),
         ('{"v5e": {"dollars_per_chip_hour": 1}}', "date, region, source missing"),
         ('{"v5e": {"dollars_per_chip_hour": "1", "region": "", "date": "2026", "source": ""}}', "expected a number"),

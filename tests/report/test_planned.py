@@ -101,6 +101,6 @@ def test_a_file_that_is_no_plan(write_run, tmp_path, capsys, text):
 def test_bad_questions(write_run, tmp_path, capsys):
     first, second = (str(write_run(tmp_path / name)) for name in ("a", "b"))
     assert main(["report", first, second, "--plan", "plan.json"]) == 2
-    assert "is of one run, and 2 are given" in capsys.readouterr().err
+    assert "belongs to one run, but 2 runs are compared" in capsys.readouterr().err
     assert main(["report", first, "--plan", str(tmp_path / "none.json")]) == 2
     assert "none.json cannot be read (No such file" in capsys.readouterr().err
