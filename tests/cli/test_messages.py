@@ -29,6 +29,7 @@ _OTHERS = {
         "num_labels",
         "router_aux_loss_coef",
         "rope_type",
+        "attention_type",
         "zero_stage",
     ),
 }

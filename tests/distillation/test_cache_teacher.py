@@ -155,7 +155,7 @@ def test_smoke(xla, tiny, recipe, tmp_path, monkeypatch):
         (
             {"dataset_name": None, "datasets": [{"path": "json"}], "streaming": True},
             [],
-            "streaming=True does not work with a cache are not known beforehand. Set streaming=False.",
+            "streaming=True does not work with a cache, which needs to know all sequences before the first. Set streaming=False.",
         ),
         ({"dataset_test_split": "held_out"}, [], "The dataset has no split 'held_out', but 'train', 'test'."),
         ({}, ["--temperatures", "1", "0"], "--temperatures 0.0 is not above 0"),
