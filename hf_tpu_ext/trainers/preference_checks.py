@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import datasets
@@ -9,6 +10,7 @@ from transformers.utils import logging
 
 from ..errors import UserError
 from .dataset_checks import check_has_rows
+from .row_checks import TEXT_OR_MESSAGES, naming_rows
 
 
 logger = logging.get_logger(__name__)
@@ -97,11 +99,13 @@ def _problem(row: dict[str, Any], needed: list[str]) -> str | None:
     return None
 
 
-def _is_empty(completion: str | list[dict[str, Any]]) -> bool:
-    if isinstance(completion, str) or not completion:
-        return not completion
+def _is_empty(completion: Any) -> bool:
+    if isinstance(completion, str | list) and not completion:
+        return True
+    # What is neither text nor messages is left to upstream.
+    last = completion[-1] if isinstance(completion, list) else None
     # What is wanted of an assistant may be a call of a tool.
-    return not (completion[-1].get("content") or completion[-1].get("tool_calls"))
+    return isinstance(last, dict) and not (last.get("content") or last.get("tool_calls"))
 
 
 class PreferenceData:
@@ -109,7 +113,9 @@ class PreferenceData:
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         prepare = super()._prepare_dataset
-        prepared = prepare(dataset, processing_class, args, dataset_name)
+        alone = partial(prepare, processing_class=processing_class, args=args, dataset_name=dataset_name)
+        with naming_rows({f"the {dataset_name} dataset": dataset}, TEXT_OR_MESSAGES, alone):
+            prepared = prepare(dataset, processing_class, args, dataset_name)
         if isinstance(dataset, datasets.Dataset) and isinstance(prepared, datasets.Dataset):
             _check_rows_are_left(dataset, prepared, dataset_name, args, prepare, processing_class)
         return prepared

@@ -19,6 +19,7 @@ from .dataset_checks import named_datasets
 from .lengths import declare_lengths
 from .rollout_checkpoints import OF_PROMPTS, RolloutCheckpoints
 from .rollout_checks import check_rollouts
+from .row_checks import naming_rows
 from .text import TextGeneration
 from .upstream import checkpointing_left_on, upstream_behind, upstream_of
 
@@ -121,6 +122,15 @@ class RolloutMixin(RolloutCheckpoints):
             # Images are refused.
             tokens, _, _ = self._tokenize_prompts(batch["prompt"])
             yield from map(len, tokens)
+
+    def _tokenize_prompts(self, prompts: list):
+        tokenize = super()._tokenize_prompts
+        with naming_rows(
+            named_datasets(self.train_dataset, self.eval_dataset),
+            ("prompt",),
+            lambda dataset: tokenize(list(dataset["prompt"])),
+        ):
+            return tokenize(prompts)
 
     def lengths_of_rows(self, dataset) -> list[int] | None:
         return list(self._prompt_lengths(dataset)) if isinstance(dataset, datasets.Dataset) else None

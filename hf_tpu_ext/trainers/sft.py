@@ -12,6 +12,7 @@ from .dataset_checks import check_dataset, named_datasets
 from .distillation import KD_METRICS, DistillationMixin, distills
 from .mixin import TPUTrainerMixin
 from .quantization import QuantizationMixin
+from .row_checks import TEXT_OR_MESSAGES, naming_rows
 from .saving import UPSTREAM_METRICS
 from .text import TextGeneration
 
@@ -55,6 +56,14 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
     def _check_data(self, given) -> None:
         for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
             check_dataset(dataset, name, given["args"], has_formatting_func=given.get("formatting_func") is not None)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        prepare = super()._prepare_dataset
+        settings = (processing_class, args, packing, formatting_func, dataset_name)
+        # What a function of the user's makes text of is its own.
+        columns = () if formatting_func is not None else (*TEXT_OR_MESSAGES, args.dataset_text_field)
+        with naming_rows({f"the {dataset_name} dataset": dataset}, columns, lambda row: prepare(row, *settings)):
+            return prepare(dataset, *settings)
 
     def _finish_set_up(self) -> None:
         self._prepare_fake_quantization()
