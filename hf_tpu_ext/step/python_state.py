@@ -34,6 +34,17 @@ _ABSENT = object()
 _LONGEST = 80
 
 
+def _counts_attributes() -> bool:
+    """Whether an attribute that is set counts as a write to the dict of its object. In CPython 3.13.0 it does not."""
+    module = nn.Module()
+    before = dict_version(vars(module))
+    module.training = False
+    return dict_version(vars(module)) != before
+
+
+COUNTS_ATTRIBUTES = _counts_attributes()
+
+
 def host_random_state() -> tuple:
     """State of the random number generators of Python, NumPy and PyTorch on the host, to be compared."""
     _, keys, *rest = np.random.get_state()
@@ -55,6 +66,7 @@ class PythonState:
 
     CPython counts the writes to a dict, and PyTorch's compiler reads the count for guards of its own. Nearly everything is in
     dicts: only what is in those that were written to is compared, and where a value is another object, whether it is equal.
+    A Python that does not count attributes has all of them compared.
 
     Args:
         roots (`Mapping[str, Any]`):
@@ -209,7 +221,9 @@ class PythonState:
         for entries in filter(None, self._empty):
             return _compare(*self._names[id(entries)], entries, {})
         writes = list(map(dict_version, self._dicts))
-        written = [] if writes == self._writes else compress(range(len(writes)), map(ne, writes, self._writes))
+        written: Iterable[int] = range(len(writes))
+        if COUNTS_ATTRIBUTES:
+            written = [] if writes == self._writes else compress(written, map(ne, writes, self._writes))
         for place in written:
             if (change := self._changed_dict(place)) is not None:
                 return change

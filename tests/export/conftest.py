@@ -10,6 +10,11 @@ from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 
 
+@pytest.fixture(scope="session", autouse=True)
+def started(xla):
+    """XLA, on which some of these train, is started before the first backward pass of the process."""
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("base") / "model")
