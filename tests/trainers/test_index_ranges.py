@@ -1,5 +1,8 @@
 """Places outside of a model's tables are errors with row, value, table and fix, where eager PyTorch has an IndexError."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -241,6 +244,22 @@ def test_a_trainer_refuses_before_it_compiles(xla, tmp_path, mode):
     with pytest.raises(ValueError, match=r"Row \d of the batch holds the token id 50 in `input_ids`"):
         run()
     assert trainer.backend.counters().compiles - before <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", ["2", "8"])
+def test_several_chips_refuse_too(chips):
+    """Training and evaluation, SFT, DPO and its reference."""
+    chosen = "refuses_before_it_compiles or (every_trainer_refuses and not grpo)"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, "-k", chosen],
+        env={**os.environ, "CPU_NUM_DEVICES": chips},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-5000:]
+    assert "7 passed" in result.stdout
 
 
 def make_online(cls, config_cls, runs, columns, **settings):
