@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
-from ..data import count_rows
+from ..data import CollatedBatch, count_rows
 from ..step.metrics import DeviceSums
 from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
 from .own_code import computes_loss_by_itself, is_known, owner_of
+from .predicted_columns import as_collated, find_added, without_added
 from .predicted_text import PredictedText
 
 
@@ -55,15 +56,18 @@ class CompiledEvaluation:
             return result
         return self._read_predictions([self._predict(model, inputs, ignore_keys, **kwargs)])[0][1]
 
-    def _predict(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, int, int, int]:
-        """What upstream predicts of a batch, on the device; its examples, its rows, and the rows that were computed."""
+    def _predict(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, int, int, int, dict]:
+        """
+        What upstream predicts of a batch, on the device; its examples, its rows, the rows that were computed, and columns that
+        were added.
+        """
         result = self.evaluations.run(
             PREDICTION_STEP, inputs, partial(self._trace_prediction, model, **kwargs), ignore_keys=ignore_keys
         )
-        computed = count_rows(self.watching.batch)
+        computed, added = count_rows(self.watching.batch), find_added(inputs, self.watching.batch)
         if self.predicted_text is not None:
-            result = result[0], self.predicted_text.of_batch(inputs), inputs["labels"]
-        return result, self.count_examples(inputs), find_batch_size(inputs), computed
+            result, added = (result[0], self.predicted_text.of_batch(inputs), as_collated(inputs, "labels")), {}
+        return result, self.count_examples(inputs), find_batch_size(inputs), computed, added
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
         with self.copies.not_made(), self._loss_in_prediction(inputs):
@@ -85,14 +89,15 @@ class CompiledEvaluation:
             finally:
                 self.by_length.forget()
 
-    def _read_predictions(self, predictions: list[tuple[Any, int, int, int]]) -> list[tuple[int, tuple]]:
+    def _read_predictions(self, predictions: list[tuple[Any, int, int, int, dict]]) -> list[tuple[int, tuple]]:
         # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
-        # There the rows that completed a batch are cut off.
-        results = self.backend.fetch([result for result, *_ in predictions])
-        return [
-            (examples, tuple(_first_rows(value, rows, computed) for value in result))
-            for result, (_, examples, rows, computed) in zip(results, predictions, strict=True)
-        ]
+        # There the rows and columns that completed a batch are cut off.
+        results, read = self.backend.fetch([result for result, *_ in predictions]), []
+        are_text = bool(vars(self.args).get("predict_with_generate"))
+        for result, (_, examples, rows, computed, added) in zip(results, predictions, strict=True):
+            loss, logits, labels = (_first_rows(value, rows, computed) for value in result)
+            read.append((examples, (loss, *without_added(logits, labels, added, self.label_names, are_text))))
+        return read
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
         self.followed.take_up()
@@ -216,7 +221,7 @@ class _PredictedAhead:
 
     def __iter__(self) -> Iterator[Any]:
         batches: list[Any] = []
-        predictions: list[tuple[Any, int, int, int]] = []
+        predictions: list[tuple[Any, int, int, int, dict]] = []
         held = 0
         for batch in self._dataloader:
             batches.append(batch)
@@ -225,11 +230,16 @@ class _PredictedAhead:
             held += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             if len(batches) == self._most or (self._most is None and held >= MOST_BYTES_HELD):
                 self._made.extend(self._read(predictions))
-                yield from batches
+                yield from map(_all_as_collated, batches)
                 batches, predictions, held = [], [], 0
         if batches:
             self._made.extend(self._read(predictions))
-            yield from batches
+            yield from map(_all_as_collated, batches)
+
+
+def _all_as_collated(batch: Any) -> Any:
+    """A batch as user code gets it (`include_for_metrics`)."""
+    return {key: batch.as_collated(key) for key in batch} if isinstance(batch, CollatedBatch) else batch
 
 
 def _first_rows(value: Any, rows: int, computed: int) -> Any:

@@ -1,11 +1,17 @@
 """Evaluation with metrics, predictions, and ragged last batches."""
 
+import copy
+import os
+
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
     DataCollatorForSeq2Seq,
     EvalPrediction,
     Trainer,
@@ -14,8 +20,13 @@ from transformers import (
 )
 from trl import SFTTrainer
 
-from hf_tpu_ext import TPUTrainer
+from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers import evaluation
+
+
+CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+# Transfers of a read of predictions and losses: what is split over several chips is read apart from what is not.
+READ = 1 if CHIPS == 1 else 2
 
 
 def accuracy(prediction):
@@ -110,7 +121,9 @@ def general(runs):
         **config,
     ):
         settings = dict(output_dir=str(runs.output_dir), report_to="none", disable_tqdm=True, save_strategy="no")
-        settings |= dict(per_device_train_batch_size=4, per_device_eval_batch_size=4, use_cpu=cls is Trainer)
+        # Of all chips, which have as many rows together.
+        rows = 4 if cls is Trainer else 4 // CHIPS
+        settings |= dict(per_device_train_batch_size=rows, per_device_eval_batch_size=rows, use_cpu=cls is Trainer)
         return cls(
             model or AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32),
             TrainingArguments(**{**settings, **config}),
@@ -142,8 +155,8 @@ def test_an_evaluation_reads_once(general):
     dataset = token_rows(LENGTHS)
     for settings, reads in (
         ({}, 1),
-        ({"compute_metrics": accuracy_of_logits}, 1),
-        ({"compute_metrics": accuracy_of_logits, "eval_accumulation_steps": 2}, 2),
+        ({"compute_metrics": accuracy_of_logits}, READ),
+        ({"compute_metrics": accuracy_of_logits, "eval_accumulation_steps": 2}, 2 * READ),
     ):
         ours = general(eval_dataset=dataset, **settings)
         other = general(Trainer, eval_dataset=dataset, **settings).evaluate()
@@ -159,7 +172,7 @@ def test_predictions_are_read_before_they_take_too_much_memory(general, monkeypa
     whole = ours.evaluate()
     monkeypatch.setattr(evaluation, "MOST_BYTES_HELD", 1)
     metrics, reads = reads_of(ours.evaluate, ours.backend)
-    assert reads == 3
+    assert reads == 3 * READ
     assert (metrics["eval_loss"], metrics["eval_accuracy"]) == (whole["eval_loss"], whole["eval_accuracy"])
 
 
@@ -175,6 +188,59 @@ def test_metrics_batch_by_batch(general):
         return trainer.evaluate()["eval_batches"], seen
 
     assert run(TPUTrainer) == run(Trainer) == (3, [(4, False), (4, False), (2, True)])
+
+
+def shifted(logits, labels):
+    return logits[:, :-1].argmax(-1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_eval_metrics": True}], ids=["together", "by batch"])
+@pytest.mark.parametrize("preprocess", [None, most_likely, shifted])
+def test_metrics_are_computed_of_upstreams_columns(general, preprocess, settings):
+    """Those of the longest row of a batch, and of the longest batch, whatever length they are padded to."""
+
+    def run(cls):
+        seen = []
+
+        def count(prediction, compute_result=True):
+            inputs = prediction.inputs["input_ids"] if settings else prediction.inputs
+            seen.append((prediction.predictions, prediction.label_ids, inputs))
+            return {}
+
+        trainer = general(
+            cls, eval_dataset=token_rows(LENGTHS), compute_metrics=count, include_for_metrics=["inputs"], **settings
+        )
+        trainer.preprocess_logits_for_metrics = preprocess
+        trainer.evaluate()
+        return seen, trainer.predict(token_rows([3, 4, 2]))
+
+    (ours, output), (theirs, expected) = run(TPUTrainer), run(Trainer)
+    ours.append((output.predictions, output.label_ids))
+    theirs.append((expected.predictions, expected.label_ids))
+    assert len(ours) == len(theirs) > 1
+    for mine, other in zip(ours, theirs, strict=True):
+        for value, reference in zip(mine, other, strict=True):
+            assert value.shape == reference.shape
+            np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_classes_are_no_columns(runs):
+    """As many of a row as it is padded to, and the hidden states of its tokens."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=259, num_labels=16, output_hidden_states=True, **shape)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config)
+    rows = token_rows([9, 12, 11]).map(lambda row, index: {"labels": index}, with_indices=True)
+
+    def predict(cls, **max_length):
+        args_cls = TPUTrainingArguments if max_length else TrainingArguments
+        args = args_cls(str(runs.output_dir), report_to="none", use_cpu=not max_length, **max_length)
+        return cls(copy.deepcopy(model), args, processing_class=runs.tokenizer).predict(rows).predictions
+
+    ours, theirs = predict(TPUTrainer, max_length=16), predict(Trainer)
+    for value, reference in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
+        np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-5)
+    assert ours[0].shape == (3, 16)
 
 
 def test_a_model_without_a_loss_is_evaluated_as_upstream_does(general):

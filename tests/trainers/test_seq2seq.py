@@ -88,6 +88,10 @@ def test_text_is_that_of_generate(runs):
     def same(rows, **told):
         ours, theirs = (trainer.predict(rows, **told) for trainer in (mine, stock))
         np.testing.assert_array_equal(ours.predictions, theirs.predictions)
+        # Upstream pads labels to the text with a token, and other labels with -100.
+        assert ours.label_ids.shape == theirs.label_ids.shape
+        is_label = ours.label_ids != -100
+        np.testing.assert_array_equal(ours.label_ids[is_label], theirs.label_ids[is_label])
         return ours, theirs
 
     ours, _ = same(rows)
