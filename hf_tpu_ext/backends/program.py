@@ -1,54 +1,62 @@
-"""A program that is recorded once and run many times."""
+"""Functions that are compiled once and run many times, and the memory that their programs are given."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
 
 class CannotReplay(Exception):
-    """What was recorded cannot be run again. Nothing of it has run yet. The message says why, as half a sentence."""
+    """What was traced cannot be run again by its handle. Nothing of it has run yet. The message says why, as half a sentence."""
 
 
-class Program(ABC):
-    """A compiled program, and where its inputs come from."""
+class StateLost(RuntimeError):
+    """A program failed after it was given the buffers of the weights, whose values are gone."""
+
+
+class Fingerprint(Protocol):
+    """What a program depends on besides tensors: noted, then compared."""
+
+    def note(self) -> None:
+        """Note everything as it is now."""
+
+    def change(self) -> str | None:
+        """What has changed since it was noted, as half a sentence."""
+
+    def why_not(self) -> str | None:
+        """Why calls cannot run by their program, as half a sentence: code of the user's runs in them."""
+
+
+class CompiledFunction(ABC):
+    """
+    A function of a state and of data, which runs as a compiled program: `compiled(data, run, **fixed)`.
+
+    The state, which is declared, is written in place, and its buffers are given to the program. `data` is a dict, whose tensors are
+    on the device and differ from call to call; what else is in it, and `fixed`, is part of the program. The function is called as
+    `function(data, **fixed)` and returns nested tensors.
+
+    The first call of a kind and shape is traced, and so is the second, which is compared: the same program, over the same tensors,
+    with the same constants; if it is not, so is the third. After that the program is run by its handle, and no Python of the
+    function. Where the fingerprint has changed, it is traced anew.
+    """
+
+    #: Why each call is traced, as half a sentence, or `None` where calls run by their program.
+    traced: str | None = None
+    #: Whether the last call ran no Python of the function.
+    replays: bool = False
 
     @abstractmethod
-    def run(
-        self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()
-    ) -> list[torch.Tensor]:
+    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
         """
-        Run it, without waiting for it. The tensors of `state` are those that it was recorded with, or others in their
-        place; afterwards they have their new values. `data` has new values for the data that it was recorded with, in
-        the same order, and `aliased` the places in the state of tensors that share their memory with others, which are
-        to have the new values, too. Returned are the results that were named besides the state, in the same order.
+        Call the function, or run its program. `run(run=...)` runs what was traced by calling its argument, and tells those who
+        watch.
         """
 
     @abstractmethod
-    def difference(self, other: "Program") -> str | None:
-        """How another recording of the same step differs, as half a sentence; `None` if it does not matter."""
-
-
-class Recording(ABC):
-    """What is traced from now on, to be compiled once and run many times."""
-
-    @abstractmethod
-    def add_data(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Name device tensors that have another value at each run. The trace has not used them yet."""
-
-    @abstractmethod
-    def add_results(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Name device tensors that the trace has made besides the state. Each run makes others."""
-
-    @abstractmethod
-    def finish(self, state: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> Program:
-        """
-        Compile what was traced, unless it is compiled already, and run it once. Returns it for further runs.
-
-        The state is as the trace left it: the same tensors, changed in place, or others in their place. Raises `CannotReplay` if the
-        program depends on more than the state and the data, or does more than to change the state.
-        """
+    def refuse(self, reason: str) -> None:
+        """Trace each call from now on, and say why: `reason` is half a sentence."""
 
 
 class RealCopies(AbstractContextManager):
@@ -58,36 +66,41 @@ class RealCopies(AbstractContextManager):
     seen: bool
 
     @abstractmethod
-    def suspend(self) -> None:
-        """Leave the context for a while, for code that runs thousands of operators."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Enter it again, if it was left for a while."""
-
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within this context, the other one is left."""
-        self.suspend()
-        try:
-            yield
-        finally:
-            self.resume()
+        """Within this context, the other one is left, for code that runs thousands of operators."""
 
 
 class Programs(ABC):
-    """What records programs on a device whose steps are traced, and knows the memory that they are given."""
+    """What compiles functions on a device whose steps are traced, and knows the memory that their programs are given."""
 
     @abstractmethod
-    def record(self, state: Sequence[torch.Tensor]) -> Recording:
+    def compile(
+        self,
+        function: Callable[..., Any],
+        state: Callable[[], list[torch.Tensor]],
+        fingerprint: Fingerprint,
+        copies: RealCopies,
+        draws_on_host: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ) -> CompiledFunction:
         """
-        Begin to record a program that reads the tensors of a state and may change them in place. What was traced
-        before is run first. Raises `CannotReplay` if the state does not allow it.
-        """
+        Make a [`CompiledFunction`].
 
-    @abstractmethod
-    def keeps(self, compiles: int) -> bool:
-        """Whether a compiled program is still there; `compiles` is [`Backend.compiles`] when it was run last."""
+        Args:
+            function (`Callable`):
+                What is compiled.
+            state (`Callable[[], list[torch.Tensor]]`):
+                Lists the tensors that it reads and writes, always in the same order.
+            fingerprint ([`Fingerprint`]):
+                What else it depends on.
+            copies ([`RealCopies`]):
+                Context that is left from the beginning of each call to its end.
+            draws_on_host (`bool`, *optional*, defaults to `False`):
+                Whether random numbers that it draws on the host do not matter.
+            warn (`Callable[[str], None]`, *optional*):
+                Says why calls are traced, given half a sentence.
+        """
 
     @abstractmethod
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -96,10 +109,6 @@ class Programs(ABC):
     @abstractmethod
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Places of device tensors that share their memory with others, such as those of a `state_dict()` in use."""
-
-    @abstractmethod
-    def without_base(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A traced tensor that is not a view, and does not hold on to what it is a view of. Others are returned as they are."""
 
     @abstractmethod
     def separate_copies(self, state: Sequence[torch.Tensor]) -> None:

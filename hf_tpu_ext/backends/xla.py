@@ -21,13 +21,13 @@ from .host import enable_hugepages, peak_of_process
 from .hosts import Hosts
 from .streamed import StreamedTensor, streamed
 from .xla_compile_cache import XLACompileCache, metric
+from .xla_graphs import REPLAYS
 from .xla_hosts import hosts_of_slice, join_hosts, order_by_host, read_split
 from .xla_insight import XLAInsight
 from .xla_kernels import XLAKernels
 from .xla_loops import XLALoops
 from .xla_pending import pending
 from .xla_programs import XLAPrograms
-from .xla_replay import REPLAYS
 from .xla_sharding import ConstrainRows, XLAManualSharding, gathered, is_split, sharding_by_rows
 from .xla_tensors import pickle_from_host
 

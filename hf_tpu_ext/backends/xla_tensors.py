@@ -3,7 +3,8 @@
 import copy
 import copyreg
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -64,7 +65,7 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
     def __init__(self):
         super().__init__()
         self.seen = True
-        self._is_suspended = self._is_left = False
+        self._is_suspended = False
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
         if self._is_suspended:
@@ -85,22 +86,21 @@ class XLARealCopies(TorchFunctionMode, RealCopies):
                 give_own_buffers([tensor for tensor in computed(results) if memory_shared(tensor) not in known])
         return result
 
-    def suspend(self) -> None:
-        self._is_suspended = True
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        if self._is_suspended:
+            yield
+            return
         # Where another was entered since, this one is passed through.
-        if torch.overrides._get_current_function_mode() is self:
+        self._is_suspended, is_innermost = True, torch.overrides._get_current_function_mode() is self
+        if is_innermost:
             torch.overrides._pop_mode()
-            self._is_left = True
-
-    def resume(self) -> None:
-        self._is_suspended = False
-        if self._is_left:
-            torch.overrides._push_mode(self)
-            self._is_left = False
-
-    def __exit__(self, *error) -> None:
-        self.resume()
-        super().__exit__(*error)
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+            if is_innermost:
+                torch.overrides._push_mode(self)
 
 
 def _real_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import UserError
 from ..hardware.topologies import Chip
 from .hosts import Hosts
-from .program import Program
 from .xla import XLABackend
+from .xla_compile import Executable, Trace, Traced
 from .xla_insight import XLAInsight
 from .xla_kernels import XLAKernels
 from .xla_programs import XLAPrograms
-from .xla_replay import XLARecording
 from .xla_sharding import rows_spec
 from .xla_tensors import live_tensors
 
@@ -33,7 +32,7 @@ _SMALL = 2**26
 
 
 @dataclass(frozen=True)
-class TracedModule(Program):
+class TracedModule:
     """A program that was traced and is not run."""
 
     #: Serialized `HloModuleProto`.
@@ -44,33 +43,34 @@ class TracedModule(Program):
     donated: list[bool]
     #: For each argument, how it is split over the chips, as HLO writes it, where the module does not say.
     shardings: list[str | None]
-    #: Shapes and dtypes of the results that were named besides the state.
-    made: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
 
-    def run(
-        self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor], aliased: Collection[int] = ()
-    ) -> list[torch.Tensor]:
-        return [xb.create_placeholder_tensor(tuple(shape), dtype) for shape, dtype in self.made]
 
-    def difference(self, other: "TracedModule") -> str | None:
+class _NotRun(Executable):
+    """A program that is there in name only. What it returns has shapes and dtypes."""
+
+    #: Those of what it returns.
+    made: list[tuple[torch.Size, torch.dtype]]
+
+    def run(self, given: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
+        new = (xb.create_placeholder_tensor(tuple(shape), dtype) for shape, dtype in self.made)
+        return self.fill(next(new) if place is None else given[place] for place in self.returned)
+
+    def difference(self, other: Executable) -> str | None:
         return None
 
 
-class _Recording(XLARecording):
-    def __init__(self, backend: "TracingBackend", state: Sequence[torch.Tensor]):
-        super().__init__(backend.device, state)
-        self._backend = backend
-
-    def finish(self, state: Sequence[torch.Tensor], aliased: Collection[int] = ()) -> TracedModule:
-        made = [(tensor.shape, tensor.dtype) for tensor in self._made]
-        traced = self.end_trace(state)
-        return replace(self._backend.take_module(traced.results, traced.values, traced.updated), made=made)
-
-
 class _Programs(XLAPrograms):
-    def record(self, state: Sequence[torch.Tensor]) -> _Recording:
+    def begin_trace(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> Trace:
         self._backend.take_pending_as_run()
-        return _Recording(self._backend, state)
+        return super().begin_trace(state, data)
+
+    def hash_traced(self, traced: Traced) -> Executable:
+        executable = _NotRun(b"", traced.inputs, traced.written, traced.returned, traced.form, 0)
+        executable.made = [(tensor.shape, tensor.dtype) for tensor in traced.results[len(traced.written) :]]
+        return executable
+
+    def run_first(self, executable: Executable, traced: Traced, given, aliased) -> TracedModule:
+        return self._backend.take_module(traced.results, traced.values, traced.donated)
 
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         return set()
@@ -220,7 +220,7 @@ class TracingBackend(XLABackend):
     def take_module(
         self, results: list[torch.Tensor], values: list[torch.Tensor], donated: list[bool]
     ) -> TracedModule:
-        """Take what was traced, and go on as if it had been run. The arguments are as in [`TracedStep`]."""
+        """Take what was traced, and go on as if it had been run. The arguments are as in [`~hf_tpu_ext.backends.xla_compile.Traced`]."""
         arguments = []
         for identity, value in zip(_XLAC._get_tensors_handle(values), values, strict=True):
             owner = self._owners[identity]() if identity in self._owners else None

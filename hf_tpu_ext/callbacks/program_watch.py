@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -14,7 +15,6 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..backends.insight import Operation, SourceLine
-from ..backends.program import Program
 from ..errors import UserError
 from ..formatting import format_size
 from .recompile_cause import Cause, StepFacts, compare_facts, compare_operations
@@ -142,9 +142,9 @@ class ProgramWatch:
         kind: str,
         shape: tuple[int, ...],
         where: str,
-        run: Callable[[], Program | None] | None = None,
+        run: Callable[[], Any] | None = None,
         settle: bool = False,
-    ) -> Program | None:
+    ) -> Any:
         """
         End the program recorded so far, which does e.g. a `"training step"` for a batch of a shape, at a place in the
         run, e.g. `"step 12"`. Returns what `run` does, which compiles and starts it, by default [`Backend.end_step`].

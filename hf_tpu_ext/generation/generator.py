@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
+from ..backends.program import CompiledFunction
 from ..errors import UserError
 from ..step.attention import static_masks
 from ..step.module_settings import settings_of
-from ..step.replay import StepReplay
 from ..step.static_cache import StaticKeyValueCache, pad_positions
 from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights, find_room
@@ -112,8 +112,8 @@ class Generator:
         self._programs: dict[Hashable, Callable] = {}
         self._weights: dict[str, Tensor] = {}
         self._settings: list[Hashable] = []
-        #: Replays the programs, if anything does. It has to be given [`~Generator.tensors`].
-        self.replay: StepReplay | None = None
+        #: Runs [`~Generator.trace`] as compiled programs, where these are kept. Its state is [`~Generator.tensors`].
+        self.compiled: CompiledFunction | None = None
         self._state: list[Tensor] = []
 
     def tensors(self) -> list[Tensor]:
@@ -214,22 +214,23 @@ class Generator:
         seed = self._backend.send(seed)
         if self._compiles:
             self._follow_model()
-        made = self._call(PREFILL, tuple(ids.shape), self._prefill, {**prompts, "seed": seed, "copies": copies})
+        made = self._call(PREFILL, tuple(ids.shape), {**prompts, "seed": seed, "copies": copies})
         if self._new_tokens > 1:
             shape = (rows, self._new_tokens)
-            made += self._call(DECODE, shape, self._decode, {"seed": seed, "rows": rows})
+            made += self._call(DECODE, shape, {"seed": seed, "rows": rows})
         return made
 
-    def _call(
-        self, name: str, shape: tuple[int, int], trace: Callable[..., list[Tensor]], data: dict[str, Any]
-    ) -> list[Tensor]:
+    def _call(self, name: str, shape: tuple[int, int], data: dict[str, Any]) -> list[Tensor]:
         run = (lambda run: run()) if self._run is None else partial(self._run, name, shape)
-        if self.replay is None:
-            made = trace(**data)
-            run(run=self._backend.end_step)
-            return made
-        made = trace(**data) if self.replay.begin(name, data) else None
-        return self.replay.end(run, made=made)
+        if self.compiled is not None:
+            return self.compiled(data, run, name=name)
+        made = self.trace(data, name)
+        run(run=self._backend.end_step)
+        return made
+
+    def trace(self, data: dict[str, Any], name: str) -> list[Tensor]:
+        """One of the two programs, as a function."""
+        return (self._prefill if name == PREFILL else self._decode)(**data)
 
     def _follow_model(self) -> None:
         """Take the weights of now. What was compiled is forgotten where the model computes by other settings, or another adapter."""

@@ -15,7 +15,7 @@ from ..hardware.topologies import Topology
 from ..kernels.versions import required_versions
 from ..sharding import describe_hosts, describe_mesh
 from ..step.estimate import read_dimensions, step_flops
-from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs, why_no_compiler
 from .hlo_cost import measure_cost
 from .page import format_count

@@ -11,7 +11,7 @@ from ..atomic_write import write_atomically
 from ..generation.generator import DECODE, PREFILL
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
-from ..step.replay import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
 from .hlo_cost import Cost
 from .hlo_parts import ATTENTION
 from .programs import KEPT, CompiledProgram, Generations

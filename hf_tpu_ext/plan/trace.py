@@ -13,12 +13,11 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import get_hf_quantizer
 
-from ..backends.program import Program
 from ..callbacks.samples import ShowSamples
 from ..errors import UserError
 from ..quantization.packed_linear import count_parameters
 from ..step.attention import is_sliced
-from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
 from ..trainers.run_facts import find_facts
@@ -179,11 +178,11 @@ class TracingMixin(EveryLengthMixin):
         self,
         kind: str,
         where: str,
-        run: Callable[[], Program | None] | None = None,
+        run: Callable[[], Any] | None = None,
         shape: tuple[int, ...] | None = None,
-    ) -> Program | None:
+    ) -> Any:
         is_step = kind in (OPTIMIZER_STEP, MICRO_STEP)
-        if is_step and (run is None and kind == OPTIMIZER_STEP or self.steps.replay is None):
+        if is_step and (run is None and kind == OPTIMIZER_STEP or self.steps.compiled is None):
             raise UserError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
@@ -212,10 +211,8 @@ class TracingMixin(EveryLengthMixin):
         for model in (self.model, *self._other_models()):
             for tensor in (*model.parameters(), *model.buffers()):
                 roles[id(tensor)] = "weights"
-                if tensor.grad is not None:
-                    roles[id(tensor.grad)] = "gradients"
-        if self.chips.local_gradients is not None:
-            roles |= {id(tensor): "gradients" for tensor in self.chips.local_gradients.tensors}
+        if self.steps.gradients is not None:
+            roles |= {id(tensor): "gradients" for tensor in self.steps.gradients.tensors}
         if self.optimizer is not None:
             for state in self._plain_optimizer.state.values():
                 roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from ..backends.base import Backend
+from ..step.gradients import StepGradients
 from ..step.random_numbers import RandomNumbers
 
 
-class LocalGradients:
+class LocalGradients(StepGradients):
     """
     Accumulates gradients on each chip, and adds them up over the chips once per optimizer step.
 
@@ -25,6 +26,7 @@ class LocalGradients:
     """
 
     def __init__(self, model: nn.Module, backend: Backend, accumulates: bool):
+        super().__init__(model)
         self._backend = backend
         self._places: list[tuple[dict[str, nn.Parameter], str, nn.Parameter]] = [
             (module._parameters, name, parameter)

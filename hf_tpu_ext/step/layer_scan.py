@@ -181,8 +181,6 @@ class LayerStack(nn.ModuleList):
         self._made = made_in_turn or {}
         # Those of the layers by their name in a layer. They have no values while the stack is in use.
         self._parts: dict[str, list[nn.Parameter]] = {}
-        # Those that persist between steps, while the stack is not in use.
-        self._gradients: dict[str, Tensor | None] = {}
         #: The parameters by their name in a layer.
         self.stacked: dict[str, nn.Parameter] = {}
         self._checkpoints = False
@@ -239,7 +237,7 @@ class LayerStack(nn.ModuleList):
             whole, is_trained = torch.stack(parts), parts[0].requires_grad
             if name in self.stacked and self.stacked[name].dtype == whole.dtype:
                 self.stacked[name].data = whole
-                self.stacked[name].requires_grad_(is_trained).grad = self._gradients.get(name)
+                self.stacked[name].requires_grad_(is_trained)
             else:
                 self.stacked[name] = nn.Parameter(whole, is_trained)
             for layer, part in zip(self._layers, parts, strict=True):
@@ -265,7 +263,6 @@ class LayerStack(nn.ModuleList):
                 part.requires_grad_(stacked.requires_grad)
                 _put(layer, name, part)
             pending = self._flushed(pending + stacked.nbytes)
-            self._gradients[name], stacked.grad = stacked.grad, None
             stacked.data = nothing.to(stacked.dtype)
         self._backend.flush()
 

@@ -1,6 +1,6 @@
 """AdamW whose step is one program for the whole run, with state that exists before the first step, and its gradients."""
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_, itemgetter
@@ -39,13 +39,12 @@ class LazyAdamW(torch.optim.AdamW):
         self._backend = backend
         #: An average of the weights, which a step updates as well.
         self.average: WeightAverage | None = None
-        #: What the program of a replayed step updates: [`~LazyAdamW.step`] runs no operator then. `None` where it does.
-        self.in_program: Sequence[_Update] | None = None
-        #: Parameters that a step does not update although they have a gradient.
-        self.left_out: Collection[torch.nn.Parameter] = ()
-        #: What the last step has updated, and the numbers that it has sent for that.
+        #: Whether the program of the step under way has updated the weights: [`~LazyAdamW.step`] then has nothing to do.
+        self.is_done = False
+        #: What was updated last.
         self.updated: Sequence[_Update] = ()
-        self.sent: torch.Tensor | None = None
+        # The row among those of a group in the numbers of the next update, by how many steps were taken.
+        self._row_of: dict[float, int] = {}
         # The parameters for which there was state when it was looked at last, and for how many.
         self._complete: tuple[list[int], int] = [], 0
         # The state of each parameter as it was known last, and how often it was another.
@@ -89,28 +88,61 @@ class LazyAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.create_state()
-        if self.in_program is not None:
-            self.updated = self.in_program
-            self.sent, _ = self._count_and_send(self.updated)
+        if self.is_done:
+            self.is_done = False
         else:
-            self._step()
+            self.update(self._backend.send(self.numbers()))
+            self.count()
         return loss
 
+    # ---- An update: its numbers on the host, its operators, its counters ----
+
+    def numbers(self) -> torch.Tensor:
+        """
+        What the next update takes besides tensors, on the host: `(1, rows, numbers)`, float32. Parameters of a group that have taken
+        equally many steps share a row.
+        """
+        self.create_state()
+        self._follow_state()
+        by_count = sorted(set(self._counts.tolist()), reverse=True)
+        # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
+        by_count += [0.0] * (2 - len(by_count))
+        self._row_of = {count: row for row, count in reversed([*enumerate(by_count)])}
+        share = None if self.average is None else 1 - self.average.next_decay()
+        rows = [self._numbers_of(group, count + 1, share) for group in self.param_groups for count in by_count]
+        # Beside a batch, what has as many rows as the batch would be split over the chips.
+        return torch.tensor([rows], dtype=torch.float32)
+
+    @staticmethod
+    def _numbers_of(group: dict[str, Any], step: float, share: float | None) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        learning_rate, decay = group["lr"], group["weight_decay"]
+        row = 1 - learning_rate * decay, learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5
+        return row if share is None else (*row, share)
+
     @torch.no_grad()
-    def _step(self) -> None:
-        left_out = set(self.left_out)
-        self.sent = None
-        self.updated = [
-            _Update(group, parameter, self.state[parameter])
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and parameter not in left_out
-        ]
+    def update(self, numbers: torch.Tensor) -> None:
+        """Update every parameter that has a gradient, and the average of the weights, by [`~LazyAdamW.numbers`] on the device."""
+        counts = dict(zip(map(id, self._known), self._counts.tolist(), strict=True))
+        self.updated, rows = [], []
+        for number, group in enumerate(self.param_groups):
+            first = number * numbers.shape[1] // len(self.param_groups)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    self.updated.append(_Update(group, parameter, state))
+                    rows.append(first + self._row_of[counts[id(state)]])
         if self.updated:
-            self.sent, keys = self._count_and_send(self.updated)
-            rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-            self._update(self.updated, self.sent, [rows[key] for key in keys])
+            self._update(self.updated, numbers[0], rows)
+
+    def count(self) -> None:
+        """Count an update of what was updated last."""
+        self._follow_state()
+        updates = self.updated
+        if len(updates) == len(self._known) and all(map(is_, map(attrgetter("state"), updates), self._known)):
+            self._counts += 1
+        elif updates:
+            torch._foreach_add_([update.state["step"] for update in updates], 1)
 
     def settings(self) -> Hashable:
         """What the program of a step depends on besides tensors: equal where the program is."""
@@ -141,32 +173,6 @@ class LazyAdamW(torch.optim.AdamW):
         self._counters = list(self._counts.unbind())
         for state, counter in zip(self._known, self._counters, strict=True):
             state["step"] = counter
-
-    def _count(self, updates: Sequence[_Update]) -> list[float]:
-        """Count a step of the parameters that are updated. Returns how many each of them has taken."""
-        self._follow_state()
-        if len(updates) == len(self._known) and all(map(is_, map(attrgetter("state"), updates), self._known)):
-            self._counts += 1
-            return self._counts.tolist()
-        counters = [update.state["step"] for update in updates]
-        torch._foreach_add_(counters, 1)
-        return torch.stack(counters).tolist()
-
-    def _count_and_send(self, updates: Sequence[_Update]) -> tuple[torch.Tensor, list[tuple[int, float]]]:
-        """Count a step, and send the numbers that it needs: a row each, by group and count, in the order returned."""
-        groups = {id(update.group): update.group for update in updates}
-        keys = list(zip((id(update.group) for update in updates), self._count(updates), strict=True))
-        values = []
-        # Parameters that have taken equally many steps share a row: usually one row per group.
-        for number, step in dict.fromkeys(keys):
-            group = groups[number]
-            beta1, beta2 = group["betas"]
-            learning_rate, decay = group["lr"], group["weight_decay"]
-            values.append((1 - learning_rate * decay, learning_rate / (1 - beta1**step), (1 - beta2**step) ** 0.5))
-        if self.average is not None:
-            share = 1 - self.average.next_decay()
-            values = [(*row, share) for row in values]
-        return self._backend.send(torch.tensor(values, dtype=torch.float32)), keys
 
     def _update(self, updates: list["_Update"], coefficients: torch.Tensor, row_of: list[int]) -> None:
         numbers = [row.unbind() for row in coefficients.unbind()]
@@ -217,64 +223,21 @@ def place_loaded(backend: Backend, optimizer: torch.optim.Optimizer, state_dict:
     return {**state_dict, "state": state}
 
 
-class StepGradients:
-    """
-    Zeroes the gradients of a model, in place of its `zero_grad`.
-
-    With gradient accumulation (`keep`) gradients are there from the start of a run and are zeroed in place, so that
-    the first micro-step adds to them like every other and is the same program. Without it they live inside the one
-    program of a step and need no memory between steps.
-    """
-
-    def __init__(self, model: torch.nn.Module, keep: bool):
-        self._parameters = list(model.parameters())
-        self._kept: list[torch.nn.Parameter] = []
-        self._received: set[torch.nn.Parameter] = set()
-        self._hooks = []
-        #: Whether the program of the step under way zeroes them.
-        self.in_program = False
-        if keep:
-            self._kept = [parameter for parameter in self._parameters if parameter.requires_grad]
-        for parameter in self._kept:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._received.add))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or zero those that are kept, whatever `set_to_none` says."""
-        if self.in_program:
-            return
-        kept = set(self._kept)
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                continue
-            if set_to_none and parameter not in kept:
-                parameter.grad = None
-            else:
-                parameter.grad.detach_().zero_()
-        self._received.clear()
-
-    @property
-    def unused(self) -> Collection[torch.nn.Parameter]:
-        """Parameters that no micro-step has used since gradients were zeroed. Without this they would have no gradient."""
-        return [parameter for parameter in self._kept if parameter not in self._received]
-
-    def close(self) -> None:
-        """Follow the gradients no longer."""
-        for hook in self._hooks:
-            hook.remove()
-
-
 def _precise(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float32, if its own dtype is shorter."""
     return tensor.to(at_least_float32(tensor.dtype))
 
 
-def clip_gradients(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-    """As [`torch.nn.utils.clip_grad_norm_`]: returns the norm of the gradients before they are scaled, float32 at least."""
+def clip_gradients(model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:
+    """
+    As [`torch.nn.utils.clip_grad_norm_`]: returns the norm of the gradients before they are scaled, float32 at least. Without a
+    `max_norm`, or with 0, they are not.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     # XLA sums bfloat16 in bfloat16.
     norm = torch.nn.utils.get_total_norm([_precise(parameter.grad) for parameter in parameters], foreach=False)
+    if not max_norm:
+        return norm
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         # By `copy_`, see [`LazyAdamW.step`]. A gradient that persists stays the same tensor, on the same chips.

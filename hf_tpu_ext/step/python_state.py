@@ -1,7 +1,6 @@
 """What Python code could read while a step is traced, besides the tensors that a step is given: noted once, then compared."""
 
 import gc
-import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
@@ -43,12 +42,6 @@ def _counts_attributes() -> bool:
 
 
 COUNTS_ATTRIBUTES = _counts_attributes()
-
-
-def host_random_state() -> tuple:
-    """State of the random number generators of Python, NumPy and PyTorch on the host, to be compared."""
-    _, keys, *rest = np.random.get_state()
-    return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
 def is_plain(value: Any) -> bool:

@@ -1,13 +1,13 @@
 """Random numbers of a program: each follows from a seed, which is data, the draw and the place of the element, by a hash."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from ..backends.manual_sharding import ManualSharding
 from .random_bits import BY_COLUMN, BY_ROW, scramble
@@ -56,7 +56,7 @@ class RandomSeeds:
         return found
 
 
-class RandomNumbers(TorchFunctionMode):
+class RandomNumbers(AbstractContextManager):
     """
     Context in which PyTorch's random operators on the device draw numbers that follow from a seed.
 
@@ -64,7 +64,9 @@ class RandomNumbers(TorchFunctionMode):
     a program is given and leaves. These are the same on one chip and on several, in a program that is traced and in one that runs
     again, and where layers are computed again in the backward pass.
 
-    Operators that are not among [`DRAWS`], and those with a `generator`, draw what they draw without this context.
+    Meanwhile PyTorch's functions by the names of [`DRAWS`] are others: a [`~torch.overrides.TorchFunctionMode`] would do the same,
+    but its line would stand for that of every operator where the cause of a recompilation is looked for. Functions that are not
+    among them, or were imported by their own name, and those with a `generator`, draw what they draw without this context.
 
     Args:
         seed (`torch.Tensor` of shape `()`, int32):
@@ -79,7 +81,6 @@ class RandomNumbers(TorchFunctionMode):
     _entered: ClassVar[list["RandomNumbers"]] = []
 
     def __init__(self, seed: Tensor, chip: Tensor | None = None, drawn: int = 0):
-        super().__init__()
         self.seed, self.chip = seed, chip
         #: Draws so far.
         self.drawn = drawn
@@ -92,19 +93,23 @@ class RandomNumbers(TorchFunctionMode):
         return cls(torch.randint(-_LARGEST, _LARGEST - 1, (), dtype=torch.int32, device=device))
 
     def __enter__(self) -> "RandomNumbers":
+        if not self._entered:
+            for owner, name, draw in DRAWS:
+                _PYTORCHS[owner, name] = vars(owner).get(name)
+                setattr(owner, name, _replacement(getattr(owner, name), draw))
         self._entered.append(self)
-        return super().__enter__()
+        return self
 
     def __exit__(self, *error) -> None:
         self._entered.pop()
-        super().__exit__(*error)
-
-    def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
-        kwargs = kwargs or {}
-        draw = DRAWS.get(func)
-        if draw is None or kwargs.get("generator") is not None:
-            return func(*args, **kwargs)
-        return draw(self, func, *args, **kwargs)
+        if self._entered:
+            return
+        for (owner, name), function in _PYTORCHS.items():
+            if function is None:
+                # It is that of a base, in C.
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
 
     # ---- Seeds ----
 
@@ -308,25 +313,37 @@ def _bernoulli_of(numbers: RandomNumbers, func: Callable, input: Tensor, *args: 
 
 _fill_uniform, _fill_normal = _fill(_uniform), _fill(_normal)
 
-#: What draws in the place of PyTorch's operators.
-DRAWS: dict[Callable, Callable] = {
-    functional.dropout: _dropout,
-    torch.dropout: _dropout,
-    torch.dropout_: _dropout_,
-    functional.scaled_dot_product_attention: _attention,
-    Tensor.uniform_: _fill_uniform,
-    Tensor.normal_: _fill_normal,
-    Tensor.exponential_: _fill(_exponential),
-    Tensor.bernoulli_: _fill(_bernoulli),
-    Tensor.bernoulli: _bernoulli_of,
-    torch.bernoulli: _bernoulli_of,
-    torch.rand: _new(torch.empty, _fill_uniform),
-    torch.rand_like: _new(torch.empty_like, _fill_uniform),
-    torch.randn: _new(torch.empty, _fill_normal),
-    torch.randn_like: _new(torch.empty_like, _fill_normal),
-    torch.randint: _randint,
-    torch.randint_like: _randint_like,
-}
+#: What draws in the place of PyTorch's functions.
+DRAWS: list[tuple[Any, str, Callable]] = [
+    (functional, "dropout", _dropout),
+    (functional, "scaled_dot_product_attention", _attention),
+    (torch, "dropout", _dropout),
+    (torch, "dropout_", _dropout_),
+    (Tensor, "uniform_", _fill_uniform),
+    (Tensor, "normal_", _fill_normal),
+    (Tensor, "exponential_", _fill(_exponential)),
+    (Tensor, "bernoulli_", _fill(_bernoulli)),
+    (Tensor, "bernoulli", _bernoulli_of),
+    (torch, "bernoulli", _bernoulli_of),
+    (torch, "rand", _new(torch.empty, _fill_uniform)),
+    (torch, "rand_like", _new(torch.empty_like, _fill_uniform)),
+    (torch, "randn", _new(torch.empty, _fill_normal)),
+    (torch, "randn_like", _new(torch.empty_like, _fill_normal)),
+    (torch, "randint", _randint),
+    (torch, "randint_like", _randint_like),
+]
+# PyTorch's, while others are in their place.
+_PYTORCHS: dict[tuple[Any, str], Callable | None] = {}
+
+
+def _replacement(function: Callable, draw: Callable) -> Callable:
+    @wraps(function)
+    def call(*args, **kwargs):
+        if kwargs.get("generator") is not None:
+            return function(*args, **kwargs)
+        return draw(RandomNumbers._entered[-1], function, *args, **kwargs)
+
+    return call
 
 
 def draws_random_numbers(model: nn.Module) -> str | None:

@@ -306,7 +306,7 @@ class BatchesMixin:
         if not isinstance(count, torch.Tensor):
             return count
         # A step that may be replayed sends it with the batch.
-        return count.float() if self.steps.replay is not None else self.backend.send(count.float())
+        return count.float() if self.steps.compiled is not None else self.backend.send(count.float())
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         if isinstance(inputs, CollatedBatch) and inputs.num_tokens is not None:

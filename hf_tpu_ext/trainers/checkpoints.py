@@ -40,6 +40,11 @@ def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def newest_checkpoint(run_dir: str | Path) -> str | None:
+    """The checkpoint directory of a run with the highest number, or `None`."""
+    return next((str(path) for path in reversed(checkpoints_by_step(run_dir).values())), None)
+
+
 def _named_as_checkpoints(run_dir: str | Path) -> list[Path]:
     paths = Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     return [path for path in paths if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]

@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
 from ..sharding.local_gradients import LocalGradients
 from ..sharding.per_chip import score_tokens_per_chip
+from ..step.gradients import AccumulatedGradients, StepGradients
 from .configs import ExtensionArguments
 
 
@@ -131,7 +132,9 @@ class Chips:
         self.recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
         count_all_chips(args, chips)
 
-    def shard_training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def shard_training_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, gradients: StepGradients
+    ) -> None:
         """
         Put what a run trains with on its chips, so that the first step is like every later one: the model on the
         device, with gradients if they persist between steps, and its optimizer, whose state may come from a
@@ -141,9 +144,9 @@ class Chips:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
         self.sharding_plan.apply(model, self._backend)
-        specs, averages = self.sharding_plan.specs, self._trainer.averaging.tensors
+        specs, averages, sums = self.sharding_plan.specs, self._trainer.averaging.tensors, gradients.of_parameters
         for name, parameter in model.named_parameters():
-            for value in (parameter.grad, averages.get(parameter), *optimizer.state.get(parameter, {}).values()):
+            for value in (sums.get(parameter), averages.get(parameter), *optimizer.state.get(parameter, {}).values()):
                 # Counters stay on the host, and factored moments where the partitioner has them.
                 place = parameter.device, parameter.shape
                 if isinstance(value, torch.Tensor) and (value.device, value.shape) == place:
@@ -177,19 +180,22 @@ class Chips:
 
     # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
 
-    def keep_gradients_local(self, model: nn.Module) -> bool:
-        """Compute gradients on each chip by itself where that gives the same step. Returns whether it does."""
-        if self._backend.num_chips == 1 or self.mesh["fsdp"] > 1:
-            return False
+    def gradients_of(self, model: nn.Module, earlier: StepGradients | None = None) -> StepGradients:
+        """
+        The gradients of the steps of a run: on each chip by itself where that gives the same step. Sums of `earlier` ones go on.
+        """
+        self.local_gradients = None
         accumulates = self._trainer.args.gradient_accumulation_steps > 1
-        reason = self._why_not_local(model)
-        if reason is None:
-            self.local_gradients = LocalGradients(model, self._backend, accumulates)
-        elif accumulates:
-            logger.warning_once(
-                f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
-            )
-        return reason is None
+        if self._backend.num_chips > 1 and self.mesh["fsdp"] == 1:
+            reason = self._why_not_local(model)
+            if reason is None:
+                self.local_gradients = LocalGradients(model, self._backend, accumulates)
+                return self.local_gradients
+            if accumulates:
+                logger.warning_once(
+                    f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
+                )
+        return AccumulatedGradients(model, earlier) if accumulates else StepGradients(model)
 
     def _why_not_local(self, model: nn.Module) -> str | None:
         unwrapped = unwrap_peft_model(model)

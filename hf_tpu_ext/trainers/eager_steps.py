@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from ..errors import UserError
-from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .arguments import ADAMW_NAMES
 from .training_steps import SentBatch
 
@@ -86,8 +86,8 @@ class EagerSteps(TrainerCallback):
             The trainer.
     """
 
-    #: Steps are not replayed, as those of [`TrainingSteps`] are.
-    replay = why_not = None
+    #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.
+    compiled = why_not = None
     replays = False
     #: Whether programs may be compiled whole.
     compiles_whole = False
@@ -163,7 +163,7 @@ class EagerSteps(TrainerCallback):
             self.data = trainer.backend.send(trainer._step_data())
         self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
-        trainer._log_step_loss(loss)
+        trainer._log_step_loss(loss, trainer.accelerator.sync_gradients)
         if self._under_way == OPTIMIZER_STEP:
             self._average_gradients(model)
         return loss

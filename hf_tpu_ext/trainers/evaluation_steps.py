@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from ..backends.program import CompiledFunction
 from ..step.metrics import DeviceSums
 from ..step.random_numbers import RandomNumbers
-from ..step.replay import StepReplay, warn_not_replayed
+from .compiled import compile_for, dtypes_of, warn_traced
 from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
-from .training_steps import SentBatch, dtypes_of
+from .training_steps import SentBatch
 
 
 #: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
@@ -24,7 +24,7 @@ class EvaluationSteps:
     """
     Runs the batches of an evaluation, or of a prediction.
 
-    A batch of a shape is traced twice and then replayed, as a training step is, see [`StepReplay`]: also those of further
+    A batch of a shape is traced twice and then run by the handle of its program, as a training step is: also those of further
     evaluations, until training begins or ends. It is traced where code of the user's runs in it, or in a training step.
 
     Args:
@@ -34,7 +34,7 @@ class EvaluationSteps:
 
     def __init__(self, trainer):
         self._trainer = trainer
-        self._replay: StepReplay | None = None
+        self._compiled: CompiledFunction | None = None
         self._sums: DeviceSums | None = None
         self._settings: Any = None
         self._under_way = False
@@ -43,6 +43,9 @@ class EvaluationSteps:
         self._said: str | None = None
         # Batches since the last micro-step of training, each of which draws other random numbers.
         self._number = 0
+        # What computes the batch under way, and the names of what it is called with.
+        self._trace: Callable[..., Any] | None = None
+        self._given: tuple[str, ...] = ()
         #: Numbers that the batch under way has on the device, besides its own.
         self.data: dict[str, torch.Tensor] | None = None
 
@@ -69,12 +72,14 @@ class EvaluationSteps:
             return
         why_not = partial(self._why_not_replay, models)
         if (reason := why_not()) is not None:
-            self._replay = None
+            self._compiled = None
             if reason not in (self._said, trainer.steps.why_not):
-                warn_not_replayed(reason, training=False)
+                warn_traced(reason, training=False)
             self._said = reason
-        elif self._replay is None:
-            self._replay = trainer.steps.make_replay(
+        elif self._compiled is None:
+            self._compiled = compile_for(
+                trainer,
+                self._run_batch,
                 models,
                 METHODS_OF_A_PREDICTION,
                 state=self._tensors,
@@ -83,8 +88,8 @@ class EvaluationSteps:
             )
 
     def forget(self) -> None:
-        """Forget what was recorded. A run makes other tensors of the weights."""
-        self._replay = None
+        """Forget what was compiled. A run makes other tensors of the weights."""
+        self._compiled = None
 
     def run(self, kind: str, inputs: dict[str, Any], trace: Callable, **data: Any) -> Any:
         """
@@ -97,34 +102,34 @@ class EvaluationSteps:
         what = "evaluation" if kind == EVALUATION_STEP else "prediction"
         run_traced = partial(trainer.end_program, kind, f"{what} after step {trainer.state.global_step}")
         sent = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        if self._replay is None or not self._under_way:
+        if self._compiled is None or not self._under_way:
             # A user may also call upstream's `prediction_step`, with the model as it is.
             made = trace(inputs, **{**data, **trainer.backend.send(sent)})
             run_traced()
             return made
-        made = None
         self._number += 1
         sent["seed"] = trainer.seeds.beside(self._number)
+        with trainer.copies.not_made():
+            # Names of their own: columns of a batch have any.
+            batch = trainer._send_batch(inputs, {(kind, name): value for name, value in sent.items()})
+            data |= {name: batch.pop((kind, name)) for name in sent}
+            of_evaluation = trainer._data_of_evaluation()
+        named = {**batch, **{(kind, name): value for name, value in {**data, **of_evaluation}.items()}}
+        self._trace, self._given = trace, (*data,)
+        return self._compiled(named, run_traced, kind=kind)
+
+    def _run_batch(self, data: dict[Any, Any], kind: str) -> Any:
+        """What is compiled."""
+        numbers = {key[1]: value for key, value in data.items() if _is_number(key, kind)}
+        batch = SentBatch((key, value) for key, value in data.items() if not _is_number(key, kind))
+        self.data = {name: value for name, value in numbers.items() if name not in self._given}
         try:
-            with trainer.copies.not_made():
-                # Names of their own: columns of a batch have any.
-                batch = trainer._send_batch(inputs, {(kind, name): value for name, value in sent.items()})
-                data |= {name: batch.pop((kind, name)) for name in sent}
-                self.data = trainer._data_of_evaluation()
-            named = {**batch, **{(kind, name): value for name, value in {**data, **self.data}.items()}}
-            seed = data.pop("seed")
-            if self._replay.begin(kind, named):
-                with RandomNumbers(seed):
-                    traced = trace(SentBatch(batch), **data)
-                made = tree_map_only(torch.Tensor, trainer.backend.programs.without_base, traced)
-                del traced
-            return self._replay.end(run_traced, made=made)
+            with RandomNumbers(numbers["seed"]):
+                return self._trace(batch, **{name: numbers[name] for name in self._given if name != "seed"})
         finally:
             self.data = None
-            # Where the trace failed, too.
-            trainer.copies.context.resume()
 
-    # ---- Replay ----
+    # ---- What is compiled ----
 
     def _why_not_replay(self, models: list[nn.Module]) -> str | None:
         trainer = self._trainer
@@ -142,3 +147,7 @@ class EvaluationSteps:
         """What a batch reads and changes, besides the model; always in the same order."""
         sums = [] if self._sums is None else self._sums.tensors.values()
         return [*sums, *self._trainer.metrics.changed_by("eval")]
+
+
+def _is_number(key: Any, kind: str) -> bool:
+    return isinstance(key, tuple) and key[0] == kind

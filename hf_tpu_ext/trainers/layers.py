@@ -193,8 +193,7 @@ class LayerScan:
         self._stacked_groups.split()
         self._trainer.averaging.split(self.stack)
         self.stack, self._trainer.compiled.scan_layers = None, "off"
-        self._trainer.steps.keep_gradients()
-        self._trainer.chips.shard_training_state(self._trainer.model, self._trainer._plain_optimizer)
+        self._trainer.steps.make_gradients()
         self._trainer.backend.wait()
 
     def _why_layers_differ(self, layers: nn.ModuleList) -> str | None:

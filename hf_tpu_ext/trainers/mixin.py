@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_record import RunRecord
 from ..data import StaticShapeCollator
@@ -19,7 +18,7 @@ from ..step.adapters import adapters_scaled_inside
 from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens
-from ..step.random_numbers import RandomNumbers
+from ..step.optimizer import clip_gradients
 from .batches import BatchesMixin
 from .checkpoints import leaving_no_empty_dir, set_aside
 from .configs import ExtensionArguments
@@ -283,26 +282,17 @@ class TPUTrainerMixin(
             self.backend.end_step()
             return loss
         if self.backend.traces_steps:
-            return self.steps.run(model, inputs, num_items_in_batch, self._traced_step)
+            return self.steps.run(model, inputs, num_items_in_batch, self._forward_backward)
         if self.backend.static_shapes:
             return self.steps.run(model, inputs, num_items_in_batch, self._step_of_upstream)
         if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _traced_step(self, model, inputs, num_items_in_batch) -> torch.Tensor:
-        if self.chips.local_gradients is not None and not self.chips.local_gradients.are_of(model):
-            self.chips.local_gradients = None
-            self.chips.keep_gradients_local(model)
-        with self._micro_steps_as_data(self.steps.data), RandomNumbers(self.steps.data["seed"]):
-            if self.chips.local_gradients is None:
-                loss = self._step_of_upstream(model, inputs, num_items_in_batch)
-            else:
-                with self.chips.local_gradients.micro_step(closing=self.accelerator.sync_gradients):
-                    loss = self.chips.over_chips(self._step_of_upstream(model, inputs, num_items_in_batch))
-        if self.steps.replay is not None or not self._override_returns_loss:
-            self._log_step_loss(loss)
-        return loss
+    def _forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
+        """The first stage of a micro-step."""
+        with self._micro_steps_as_data(self.steps.data):
+            return self._step_of_upstream(model, inputs, num_items_in_batch)
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """What upstream computes in a micro-step."""
@@ -313,15 +303,15 @@ class TPUTrainerMixin(
 
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
-        if self.steps.replay is None and self.is_in_train:
-            self._log_step_loss(loss)
+        if self.is_in_train:
+            self._log_step_loss(loss, self.accelerator.sync_gradients)
         return loss
 
-    def _log_step_loss(self, loss: torch.Tensor) -> None:
+    def _log_step_loss(self, loss: torch.Tensor, closing: bool) -> None:
         (loss,) = self.backend.ranks.mean([loss])
         self.loss_log.add(
             loss,
-            closing=self.accelerator.sync_gradients,
+            closing=closing,
             accumulating=self.args.gradient_accumulation_steps > 1,
         )
 
@@ -330,18 +320,25 @@ class TPUTrainerMixin(
         """The optimizer that accelerate has wrapped."""
         return self.optimizer.optimizer
 
+    def clip_gradients(self, model: nn.Module) -> torch.Tensor:
+        """A stage of a step: clips the gradients as upstream's loop does. Returns their norm before."""
+        norm = self._clip_grad_norm(model) if self.args.max_grad_norm else None
+        return self._get_grad_norm(model, norm)
+
     def _clip_grad_norm(self, model):
-        if not self.backend.static_shapes:
-            return super()._clip_grad_norm(model)
-        if not self.backend.traces_steps:
-            return super()._clip_grad_norm(model) if self.steps.grad_norm is None else self.steps.grad_norm
-        return self.steps.clip(model)
+        if self.backend.static_shapes and self.steps.grad_norm is not None:
+            # The program of the step has clipped them.
+            return self.steps.grad_norm
+        if self.backend.traces_steps:
+            return clip_gradients(model, self.args.max_grad_norm)
+        return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if not self.backend.traces_steps:
-            in_program = grad_norm is None and self.backend.static_shapes and self.steps.grad_norm is not None
-            return self.steps.grad_norm if in_program else super()._get_grad_norm(model, grad_norm)
-        return self.steps.keep_norm(partial(super()._get_grad_norm, model, grad_norm))
+        if self.backend.static_shapes and self.steps.grad_norm is not None:
+            return self.steps.grad_norm
+        if self.backend.traces_steps and grad_norm is None:
+            return clip_gradients(model, None)
+        return super()._get_grad_norm(model, grad_norm)
 
     def _other_models(self) -> list[nn.Module]:
         """Models besides the trained one that a step runs, as the reference of a preference trainer."""
@@ -363,7 +360,7 @@ class TPUTrainerMixin(
         """Counts and explains the programs of the run, where programs are compiled."""
         return self.watching.programs
 
-    def end_program(self, kind: str, where: str, **given: Any) -> Program | None:
+    def end_program(self, kind: str, where: str, **given: Any) -> Any:
         """As [`TrainerWatch.end_program`]."""
         return self.watching.end_program(kind, where, **given)
 

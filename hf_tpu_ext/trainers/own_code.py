@@ -5,7 +5,7 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -223,6 +223,30 @@ def find_own_code(
         or _in_optimizer(trainer.optimizer if trains else None)
         or _in_namespaces(namespaces_of_a_step(trainer, models))
     )
+
+
+def places_between_stages(trainer: Trainer) -> Hashable:
+    """Where code of the user's may run between the backward pass and the update, to be compared at each step."""
+    optimizer = trainer.optimizer.optimizer
+    return (
+        id(optimizer),
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+        tuple(map(id, trainer.callback_handler.callbacks)),
+        tuple(name in vars(trainer) for name in METHODS_OF_A_STEP),
+    )
+
+
+def find_code_between_stages(trainer: Trainer) -> str | None:
+    """Name code of the user's that runs between the backward pass and the update of a step, as half a sentence."""
+    cls = type(trainer)
+    for name in METHODS_OF_A_STEP:
+        owner = owner_of(cls, name)
+        if not is_known(owner.__module__):
+            return f"{owner.__name__} overrides {name}"
+        if name in vars(trainer) and not _is_known_code(vars(trainer)[name]):
+            return f"trainer.{name} is user code"
+    return _in_callbacks(trainer.callback_handler.callbacks) or _in_optimizer(trainer.optimizer)
 
 
 def has_own_code(callback: TrainerCallback, event: str) -> bool:

@@ -1,27 +1,29 @@
-"""Passes of a model without gradients, beside the training steps: traced twice, and then replayed."""
+"""Passes of a model without gradients, beside the training steps: each kind is a compiled program."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from ..backends.program import CompiledFunction
 from ..step.random_numbers import RandomNumbers
-from ..step.replay import StepReplay
+from .compiled import compile_for
 from .own_code import draws_other_layers, find_own_code
 
 
 #: What upstream computes log-probabilities with.
 _METHODS_OF_A_PASS = ("_get_per_token_logps_and_entropies",)
+# A name beside the columns of a batch.
+_SEED = ("a number of the pass", "seed")
 
 
 class Passes:
     """
     Runs what a trainer computes with models between its training steps, such as the log-probabilities of completions.
 
-    A pass is a program of its own. Of each kind and shape two are traced, and from then on the program is replayed, see
-    [`StepReplay`], unless code of the user's runs in it.
+    A pass is a program of its own. Of each kind and shape two are traced, and from then on it is run by the handle of its program,
+    unless code of the user's runs in it.
 
     Args:
         trainer ([`TPUTrainerMixin`]):
@@ -30,11 +32,13 @@ class Passes:
 
     def __init__(self, trainer):
         self._trainer = trainer
-        self._replays: dict[Hashable, StepReplay | None] = {}
+        self._compiled: dict[Hashable, CompiledFunction | None] = {}
+        # What computes the pass under way.
+        self._trace: Callable[[dict[str, Tensor]], Any] | None = None
 
     def forget(self) -> None:
-        """Forget what was recorded. A run makes other tensors of the weights."""
-        self._replays.clear()
+        """Forget what was compiled. A run makes other tensors of the weights."""
+        self._compiled.clear()
 
     def run(
         self,
@@ -62,36 +66,37 @@ class Passes:
         trainer = self._trainer
         run_traced = partial(trainer.end_program, kind, f"step {trainer.state.global_step + 1}")
         key = kind, model.training
-        if key not in self._replays:
-            self._replays[key] = self._make_replay(model)
-        replay = self._replays[key]
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(model)
+        compiled = self._compiled[key]
+        self._trace = trace
+        data = {**batch, _SEED: seed}
+        if compiled is not None:
+            return compiled(data, run_traced, kind=kind)
+        made = self._compute(data, kind)
+        run_traced()
+        return made
 
-        def compute() -> Any:
-            with RandomNumbers(seed):
-                return trace(batch)
+    def _compute(self, data: dict[Hashable, Tensor], kind: str) -> Any:
+        """What is compiled."""
+        with RandomNumbers(data[_SEED]):
+            return self._trace({name: value for name, value in data.items() if name != _SEED})
 
-        if replay is None:
-            made = compute()
-            run_traced()
-            return made
-        made = None
-        try:
-            if replay.begin(kind, {**batch, (kind, "seed"): seed}):
-                made = tree_map_only(Tensor, trainer.backend.programs.without_base, compute())
-            return replay.end(run_traced, made=made)
-        finally:
-            # Where the trace failed, too.
-            trainer.copies.context.resume()
-
-    def _make_replay(self, model: nn.Module) -> StepReplay | None:
-        """Make what replays passes of a model; `None` where every pass is to be traced."""
+    def _compile(self, model: nn.Module) -> CompiledFunction | None:
+        """What runs passes of a model; `None` where every pass is to be traced."""
         why_not = partial(self._why_not_replay, model)
         if self._trainer.compiled.step_replay is False or why_not() is not None:
             # A line has said so of the steps.
             return None
         # They change nothing.
-        return self._trainer.steps.make_replay(
-            [model], _METHODS_OF_A_PASS, state=list, why_not=why_not, training=model.training
+        return compile_for(
+            self._trainer,
+            self._compute,
+            [model],
+            _METHODS_OF_A_PASS,
+            state=list,
+            why_not=why_not,
+            training=model.training,
         )
 
     def _why_not_replay(self, model: nn.Module) -> str | None:

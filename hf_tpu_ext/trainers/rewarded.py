@@ -17,8 +17,8 @@ from ..errors import UserError
 from ..generation.generator import are_in_groups
 from ..step.looped_head import head_wrapped_by
 from ..step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
-from ..step.replay import OF_EVALUATION
 from ..step.shared_prompts import SharedPrompts, prompts_shared
+from ..step.train_step import OF_EVALUATION
 from .passes import Passes
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rewarded_arguments import count_rows_of_chips

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +11,9 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ..backends.program import Program
 from ..generation import Generated, Generator
 from ..generation.sampling import count_until_end, find_ends
-from ..step.replay import warn_not_replayed
+from .compiled import compile_for, warn_traced
 from .own_code import find_own_code
 
 
@@ -27,8 +27,8 @@ class TextGeneration:
     """
     Generates completions with the weights that a trainer's model has now, in programs of static shape.
 
-    Where steps are traced, they are replayed from the third time on, as steps are, see [`StepReplay`]. Where functions are
-    compiled, they are compiled whole. Both, unless code of the user's runs in the model. Where shapes are not static, upstream's
+    They are run by their handle from the third time on, as steps are. Where functions are compiled, they are compiled whole. Both,
+    unless code of the user's runs in the model. Where shapes are not static, upstream's
     `generate` makes the tokens, and no log-probabilities.
 
     Args:
@@ -93,7 +93,7 @@ class TextGeneration:
         ends = find_ends(unwrap_peft_model(model)._prepare_generation_config(config)[0])
         return Generated([row[: count_until_end(row, ends)] for row in made.tolist()], [])
 
-    def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Program | None]) -> Program | None:
+    def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Any]) -> Any:
         where = f"{name} after step {self._trainer.state.global_step}"
         return self._trainer.end_program(name, where, run=run, shape=shape)
 
@@ -116,15 +116,15 @@ class TextGeneration:
         known = [id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())]
         if trainer.compiled.step_replay is False or known == self._known:
             return
-        self._known, self.generator.replay = known, None
+        self._known, self.generator.compiled = known, None
         why_not = partial(self._why_not_replay, models)
         if (reason := why_not()) is not None:
             if reason not in (self._said, trainer.steps.why_not):
-                warn_not_replayed(reason, training=False)
+                warn_traced(reason, training=False)
             self._said = reason
             return
-        self.generator.replay = trainer.steps.make_replay(
-            models, _METHODS, state=self.generator.tensors, why_not=why_not
+        self.generator.compiled = compile_for(
+            trainer, self.generator.trace, models, _METHODS, state=self.generator.tensors, why_not=why_not
         )
 
     def _why_not_replay(self, models: list[nn.Module]) -> str | None:

@@ -10,7 +10,7 @@ from ..backends.compile_cache import CacheUse, cache_root
 from ..backends.counters import Counters
 from ..callbacks.samples import ShowSamples
 from ..errors import UserError
-from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .configs import ExtensionArguments
 from .every_length import EveryLengthMixin
 

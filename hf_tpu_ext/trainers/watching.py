@@ -9,7 +9,6 @@ import torch
 
 from ..backends.folded_numbers import describe_number
 from ..backends.insight import SourceLine
-from ..backends.program import Program
 from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.recompile_cause import BatchEntry, ParameterFacts, StepFacts
 from ..callbacks.recompile_monitor import RecompileMonitor
@@ -49,7 +48,7 @@ class TrainerWatch:
     def begin(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""
         self._note_optimizer()
-        self.programs.begin(traced=self._trainer.steps.replay is None)
+        self.programs.begin(traced=self._trainer.steps.compiled is None)
 
     def end(self) -> None:
         """Stop watching a run, however it ended."""
@@ -69,10 +68,10 @@ class TrainerWatch:
         self,
         kind: str,
         where: str,
-        run: Callable[[], Program | None] | None = None,
+        run: Callable[[], Any] | None = None,
         shape: tuple[int, ...] | None = None,
         settle: bool = False,
-    ) -> Program | None:
+    ) -> Any:
         """
         End the program recorded so far, and note what it depends on if it is compiled. Messages name what it does and
         its place in the run. `run`, by default [`Backend.end_step`], compiles and starts it; what it gives is

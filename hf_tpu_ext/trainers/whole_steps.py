@@ -15,10 +15,11 @@ from ..step.optimizer import clip_gradients
 from ..step.program_adamw import ProgramAdamW
 from ..step.python_state import PythonState
 from ..step.random_numbers import draws_random_numbers
-from ..step.replay import MICRO_STEP, OPTIMIZER_STEP
+from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
+from .compiled import note_python_state
 from .eager_steps import EagerSteps
 from .own_code import find_own_code
-from .training_steps import SentBatch, note_python_state
+from .training_steps import SentBatch
 
 
 logger = logging.get_logger(__name__)
@@ -189,7 +190,7 @@ class CompiledSteps(EagerSteps):
                 self.data = data
                 with state.replaced(tensors), trainer._micro_steps_as_data(data):
                     loss = step(model, given, items)
-                    trainer._log_step_loss(loss)
+                    trainer._log_step_loss(loss, closing)
                     return state.results(tensors, rates)
 
             self._programs[key] = trainer.backend.compile_function(traced, arguments)
@@ -271,8 +272,7 @@ class _State:
             results["gradients"] = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
             return results
         with torch.no_grad():
-            # Infinite, it only finds the norm.
-            results["norm"] = clip_gradients(self._model, self._trainer.args.max_grad_norm or float("inf"))
+            results["norm"] = clip_gradients(self._model, self._trainer.args.max_grad_norm)
             names = {parameter: name for name, parameter in self._names.items()}
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 used = [names[parameter] for parameter in group["params"] if leaves[names[parameter]].grad is not None]

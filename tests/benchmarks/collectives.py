@@ -21,7 +21,7 @@ from tables import versions, write_block
 from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.plan.hlo import Collective
 from hf_tpu_ext.sharding.plan import PlannedParameter
-from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
+from hf_tpu_ext.step.train_step import MICRO_STEP, OPTIMIZER_STEP
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "eight_chips.md"

@@ -2,7 +2,7 @@ import pytest
 from collectives import Traffic, make_table, needed_gathers, needed_reductions
 from schemes import CHIPS, LENGTH, ROWS_PER_CHIP, SCHEMES, SIZES, make_inputs, run_schemes
 
-from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
+from hf_tpu_ext.step.train_step import MICRO_STEP, OPTIMIZER_STEP
 
 
 PROGRAMS = [

@@ -30,7 +30,7 @@ from peft import LoraConfig  # noqa: E402
 from transformers import BitsAndBytesConfig  # noqa: E402
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer  # noqa: E402
-from hf_tpu_ext.backends import xla_programs, xla_replay  # noqa: E402
+from hf_tpu_ext.backends import xla_programs  # noqa: E402
 from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
 
 
@@ -74,14 +74,13 @@ def train(adapt=lambda trainer: trainer):
 
 
 if how == "train":
+    hash_traced = xla_programs.XLAPrograms.hash_traced
 
-    class NotingRecording(xla_replay.XLARecording):
-        def end_trace(self, *args):
-            traced = super().end_trace(*args)
-            note(traced.results, traced.updated)
-            return traced
+    def note_and_hash(programs, traced):
+        note(traced.results, traced.donated)
+        return hash_traced(programs, traced)
 
-    xla_programs.XLARecording = NotingRecording
+    xla_programs.XLAPrograms.hash_traced = note_and_hash
     train()
     beside = [{}] * len(texts)
 else:

@@ -1,9 +1,10 @@
-"""Gradients between steps: kept where micro-steps add to them, and left out where nothing has."""
+"""Gradients between micro-steps: their sums are kept, and parameters have none."""
 
+import pytest
 import torch
 from torch import nn
 
-from hf_tpu_ext.step.optimizer import StepGradients
+from hf_tpu_ext.step.gradients import AccumulatedGradients, StepGradients
 
 
 def model():
@@ -11,44 +12,65 @@ def model():
     return nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
 
 
-def test_kept_gradients_are_zeroed_in_place():
-    net = model()
+def backward(net, number):
+    net["used"](torch.full((1, 2), float(number))).sum().backward()
+
+
+def test_sums_of_micro_steps_are_those_of_autograd():
+    net, plain = model(), model()
     net["unused"].bias.requires_grad_(False)
-    gradients = StepGradients(net, keep=True)
-    before = {name: parameter.grad for name, parameter in net.named_parameters()}
-    assert {name for name, grad in before.items() if grad is None} == {"unused.bias"}
-    net["used"](torch.ones(1, 2)).sum().backward()
-    assert net["used"].weight.grad.any() and gradients.unused == [net["unused"].weight]
-    gradients.zero_grad()
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is before[name] and (parameter.grad is None or not parameter.grad.any())
-    assert len(gradients.unused) == 3
+    gradients = AccumulatedGradients(net)
+    kept = gradients.tensors
+    assert len(kept) == 3
+    for step in range(2):
+        for number in (1, 2, 3):
+            backward(plain, number + step)
+            with gradients.micro_step(closing=number == 3):
+                backward(net, number + step)
+            if number < 3:
+                assert all(parameter.grad is None for parameter in net.parameters())
+        for name in ("weight", "bias"):
+            assert torch.equal(getattr(net["used"], name).grad, getattr(plain["used"], name).grad)
+        # Nothing has used these: an optimizer leaves them out.
+        assert net["unused"].weight.grad is None and net["unused"].bias.grad is None
+        gradients.drop()
+        plain.zero_grad()
+        assert all(parameter.grad is None for parameter in net.parameters())
+        # In place: a program is given the same tensors.
+        assert all(mine is before and not mine.any() for mine, before in zip(gradients.tensors, kept, strict=True))
 
 
-def test_others_are_dropped():
+def test_without_accumulation_nothing_is_kept():
     net = model()
-    gradients = StepGradients(net, keep=False)
-    assert all(parameter.grad is None for parameter in net.parameters()) and gradients.unused == []
-    net["used"](torch.ones(1, 2)).sum().backward()
-    gradients.in_program = True
-    gradients.zero_grad()
-    assert net["used"].weight.grad is not None
-    gradients.in_program = False
-    gradients.zero_grad()
+    gradients = StepGradients(net)
+    with gradients.micro_step(closing=True):
+        backward(net, 1)
+    assert gradients.tensors == [] and net["used"].weight.grad is not None and net["unused"].weight.grad is None
+    gradients.drop()
     assert net["used"].weight.grad is None
 
 
-def test_a_parameter_frozen_in_mid_run_is_unused():
+def test_a_parameter_frozen_in_mid_run_has_no_gradient_and_the_others_go_on():
     net = model()
-    gradients = StepGradients(net, keep=True)
+    gradients = AccumulatedGradients(net)
+    with gradients.micro_step(closing=False):
+        backward(net, 1)
     net["used"].weight.requires_grad_(False)
-    net["used"](torch.ones(1, 2)).sum().backward()
-    assert net["used"].weight in set(gradients.unused) and net["used"].bias not in set(gradients.unused)
+    assert not gradients.are_of(net)
+    later = AccumulatedGradients(net, gradients)
+    assert later.are_of(net)
+    with later.micro_step(closing=True):
+        backward(net, 2)
+    assert net["used"].weight.grad is None and net["used"].bias.grad.tolist() == [2.0, 2.0]
 
 
-def test_closed_gradients_are_not_followed():
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(closing):
     net = model()
-    gradients = StepGradients(net, keep=True)
-    gradients.close()
-    net["used"](torch.ones(1, 2)).sum().backward()
-    assert len(gradients.unused) == 4
+    gradients = AccumulatedGradients(net)
+    weight = net["used"].weight
+    weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.grad * 3))
+    with gradients.micro_step(closing):
+        backward(net, 1)
+    assert gradients.of_parameters[weight].tolist() == [[3.0, 3.0]] * 2
+    assert (weight.grad is not None) == closing

@@ -5,7 +5,7 @@ from schemes import SCHEMES
 
 from hf_tpu_ext.plan.hlo import find_collectives, parse_module
 from hf_tpu_ext.plan.hlo_cost import measure_cost
-from hf_tpu_ext.step.replay import MICRO_STEP, OPTIMIZER_STEP
+from hf_tpu_ext.step.train_step import MICRO_STEP, OPTIMIZER_STEP
 
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-from hf_tpu_ext.backends.xla_replay import XLARecording
+from hf_tpu_ext.backends.xla_programs import XLAPrograms
 from hf_tpu_ext.examples.tiny import make_model
 
 
@@ -111,14 +111,13 @@ def test_a_teacher_too(train, exact, logged, capsys):
 
 def test_the_program_takes_half_the_bytes(train, monkeypatch):
     sizes = {}
-    end_trace = XLARecording.end_trace
+    hash_traced = XLAPrograms.hash_traced
 
-    def measure(recording, *args):
-        traced = end_trace(recording, *args)
+    def measure(programs, traced):
         sizes.setdefault(cls, [value.nbytes for value in traced.values if value.ndim == 2])
-        return traced
+        return hash_traced(programs, traced)
 
-    monkeypatch.setattr(XLARecording, "end_trace", measure)
+    monkeypatch.setattr(XLAPrograms, "hash_traced", measure)
     for cls in (TPUSFTTrainer, InFloat32):
         trainer = train(cls, max_steps=1)
     frozen = sum(p.nbytes for p in trainer.model.parameters() if p.ndim == 2 and not p.requires_grad)

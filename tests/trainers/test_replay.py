@@ -226,7 +226,7 @@ def start_dropout(model, **kwargs):
     ids=["freeze", "betas", "clipping", "replaced", "lora", "dropout"],
 )
 def test_a_change_of_the_program_is_followed(both, caplog, action, lora, says):
-    with caplog.at_level("INFO", logger="hf_tpu_ext.step.replay"):
+    with caplog.at_level("INFO", logger="hf_tpu_ext.backends.xla_compile"):
         both(callbacks=lambda: [AtStep(5, action)], lora=lora, max_steps=10)
     said = [record.message for record in caplog.records if "The step is traced again" in record.message]
     assert len(said) == len(says)
@@ -377,5 +377,5 @@ def test_drawn_configurations_are_the_same_bits(both, seed):
 def test_the_model_is_left_as_it_was(runs):
     trainer = runs.ours(config_cls=TPUSFTConfig, max_steps=4)
     model = unwrap_peft_model(trainer.model)
-    assert "zero_grad" not in vars(model) and trainer.steps.replay is None
-    assert trainer.optimizer.optimizer.in_program is None
+    assert trainer.steps.compiled is None and all(parameter.grad is None for parameter in model.parameters())
+    assert not trainer.optimizer.optimizer.is_done

@@ -1,0 +1,95 @@
+"""The gradients of an optimizer step, and where they are between its micro-steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class StepGradients:
+    """
+    The gradients of optimizer steps of one micro-step: they live within its program, and parameters have none between steps.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model that is trained.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    @property
+    def of_parameters(self) -> dict[nn.Parameter, Tensor]:
+        """What is kept from micro-step to micro-step, of the shapes of the parameters."""
+        return {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is kept from micro-step to micro-step, always in the same order."""
+        return [*self.of_parameters.values()]
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether these are the gradients of what a model trains now. Some parameters may have been frozen since."""
+        return model is self._model
+
+    @contextmanager
+    def micro_step(self, closing: bool) -> Iterator[None]:
+        """
+        Context of a forward and backward pass. After the closing one of an optimizer step, parameters that any of its micro-steps has
+        used have their gradient.
+        """
+        yield
+
+    def over_chips(self, value: Tensor) -> Tensor:
+        """Sum a number over the chips, where they run by themselves."""
+        return value
+
+    def drop(self) -> None:
+        """Begin another optimizer step."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+
+class AccumulatedGradients(StepGradients):
+    """
+    The gradients of optimizer steps of several micro-steps. Their sums are there from the start, so that the first micro-step adds
+    to them like every other and is the same program.
+    """
+
+    def __init__(self, model: nn.Module, earlier: StepGradients | None = None):
+        super().__init__(model)
+        known = {} if earlier is None else earlier.of_parameters
+        self._sums = {
+            parameter: known[parameter] if parameter in known else torch.zeros_like(parameter)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        }
+        self._used: set[nn.Parameter] = set()
+
+    @property
+    def of_parameters(self) -> dict[nn.Parameter, Tensor]:
+        return self._sums
+
+    def are_of(self, model: nn.Module) -> bool:
+        return self._sums.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
+
+    @contextmanager
+    def micro_step(self, closing: bool) -> Iterator[None]:
+        before = [total._version for total in self._sums.values()]
+        for parameter, total in self._sums.items():
+            parameter.grad = total
+        yield
+        for (parameter, total), version in zip(self._sums.items(), before, strict=True):
+            if parameter.grad is not total:
+                # A hook has put another in its place.
+                total.copy_(parameter.grad)
+            if total._version != version:
+                self._used.add(parameter)
+            parameter.grad = total if closing and parameter in self._used else None
+
+    def drop(self) -> None:
+        super().drop()
+        self._used.clear()
+        for total in self._sums.values():
+            total.zero_()

@@ -1,0 +1,69 @@
+"""Private calls of torch_xla that fail in a run: it goes on with traced steps, or ends with its cause and a checkpoint."""
+
+import pytest
+import torch_xla
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.backends import xla_graphs
+from hf_tpu_ext.backends.program import StateLost
+
+
+CONFIG = {"max_steps": 6, "logging_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": False}
+
+
+def plant(monkeypatch, name, time, before=True):
+    """Have a call fail from the time on that it is made for so many times: before it does anything, or after."""
+    call, times = getattr(torch_xla._XLAC, name), []
+
+    def fail(*args):
+        times.append(name)
+        if len(times) >= time and before:
+            raise RuntimeError("INTERNAL: on purpose")
+        result = call(*args)
+        if len(times) >= time:
+            raise RuntimeError("INTERNAL: on purpose")
+        return result
+
+    monkeypatch.setattr(torch_xla._XLAC, name, fail)
+    return times
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return []
+
+
+@pytest.mark.parametrize("time", [1, 2, 10])
+@pytest.mark.parametrize("name", [*xla_graphs.CALLS_BEFORE_A_RUN[4:], "_run_cached_graph"])
+def test_a_run_goes_on_with_traced_steps(runs, whole, same_logs, monkeypatch, caplog, name, time):
+    if not whole:
+        whole.append(runs.ours(config_cls=TPUSFTConfig, **CONFIG))
+    caplog.clear()
+    trainer = runs.ours(train=False, config_cls=TPUSFTConfig, **CONFIG)
+    times = plant(monkeypatch, name, time)
+    trainer.train()
+    same_logs(trainer, whole[0])
+    said = [record.message for record in caplog.records if "Step replay is off" in record.message]
+    assert len(said) == (len(times) >= time)
+    assert all("INTERNAL: on purpose" in line and "please report this line" in line for line in said)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_step_that_lost_its_weights_names_the_checkpoint(runs, monkeypatch, saves):
+    trainer = runs.ours(
+        train=False, config_cls=TPUSFTConfig, **CONFIG, save_strategy="steps" if saves else "no", save_steps=2
+    )
+    plant(monkeypatch, "_run_cached_graph", 7, before=False)
+    with pytest.raises(StateLost, match="INTERNAL: on purpose") as error:
+        trainer.train()
+    (note,) = error.value.__notes__
+    if not saves:
+        assert note.startswith("There is no checkpoint to resume from")
+        return
+    newest = runs.output_dir / "checkpoint-2"
+    assert f"Resume from {newest}: trainer.train(resume_from_checkpoint={str(newest)!r})" in note
+    monkeypatch.undo()
+    # As the note says, in the process that failed.
+    again = runs.ours(train=False, config_cls=TPUSFTConfig, **CONFIG, save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(newest))
+    assert again.state.global_step == 6
