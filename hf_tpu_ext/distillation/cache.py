@@ -96,7 +96,7 @@ class TeacherCache:
         if place is None:
             raise UserError(
                 f"A sequence of {len(input_ids)} tokens that begins with {list(input_ids[:8])} is not in the teacher's cache "
-                f"{self.directory}. It was built from other data: build one from this recipe with {MAKE} DIR."
+                f"{self.directory}. It was built from other data: build another from this recipe: {MAKE} DIR"
             )
         manifest = self.manifest
         shard, number = place
@@ -126,7 +126,7 @@ class TeacherCache:
         if absent := self._absent(dataset):
             raise UserError(
                 f"{len(absent)} of {len(dataset)} sequences of {name} are not in the teacher's cache {self.directory}, "
-                f"first row {absent[0]}. It was built from other data: build one from this recipe with {MAKE} DIR."
+                f"first row {absent[0]}. It was built from other data: build another from this recipe: {MAKE} DIR"
             )
 
     def check(
@@ -156,10 +156,12 @@ class TeacherCache:
         manifest, here = self.manifest, f"the teacher's cache {self.directory}"
         remake = f"build another cache from this recipe: {MAKE} DIR"
         if temperature <= 0:
-            raise UserError(f"kd_temperature={temperature} is not above 0. Set one of {list(manifest.temperatures)}.")
+            raise UserError(
+                f"kd_temperature={temperature} is not above 0. Set it to one of {list(manifest.temperatures)}."
+            )
         if temperature not in manifest.temperatures:
             raise UserError(
-                f"kd_temperature={temperature} is not among the temperatures of {here}. Set one of "
+                f"kd_temperature={temperature} is not among the temperatures of {here}. Set it to one of "
                 f"{list(manifest.temperatures)}, or {remake} --temperatures "
                 f"{' '.join(map(str, sorted({*manifest.temperatures, temperature})))}."
             )
@@ -185,7 +187,7 @@ class TeacherCache:
             )
         if manifest.largest_id >= vocab_size:
             raise UserError(
-                f"{here[0].upper()}{here[1:]} holds the token id {manifest.largest_id}, but the student's vocabulary has "
+                f"{here[0].upper()}{here[1:]} has the token id {manifest.largest_id}, but the student's vocabulary has "
                 f"{vocab_size} tokens. Use a teacher with the student's vocabulary."
             )
         covered = manifest.coverage[manifest.temperatures.index(temperature)]

@@ -195,14 +195,14 @@ class CacheWriter:
         if not np.isfinite(values).all():
             position = np.flatnonzero(~np.isfinite(values).all(axis=1))[0]
             raise UserError(
-                f"The teacher's log-probs at position {position} of sequence {number} are not numbers. Try bf16=false in the recipe, or "
-                "another teacher."
+                f"The teacher's log-probs at position {position} of sequence {number} are not numbers. Set bf16=False, or take another "
+                "teacher."
             )
         if ids.min() < 0 or ids.max() >= self.settings.vocab_size:
             wrong = ids.min() if ids.min() < 0 else ids.max()
             raise UserError(
-                f"The teacher gives the token id {wrong} in sequence {number}, and its vocabulary has {self.settings.vocab_size} "
-                "tokens. Use a teacher whose output embeddings are as many as its config says."
+                f"The teacher says the token id {wrong} in sequence {number}, but its config.json has a vocab_size of "
+                f"{self.settings.vocab_size}. Use a teacher whose output head has as many rows as vocab_size says."
             )
 
     def finish(self) -> CacheManifest:
@@ -218,7 +218,8 @@ class CacheWriter:
             for shard in shards:
                 if (damage := find_damage(self.directory, shard, verify=False)) is not None:
                     raise UserError(
-                        f"{self.directory / shard.file} {damage}. Give a directory that all processes write to (--output_dir DIR)."
+                        f"{self.directory / shard.file} {damage}. Processes of several machines have to write to the same "
+                        "directory: give one that all of them see, --output_dir DIR"
                     )
             size, tokens = sum(shard.bytes for shard in shards), self.settings.tokens
             coverage_sums = zip(*(shard.coverage_sums for shard in shards), strict=True)

@@ -1,6 +1,7 @@
 """What a model was trained to be rounded to: a file beside its weights, which are those before rounding."""
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,4 +64,6 @@ class TrainedFor:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.") from error
+            raise UserError(
+                f"{path} is damaged. Take another checkpoint, or remove the file to go without it: rm {shlex.quote(str(path))}"
+            ) from error

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def find_differences(
 
 
 def _damaged(path: Path) -> UserError:
-    return UserError(f"{path} is damaged. Take another checkpoint, or remove it to go without it.")
+    return UserError(
+        f"{path} is damaged. Take another checkpoint, or remove the file to go without it: rm {shlex.quote(str(path))}"
+    )
 
 
 def sample_of(weight: Tensor) -> Tensor:

@@ -192,8 +192,8 @@ class BatchesMixin:
         most, least, length = self.backend.ranks.most([rows, -rows, length_of(batch) if has_length else 0])
         if most != -least:
             raise UserError(
-                f"Processes have batches of {-least} to {most} rows for the same step, and this one of {rows}. Give them as many: "
-                "dataloader_drop_last=True drops last batches, and a sampler of your own is to yield the same number to all."
+                f"Processes have batches of {-least} to {most} rows for the same step, and this one of {rows}, but all need the same "
+                "number. Set dataloader_drop_last=True to drop last batches, or have your sampler yield as many rows to each."
             )
         return pad_columns(batch, length, self._pad_token_id) if has_length else batch
 

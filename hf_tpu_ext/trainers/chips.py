@@ -294,9 +294,9 @@ class Chips:
             self._trainer._train_batch_size = args.train_batch_size
         else:
             raise UserError(
-                f"{before} on {state['num_workers']} chips, which does not divide by {workers} chips with this recipe. "
-                f"Use a number of chips that divides {rows} (num_chips), or set it yourself: "
-                "per_device_train_batch_size, gradient_accumulation_steps."
+                f"{before} on {state['num_workers']} chips, which {workers} chips cannot keep with this recipe. Set num_chips to a number "
+                f"that divides {rows}, or set another per_device_train_batch_size or gradient_accumulation_steps, by which the run goes on "
+                "with another global batch size."
             )
         logger.warning(
             f"{before} on {state['num_workers']} chips. To keep it on {workers}: "

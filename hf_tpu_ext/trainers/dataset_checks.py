@@ -45,8 +45,8 @@ def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
     if isinstance(dataset, datasets.Dataset) and len(dataset) == 0:
         max_length = vars(args).get("max_length")
         raise UserError(
-            f"No row of {name} is left when it is prepared{f' with {max_length=}' if max_length else ''}: all that would be trained on is "
-            "cut off, or longer than it may be. Set a greater max_length."
+            f"No row of {name} is left when it is prepared{f' with {max_length=}' if max_length else ''}: what is trained on is cut off in "
+            "all rows, or has no label. Set a greater max_length, or look at the labels."
         )
 
 
@@ -60,8 +60,8 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
     if not known and not {"prompt", "completion"} <= set(columns):
         raise UserError(
             f"{name} has no column to train on. It has {columns}; needed is the text column "
-            f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column with dataset_text_field=..., rename a "
-            "column, or pass a formatting_func."
+            f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column, for example "
+            f"dataset_text_field={columns[0]!r}, rename a column, or pass a formatting_func."
         )
     if isinstance(dataset, datasets.Dataset):
         _check_no_nulls(dataset, set(columns), name, args.dataset_text_field)
@@ -104,5 +104,6 @@ def check_columns_are_text(dataset, name: str) -> None:
     if images:
         raise UserError(
             f"{name} has a column {images[0]!r}. Datasets with images do not train on XLA: the number of image tokens "
-            "changes the graph with every batch. Train on CUDA (backend='cuda'), or drop the column."
+            "changes the graph with every batch. Train on CUDA (backend='cuda'), or drop the column: "
+            f"dataset.remove_columns({images[0]!r})."
         )

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..distillation.cache import TeacherCache
+from ..distillation.cache_format import MAKE
 from ..distillation.collator import cached_teacher, collate_with_teacher
 from ..distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ..distillation.losses import TopK
@@ -51,8 +52,8 @@ class DistillationMixin:
         self._check_loss()
         if self.backend.unknown_upstream and self.backend.ranks.count > 1 and args.kd_cache is not None:
             raise UserError(
-                f"kd_cache={args.kd_cache!r} is read by one process with torch_tpu so far. Set num_chips=1, or name the teacher "
-                "itself (kd_teacher=MODEL) and leave kd_cache out."
+                f"kd_cache={args.kd_cache!r} is read by one process only with torch_tpu, and here are {self.backend.ranks.count}. Set "
+                "num_chips=1, or set kd_teacher=MODEL and leave kd_cache out."
             )
         self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
         if args.kd_cache is not None:
@@ -61,10 +62,9 @@ class DistillationMixin:
         elif args.kd_teacher == "base":
             if not isinstance(self.model, PeftModel):
                 raise UserError(
-                    "kd_teacher='base' is the student with its adapters switched off, but this student has none. Train "
-                    "with LoRA (use_peft: true, or peft_config=...), or name the base itself (kd_teacher=MODEL) where the student "
-                    "is rounded (qat_weight_dtype), or make a cache of the base first: hf-tpu "
-                    "cache-teacher --kd_teacher MODEL, then kd_cache=DIRECTORY."
+                    "kd_teacher='base' is the student with its adapters switched off, but this student has none. Train with LoRA "
+                    "(use_peft: true, or peft_config=LoraConfig(...)), or name the model to learn from: kd_teacher=MODEL. A student that "
+                    "is rounded (qat_weight_dtype) can learn from its own base by that name."
                 )
             self._check_top_k(unwrap_peft_model(self.model))
             self.teacher = anchor_teacher
@@ -78,15 +78,15 @@ class DistillationMixin:
             # What upstream computes beside it, for metrics, has no gradient, and it need not hold a cross-entropy.
             raise UserError(
                 "Distillation mixes the teacher's loss with plain cross-entropy, and compute_loss_func replaces that. Leave "
-                "compute_loss_func out, or kd_teacher and kd_cache."
+                "compute_loss_func out, or leave kd_teacher and kd_cache out."
             )
 
     def _load_teacher(self, name: str) -> torch.nn.Module:
         student = unwrap_peft_model(self.model)
         if name == student.name_or_path and not isinstance(self.model, PeftModel) and self.rounding is None:
             raise UserError(
-                f"kd_teacher={name!r} is the student itself. Give another model; with LoRA, "
-                "kd_teacher='base' holds the student to its base."
+                f"kd_teacher={name!r} is the student itself. Set kd_teacher to another model, or train with LoRA (use_peft: true) and "
+                "set kd_teacher='base', which holds the student to its base."
             )
         check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
         self._check_top_k(student)
@@ -135,13 +135,14 @@ class DistillationMixin:
         if asked not in (None, cache.manifest.teacher):
             raise UserError(
                 f"kd_teacher={self.args.kd_teacher!r}, but kd_cache={self.args.kd_cache!r} was made by "
-                f"{cache.manifest.teacher!r}. Leave kd_teacher out to use the cache as it is, or make another one: hf-tpu "
-                "cache-teacher."
+                f"{cache.manifest.teacher!r}. Leave kd_teacher out to use the cache as it is, or build another one: {MAKE} "
+                f"DIR --kd_teacher {self.args.kd_teacher}"
             )
         if cache.manifest.teacher == student and not isinstance(self.model, PeftModel) and self.rounding is None:
             raise UserError(
                 f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself. "
-                "With LoRA that is an anchor (kd_teacher='base'); otherwise make a cache of another teacher."
+                "Train with LoRA (use_peft: true), which such a cache holds to its base, or build a cache of another teacher: "
+                f"{MAKE} DIR --kd_teacher MODEL"
             )
 
     @property

@@ -45,8 +45,8 @@ def load_average(model: nn.Module, directory: Path) -> None:
     path = directory / EMA_FILE
     if not path.is_file():
         raise UserError(
-            f"{directory} has no {EMA_FILE}: the run has kept no average of its weights, which takes ema_decay=0.999 or the "
-            "like. Leave out --ema, or give a checkpoint that has one."
+            f"{directory} has no {EMA_FILE}: the run kept no average of its weights, for which it needs ema_decay, for example "
+            "ema_decay=0.999. Leave out --ema, or give a checkpoint that has one."
         )
     try:
         averages = load_file(path)

@@ -92,8 +92,8 @@ class EveryLengthMixin:
         row = next(iter(dataset))
         if not any(column.endswith("_ids") for column in row):
             raise UserError(
-                "Images are tokenized batch by batch, so graphs cannot be compiled before the run. Start the run: it fills "
-                "the compilation cache, too."
+                "Images are tokenized batch by batch, so graphs cannot be compiled before the run. Start the run itself, which also "
+                "fills the compilation cache."
             )
         return datasets.Dataset.from_list([_stretch(row, length) for length in self.lengths])
 

@@ -70,7 +70,7 @@ def _columns_needed(columns: list[str], name: str, trainer: str) -> list[str]:
             "(trl kto), or put a wanted and an unwanted completion of the same prompt into one row."
         )
     missing = " and ".join(repr(column) for column in ("chosen", "rejected") if column not in found)
-    raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename or add it.")
+    raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename a column, or add it.")
 
 
 def _rows(dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -87,10 +87,12 @@ def _problem(row: dict[str, Any], needed: list[str]) -> str | None:
     """What is wrong with a row, as a sentence with the fix; `None` if nothing is."""
     for column, value in row.items():
         if value is None:
-            return f"{column!r} is missing (None). Fill it in, or drop such rows with dataset.filter"
+            drop = f"dataset.filter(lambda row: row[{column!r}] is not None)"
+            return f"{column!r} is missing (None). Fill it in, or drop such rows: {drop}"
     for column in needed:
         if column != "label" and _is_empty(row[column]):
-            return f"{column!r} is empty. Fill it in, or drop such rows with dataset.filter"
+            filled = f"row[{column!r}]" + "[-1]['content']" * (bool(row[column]) and not isinstance(row[column], str))
+            return f"{column!r} is empty. Fill it in, or drop such rows: dataset.filter(lambda row: {filled})"
     if "chosen" in needed and row["chosen"] == row["rejected"]:
         return (
             "'chosen' and 'rejected' are the same, so nothing is preferred. Drop such rows: "

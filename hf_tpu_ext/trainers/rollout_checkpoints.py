@@ -107,9 +107,8 @@ class RolloutCheckpoints:
         args, at_once = self.args, self._rows_of_micro_step
         if rows % at_once:
             raise UserError(
-                f"The checkpoint was written with {rows} rows of a generation on {num_workers} chips, which are no number of "
-                f"batches of {at_once} rows here. Use a number of chips that divides {rows} (num_chips), or set "
-                "per_device_train_batch_size."
+                f"The checkpoint was written with {rows} rows of a generation on {num_workers} chips, which do not divide into batches of "
+                f"{at_once} rows here. Set num_chips to a number that divides {rows}, or set another per_device_train_batch_size."
             )
         args.generation_batch_size, args.steps_per_generation = rows, rows // at_once
 

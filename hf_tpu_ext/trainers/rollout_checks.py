@@ -69,5 +69,5 @@ def _check_prompts(dataset, name: str, upstream: str) -> None:
     if columns and "prompt" not in columns:
         raise UserError(
             f"{name} has the columns {columns}, and {upstream} needs 'prompt': a text, or messages that end with the user's. "
-            "Rename a column: dataset.rename_column('question', 'prompt')."
+            f"Rename a column: dataset.rename_column({columns[0]!r}, 'prompt')."
         )

@@ -150,8 +150,8 @@ class RolloutMixin(RolloutCheckpoints):
         if isinstance(self.train_dataset, datasets.Dataset) and len(self.train_dataset) < prompts:
             # Upstream would leave all of them out.
             raise UserError(
-                f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Give "
-                "more rows, or set per_device_train_batch_size or the number of steps that a generation lasts lower."
+                f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Add "
+                "rows, or lower per_device_train_batch_size, or the number of steps of a generation (steps_per_generation)."
             )
         return self._make_train_dataloader()
 
@@ -174,7 +174,7 @@ class RolloutMixin(RolloutCheckpoints):
             return
         if self._is_vlm:
             raise UserError(
-                "The model comes with a processor for images. Training on completions of images does not work on XLA. Pass a "
+                "The model comes with a processor for images, which do not work with training on completions on XLA. Pass a "
                 "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
             )
         prompts = self.generation_rows // self.num_generations

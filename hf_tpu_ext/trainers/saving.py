@@ -153,7 +153,7 @@ class SavingMixin:
         if missing:
             raise UserError(
                 f"{checkpoint} has the state of another optimizer than optim={OptimizerNames(self.args.optim).value}: "
-                f"{', '.join(sorted(missing))} is not in it. Set optim to what wrote the checkpoint, or begin a new run from "
+                f"{', '.join(sorted(missing))} is not in it. Set optim to that of the run that wrote it, or begin a new run from "
                 f"its weights: model_name_or_path={checkpoint} without resume_from_checkpoint."
             )
 

@@ -72,7 +72,7 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
     elif generates:
         instead = "Use trl.{} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
         raise UserError(
-            f"{generates[0]} generates text within a training step, which does not train on XLA as it is. "
+            f"{generates[0]} generates text within a training step, for which it has no programs on XLA. "
             f"{instead.format(generates[0])}. Trainers whose loss is a function of a batch work: transformers.Trainer, "
             "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
         )

@@ -155,7 +155,11 @@ def test_inside_and_beside_train_the_adapters(load):
             dict(group_size=48),
             "qat_group_size=48 does not divide the 64 inputs of model.layers.*.self_attn.q_proj. Set",
         ),
-        (None, dict(group_size=128), "Set it to one that does in all layers: 64, 32, 16, 8, 4, 2"),
+        (
+            None,
+            dict(group_size=128),
+            "Set it to a size that divides the inputs of all layers, one of 64, 32, 16, 8, 4, 2",
+        ),
         ({"use_dora": True}, dict(), "qat_adapters='inside' rounds W + B A of plain LoRA"),
         ({"lora_bias": True, "target_modules": ["q_proj"]}, dict(), "or one with a bias. Set qat_adapters='beside'"),
         (

@@ -144,8 +144,8 @@ def test_eight_chips(same_on_eight_chips, teacher):
 
 
 BAD = [
-    (dict(kd_teacher="a", kd_alpha=1.5), "between 0"),
-    (dict(kd_teacher="a", kd_alpha=-0.1), "between 0"),
+    (dict(kd_teacher="a", kd_alpha=1.5), "is not from 0 to 1"),
+    (dict(kd_teacher="a", kd_alpha=-0.1), "is not from 0 to 1"),
     (dict(kd_teacher="a", kd_temperature=0.0), "not above 0"),
     (dict(kd_teacher="a", kd_top_k=0), "at least 1"),
     (dict(kd_teacher="a", kd_loss="mse"), "forward_kl, reverse_kl, jsd"),

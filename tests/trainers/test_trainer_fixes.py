@@ -1,0 +1,329 @@
+"""What a trainer refuses is accepted once data, settings or files are changed as the message says."""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+import torch
+from datasets import Dataset
+from fixes import assert_fixes, refusal
+from preference import Case, rows_for, trainer_for
+from rollouts import Case as RolloutCase
+from rollouts import trainer_for as rollout_trainer_for
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
+from hf_tpu_ext.step.activation_checkpointing import checkpoint_modules
+from hf_tpu_ext.trainers.base_record import BASE_FILE, find_differences
+from hf_tpu_ext.trainers.checkpoints import find_checkpoint
+from hf_tpu_ext.trainers.dataset_checks import check_columns_are_text, check_dataset
+from hf_tpu_ext.trainers.preference_checks import check_preferences
+from hf_tpu_ext.trainers.rollout_checks import check_rollouts
+
+
+LEAVE_OUT = "eave it out"
+
+
+# ---- Data: the messages hold Python ----
+
+
+def expression(message: str) -> str:
+    """The call of a dataset's method that a message ends with."""
+    return re.search(r"dataset\.\w+\(.*\)", message).group(0)
+
+
+ROW = {"prompt": "a", "chosen": "b", "rejected": "c"}
+SAID = [{"role": "assistant", "content": "b"}]
+SILENT = [{"role": "assistant", "content": ""}]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {**ROW, "rejected": None},
+        {**ROW, "chosen": ""},
+        {**ROW, "rejected": "b"},
+    ],
+    ids=str,
+)
+def test_pairs(bad):
+    check = lambda dataset: check_preferences(dataset, "train_dataset", "DPOTrainer")  # noqa: E731
+    dataset = Dataset.from_list([ROW, bad])
+    left = eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset})
+    assert len(left) == 1
+    check(left)
+
+
+def test_messages_without_content():
+    check = lambda dataset: check_preferences(dataset, "train_dataset", "RewardTrainer")  # noqa: E731
+    dataset = Dataset.from_list([{"chosen": SAID, "rejected": SILENT}, {"chosen": SAID, "rejected": SAID[:1] * 2}])
+    check(eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset}))
+
+
+def test_labels_that_are_missing():
+    check = lambda dataset: check_preferences(dataset, "train_dataset", "KTOTrainer")  # noqa: E731
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (False, None, True)]
+    dataset = Dataset.from_list(rows)
+    left = eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset})
+    # A label that is false is one.
+    assert left["label"] == [False, True]
+    check(left)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "columns", "renamed"),
+    [
+        ("DPOTrainer", ["prompt", "chosen", "bad"], {"bad": "rejected"}),
+        ("KTOTrainer", ["prompt", "completion", "good"], {"good": "label"}),
+        ("KTOTrainer", ["prompt", "good", "bad"], {"good": "chosen", "bad": "rejected"}),
+        ("DPOTrainer", ["prompt", "completion", "label"], None),
+    ],
+)
+def test_columns_of_preferences(trainer, columns, renamed):
+    dataset = Dataset.from_list([{column: f"{column} of a row" for column in columns}])
+    check = lambda dataset, trainer: check_preferences(dataset, "train_dataset", trainer)  # noqa: E731
+    message = refusal(check, {"dataset": dataset, "trainer": trainer})
+    if renamed is None:
+        assert "Train on it with KTOTrainer (trl kto)" in message
+        check(dataset, "KTOTrainer")
+    else:
+        assert "Rename a column" in message and all(repr(name) in message for name in renamed.values())
+        check(dataset.rename_columns(renamed), trainer)
+
+
+def test_columns_of_text(runs):
+    config = runs.config()
+    dataset = Dataset.from_list([{"question": "a?", "answer": "b"}] * 2)
+
+    def check(dataset_text_field="text", dataset=dataset, formatting_func=None):
+        config.dataset_text_field = dataset_text_field
+        check_dataset(dataset, "train_dataset", config, formatting_func is not None)
+
+    assert_fixes(check, {"dataset_text_field": "text"}, "for example dataset_text_field='question'")
+    check(formatting_func=lambda row: row["question"])
+    check(dataset=dataset.rename_column("question", "text"))
+    empty = Dataset.from_list([{"text": "a"}, {"text": None}])
+    check(dataset=eval(expression(refusal(check, {"dataset": empty})), {"dataset": empty}))
+
+
+def test_columns_of_images():
+    check = lambda dataset: check_columns_are_text(dataset, "train_dataset")  # noqa: E731
+    dataset = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
+    check(eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset}))
+
+
+def test_columns_of_prompts(runs):
+    def check(dataset):
+        check_rollouts({"args": runs.config(), "train_dataset": dataset}, "GRPOTrainer")
+
+    dataset = Dataset.from_dict({"question": ["a"]})
+    check(eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset}))
+
+
+@pytest.mark.parametrize("name", ["use_vllm", "use_transformers_paged", "use_transformers_continuous_batching"])
+def test_ways_to_generate(name):
+    class Args:
+        pass
+
+    def check(**settings):
+        args = Args()
+        vars(args).update(settings)
+        check_rollouts({"args": args}, "GRPOTrainer")
+
+    assert_fixes(check, {name: True}, f"Set {name}=False")
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+def test_tools(runs, name):
+    assert_fixes(
+        lambda **given: check_rollouts({"args": runs.config(), **given}, "GRPOTrainer"), {name: [len]}, LEAVE_OUT
+    )
+
+
+# ---- Trainers ----
+
+
+@pytest.fixture
+def check(runs):
+    """Makes a trainer, with arguments of the config and of the trainer."""
+
+    def make(lora=None, **settings):
+        given = {
+            name: settings.pop(name)
+            for name in ("train_dataset", "eval_dataset", "data_collator", "compute_loss_func")
+            if name in settings
+        }
+        return runs.ours(config_cls=TPUSFTConfig, train=False, lora=lora, kwargs=given, **settings)
+
+    return make
+
+
+def test_length_of_a_row(check):
+    rows = Dataset.from_list([{"prompt": "a long question?", "completion": " yes"}] * 4)
+    message = refusal(check, {"train_dataset": rows, "max_length": 8})
+    assert "Set a greater max_length" in message
+    check(train_dataset=rows, max_length=24)
+
+
+def test_samples_of_an_evaluation_set(check, runs):
+    settings = {"show_samples": 1, "eval_dataset": None}
+    assert_fixes(check, settings, "leave show_samples out")
+    assert "Pass one eval_dataset" in refusal(check, settings)
+    check(show_samples=1)
+
+
+def test_text_to_predict(check):
+    for settings in ({"packing": True}, {"eval_packing": True}):
+        assert_fixes(
+            check, {"predict_with_generate": True, **settings}, "Set eval_packing=False and padding_free=False"
+        )
+
+
+def test_layers_that_cannot_be_a_loop(check):
+    def train(**settings):
+        trainer = check(max_steps=1, **settings)
+        trainer.train()
+
+    assert_fixes(train, {"scan_layers": "on", "optim": "adafactor"}, LEAVE_OUT, "set it to 'auto'")
+
+
+def test_parts_of_layers_to_recompute(runs, xla):
+    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
+    message = refusal(lambda names: checkpoint_modules(model, names, xla), {"names": "mlq"})
+    names = re.search(r"separated by commas: (.*)\.", message).group(1).split(", ")
+    assert {"mlp", "self_attn"} <= set(names)
+    for name in (*names, ",".join(names)):
+        for module in checkpoint_modules(model, name, xla):
+            vars(module).pop("forward", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fixes"),
+    [
+        (dict(kd_teacher="base"), ["Train with LoRA (use_peft: true", "kd_teacher=MODEL"]),
+        (
+            dict(kd_teacher="student"),
+            ["train with LoRA (use_peft: true) and set kd_teacher='base'", "Set kd_teacher to another model"],
+        ),
+        (dict(kd_teacher="TEACHER", kd_top_k=1000), ["Set kd_top_k to 1...259", LEAVE_OUT]),
+        (
+            dict(kd_teacher="TEACHER", compute_loss_func=len),
+            ["Leave compute_loss_func out", "leave kd_teacher and kd_cache out"],
+        ),
+    ],
+    ids=str,
+)
+def test_teacher(check, runs, teacher, settings, fixes):
+    def made(use_peft=False, **settings):
+        named = {"TEACHER": teacher, "MODEL": teacher, "another": teacher, "student": str(runs.model_dir)}
+        if "kd_teacher" in settings:
+            settings["kd_teacher"] = named.get(settings["kd_teacher"], settings["kd_teacher"])
+        check(lora={} if use_peft else None, **settings)
+
+    assert_fixes(made, settings, *fixes)
+
+
+def test_rounding_of_what_is_rounded(check, wide_model):
+    from transformers import BitsAndBytesConfig
+
+    def made(quantization_config=None, **settings):
+        kwargs = {} if quantization_config is None else {"quantization_config": quantization_config}
+        model = AutoModelForCausalLM.from_pretrained(wide_model, **kwargs)
+        check(model=model, lora={} if kwargs else None, **settings)
+
+    settings = {"qat_weight_dtype": "int4", "quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    message = refusal(made, settings)
+    assert "Leave out load_in_4bit, load_in_8bit and quantization_config" in message
+    made(qat_weight_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fixes"),
+    [
+        (dict(qat_group_size=64), ["one of 16, 8, 4, 2."]),
+        (dict(qat_quantize_embedding=True, modules_to_save=["lm_head"]), ["set qat_quantize_embedding=False"]),
+        (dict(use_dora=True), ["Set qat_adapters='beside'"]),
+    ],
+    ids=str,
+)
+def test_rounding(check, settings, fixes):
+    def made(**settings):
+        lora = {name: settings.pop(name) for name in ("modules_to_save", "use_dora") if name in settings}
+        check(qat_weight_dtype="int4", lora=lora or None, **{"qat_group_size": 16, **settings})
+
+    assert_fixes(made, settings, *fixes)
+
+
+def test_a_tokenizer_without_a_pad_token(check, runs):
+    tokenizer = AutoTokenizer.from_pretrained(runs.model_dir)
+    tokenizer.pad_token = None
+    runs.tokenizer = tokenizer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    message = refusal(check, {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)})
+    statement = re.search(r"for example (tokenizer\.pad_token = \S+),", message).group(1)
+    exec(statement, {"tokenizer": tokenizer})
+    check(data_collator=DataCollatorForLanguageModeling(pad_token_id=0))
+
+
+# ---- Text that is generated while training ----
+
+
+def test_prompts_that_are_too_long(xla, tmp_path):
+    rows = Dataset.from_dict({"prompt": ["abc", "ab", "abcdefgh"]})
+
+    def check(**settings):
+        rollout_trainer_for(RolloutCase("grpo", settings), tmp_path, True, train_dataset=rows)
+
+    assert_fixes(check, {"max_prompt_length": 4}, "Set max_prompt_length=8")
+
+
+def test_too_few_rows_for_a_generation(xla, tmp_path):
+    def check(count, **settings):
+        rows = Dataset.from_dict({"prompt": ["abc", "ab", "abcd", "a"][:count]})
+        trainer = rollout_trainer_for(RolloutCase("grpo", settings), tmp_path, True, train_dataset=rows)
+        trainer.get_train_dataloader()
+
+    settings = {"count": 2, "per_device_train_batch_size": 4, "steps_per_generation": 4}
+    message = refusal(check, settings)
+    assert "train_dataset has 2 rows, and a generation takes 4, so there would be no step" in message
+    for fix in ({"count": 4}, {"steps_per_generation": 1}):
+        check(**{**settings, **fix})
+
+
+# ---- Preferences ----
+
+
+def test_no_row_is_left(xla, tmp_path):
+    rows = rows_for("dpo").map(lambda row: {"prompt": row["prompt"] + "a" * 3})
+
+    def check(**settings):
+        trainer_for(Case("dpo", settings), tmp_path, ours=True, train_dataset=rows)
+
+    message = refusal(check, {"max_length": 3})
+    (longer,) = re.findall(r"for example (max_length=\d+)", message)
+    assert_fixes(check, {"max_length": 3}, longer)
+
+
+# ---- Files ----
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    def check(resume_from_checkpoint=None, output_dir=str(tmp_path / "run")):
+        return find_checkpoint(resume_from_checkpoint, output_dir)
+
+    assert_fixes(check, {"resume_from_checkpoint": True}, "Leave resume_from_checkpoint out")
+
+
+def test_a_file_that_is_damaged(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    for name, read in (
+        (BASE_FILE, lambda: find_differences(tmp_path, model)),
+        (QUANTIZATION_FILE, lambda: TrainedFor.read(tmp_path)),
+    ):
+        (tmp_path / name).write_text("{")
+        command = refusal(read, {}).partition("without it: ")[2]
+        subprocess.run(shlex.split(command), check=True)
+        assert read() is None
