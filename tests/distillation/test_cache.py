@@ -196,11 +196,11 @@ def test_check_of_what_fits(cache_dir, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, r"kd_temperature=0.0 is not above 0\. Set one of \[1.0, 2.0\]"),
+        ({"temperature": 0.0}, r"kd_temperature=0.0 is not above 0\. Set it to one of \[1.0, 2.0\]"),
         ({"temperature": -1.0}, "kd_temperature=-1.0 is not above 0"),
         (
             {"temperature": 3.0},
-            r"kd_temperature=3.0 is not among .* Set one of \[1.0, 2.0\], .* --temperatures 1.0 2.0 3.0",
+            r"kd_temperature=3.0 is not among .* Set it to one of \[1.0, 2.0\], .* --temperatures 1.0 2.0 3.0",
         ),
         (
             {"top_k": 17},
@@ -210,7 +210,7 @@ def test_check_of_what_fits(cache_dir, tokenizer):
         ({"max_length": 32}, "max_length=32, but .* was built with max_length=24"),
         (
             {"vocab_size": 100},
-            r"The teacher's cache .* holds the token id \d+, but the student's vocabulary has 100 tokens",
+            r"The teacher's cache .* has the token id \d+, but the student's vocabulary has 100 tokens",
         ),
     ],
 )
@@ -338,7 +338,7 @@ def test_what_a_killed_build_has_left_is_removed(rows, tiny_teacher, make_cache,
 @pytest.mark.parametrize(
     ("ids", "value", "message"),
     [
-        ([3, 300], -1.0, "token id 300 in sequence 0, and its vocabulary has 261"),
+        ([3, 300], -1.0, "token id 300 in sequence 0, but its config.json has a vocab_size of 261"),
         ([-1, 3], -1.0, "token id -1 in sequence 0"),
         ([3, 4], float("nan"), "log-probs at position 0 of sequence 0 are not numbers"),
     ],

@@ -166,7 +166,7 @@ def test_a_loss_of_ones_own_has_no_room_for_a_teacher(distil, teacher):
     def loss(outputs, labels, num_items_in_batch=None):
         return outputs.logits.sum()
 
-    message = "compute_loss_func replaces that. Leave compute_loss_func out, or kd_teacher"
+    message = "compute_loss_func replaces that. Leave compute_loss_func out, or leave kd_teacher"
     with pytest.raises(ValueError, match=message):
         distil("cpu", kd_teacher=teacher, kwargs={"compute_loss_func": loss}, train=False)
     trainer = distil("cpu", kd_teacher=teacher, train=False)
