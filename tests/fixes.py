@@ -40,6 +40,11 @@ def edits(settings: dict, message: str, fix: str) -> list[dict]:
     """
     places = {name: re.search(rf"\b{name}\b", message) for name in settings}
     first = min((name for name in settings if places[name]), key=lambda name: places[name].start(), default=None)
+    left_out = re.compile(r"[Ll]?eave (.+?) out\b|[Ll]?eave out (?:--)?([\w-]+)|(Unset it)")
+    names = {word for groups in left_out.findall(fix) for word in re.findall(r"\w[\w-]*", " ".join(groups))}
+    if names & {"it", "this", "Unset"}:
+        names.add(first)
+    fix = left_out.sub("", fix)
     alternatives: dict[str, list] = {}
     if listed := re.search(r"(?:Allowed|one of|[Aa]llowed are):? (?!\w+=)\[?([^.;\]]*)", fix):
         alternatives[first] = [_value(word) for word in listed.group(1).split(", ")]
@@ -50,12 +55,8 @@ def edits(settings: dict, message: str, fix: str) -> list[dict]:
         alternatives.setdefault(name, []).append(values if len(values) > 1 else values[0] if values else True)
     for name, value in _ASSIGNMENT.findall("" if listed or span else _OPTION.sub("", fix)):
         alternatives.setdefault(first if name == "it" else name, []).append(_value(value))
-    left_out = re.findall(r"[Ll]?eave (.+?) out\b|[Ll]?eave out (?:--)?([\w-]+)|(Unset it)", fix)
-    names = {word for groups in left_out for word in re.findall(r"[\w-]*\w", " ".join(groups))}
-    if names & {"it", "this", "Unset"}:
-        names.add(first)
     kept = {name: value for name, value in settings.items() if name not in names}
-    assert alternatives or kept != settings, f"no fix: {fix}"
+    assert alternatives or kept != settings, f"no fix in: {message}"
     count = max(map(len, alternatives.values()), default=1)
     return [
         kept | {name: values[min(place, len(values) - 1)] for name, values in alternatives.items()}

@@ -61,8 +61,8 @@ def write_gguf(source: str | Path, trained_for: TrainedFor, overwrite: bool = Fa
     rounding = trained_for.rounding()
     if rounding.bits not in _TYPES or rounding.group_size != _BLOCK or rounding.activations:
         raise UserError(
-            f"llama.cpp has no type of {trained_for.describe()}. It has such of int4 and int8, in groups of {_BLOCK}, with "
-            "activations that are not rounded in training. Leave out --gguf."
+            f"llama.cpp has no type for {trained_for.describe()}: its types are int4 and int8 in groups of {_BLOCK}, for activations that "
+            "are not rounded in training. Leave out --gguf."
         )
     name = _TYPES[rounding.bits]
     path = source.with_name(f"{source.stem}.{name}.gguf")

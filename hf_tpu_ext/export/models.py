@@ -102,12 +102,18 @@ class Source:
         own = (self.directory / "tokenizer_config.json").is_file()
         place = self.directory if own else self.base
         try:
-            return AutoTokenizer.from_pretrained(place, revision=None if own else self.revision)
+            tokenizer = AutoTokenizer.from_pretrained(place, revision=None if own else self.revision)
         except (OSError, ValueError) as error:
+            tokenizer, cause = None, error
+        else:
+            cause = None
+        # Where there are no files of one, transformers makes a tokenizer whose tokens are all special.
+        if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise UserError(
                 f"No tokenizer is found in {self.directory} or {self.base}. Copy it there from the model that the run "
                 "began with: tokenizer.json and tokenizer_config.json."
-            ) from error
+            ) from cause
+        return tokenizer
 
     def load_trained(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase

@@ -32,7 +32,9 @@ def choose_quantization(
     if dtype is None:
         for option, value in {"--group-size": group_size, "--scale": scale}.items():
             if value is not None:
-                raise UserError(f"{option} {value} has no effect without --quantize. Add it, or leave this out.")
+                raise UserError(
+                    f"{option} {value} has no effect without --quantize. Add --quantize, or leave {option} out."
+                )
         return None
     if dtype not in (AS_TRAINED, *WEIGHT_DTYPES):
         raise UserError(f"--quantize {dtype}: weights are rounded to {', '.join(WEIGHT_DTYPES)}. Give one of these.")

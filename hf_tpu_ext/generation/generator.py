@@ -93,8 +93,8 @@ class Generator:
         self.config, _ = plain._prepare_generation_config(config)
         if not self.config.max_new_tokens:
             raise UserError(
-                f"max_new_tokens={self.config.max_new_tokens} says not how long completions may be. Give a number: "
-                "max_new_tokens=256."
+                f"max_new_tokens={self.config.max_new_tokens} does not say how long completions may be. Set it to a number, "
+                "for example max_new_tokens=256."
             )
         #: Declared lengths of prompts, ascending.
         self.prompt_lengths = list(prompt_lengths)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -254,6 +255,9 @@ def test_options_of_a_plan(tmp_path, monkeypatch, options, fix):
 
 
 def test_a_plan_needs_shapes(monkeypatch):
+    for name in plan._OF_THE_MACHINE:
+        # A plan removes them, and here they are to come back.
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     # The real one stays for the life of the process.
     tracing = SimpleNamespace(name="xla", kernels=SimpleNamespace())
     monkeypatch.setattr("hf_tpu_ext.backends.selection.select_tracing", lambda *chips: tracing)

@@ -280,11 +280,11 @@ def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dty
     [
         (
             ["--quantize", "int3", "--gguf", "{file}"],
-            "llama.cpp has no type of int3, groups of 32. It has such of int4 and",
+            "llama.cpp has no type for int3, groups of 32: its types are int4 and",
         ),
         (
             ["--quantize", "int4", "--group-size", "64", "--gguf", "{file}"],
-            "llama.cpp has no type of int4, groups of 64.",
+            "llama.cpp has no type for int4, groups of 64:",
         ),
         (
             ["--quantize", "int4", "--gguf", "{file}.not"],
