@@ -24,6 +24,7 @@ from hf_tpu_ext.cli.recipe_parser import RecipeParser
 from hf_tpu_ext.cli.trl_scripts import SCRIPTS
 from hf_tpu_ext.hardware.prices import read_prices
 from hf_tpu_ext.hardware.topologies import find_topology
+from hf_tpu_ext.plan import compiler
 from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.planned import read_plan
 
@@ -336,3 +337,32 @@ def test_a_plan_of_several_runs(capsys):
     # Now it is the run that is missing.
     assert main(command[1:]) == 2
     assert "a b is not the directory of a run" in capsys.readouterr().err
+
+
+def test_prompts_of_a_plan_need_a_tokenizer(monkeypatch):
+    def reached(*args, **kwargs):
+        raise Reached
+
+    def check(**options):
+        try:
+            plan._prompt_of(read_recipe(words(options)), 4)
+        except Reached:
+            pass
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reached)
+    assert_fixes(check, {}, "For example: --model_name_or_path Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [("kill -9 $$", "compile one graph at a time (--jobs 1)"), ("echo no; exit 3", "failed for v5e-8:\nno")],
+)
+def test_a_compiler_that_stops(tmp_path, script, told):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    program = SimpleNamespace(module=b"", arguments=[])
+    settings = {"program": program, "topology": find_topology("v5e-8"), "python": str(python)}
+    assert told in refusal(compiler._compile, settings)
+    # What the message names is an option.
+    plan._options(["--jobs", "1"])

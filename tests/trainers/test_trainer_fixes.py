@@ -1,8 +1,12 @@
 """What a trainer refuses is accepted once data, settings or files are changed as the message says."""
 
+import json
 import re
 import shlex
+import shutil
 import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +22,13 @@ from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.step.activation_checkpointing import checkpoint_modules
 from hf_tpu_ext.trainers.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoints import find_checkpoint
+from hf_tpu_ext.trainers.chips import Chips
 from hf_tpu_ext.trainers.dataset_checks import check_columns_are_text, check_dataset
+from hf_tpu_ext.trainers.every_length import EveryLengthMixin
 from hf_tpu_ext.trainers.preference_checks import check_preferences
+from hf_tpu_ext.trainers.rollout_checkpoints import RolloutCheckpoints
 from hf_tpu_ext.trainers.rollout_checks import check_rollouts
+from hf_tpu_ext.trainers.setting_checks import check_architecture
 
 
 LEAVE_OUT = "eave it out"
@@ -327,3 +335,66 @@ def test_a_file_that_is_damaged(tmp_path):
         command = refusal(read, {}).partition("without it: ")[2]
         subprocess.run(shlex.split(command), check=True)
         assert read() is None
+
+
+# ---- Another number of chips than a checkpoint was written on, and other rare things ----
+
+
+def test_rows_of_a_checkpoint_of_more_chips():
+    """12 rows of 4 chips: 5 chips cannot take them."""
+
+    def check(num_chips, per_device_train_batch_size=3):
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(
+                per_device_train_batch_size=per_device_train_batch_size,
+                train_batch_size=per_device_train_batch_size * num_chips,
+                world_size=1,
+                gradient_accumulation_steps=1,
+            )
+        )
+        chips = SimpleNamespace(
+            _trainer=trainer,
+            _num_workers=num_chips,
+            rows_per_step=per_device_train_batch_size * num_chips,
+            recipe_rows=per_device_train_batch_size,
+        )
+        Chips.keep_rows_per_step(chips, {"rows_per_step": 12, "num_workers": 4, "recipe_rows": 3})
+
+    message = refusal(check, {"num_chips": 5})
+    assert "Set num_chips to a number that divides 12, or set another per_device_train_batch_size" in message
+    for num_chips in (1, 2, 3, 4, 6, 12):
+        check(num_chips)
+    check(5, per_device_train_batch_size=2)
+
+
+def test_generation_of_a_checkpoint_of_more_chips():
+    def check(rows_at_once):
+        trainer = SimpleNamespace(args=SimpleNamespace(), _rows_of_micro_step=rows_at_once)
+        RolloutCheckpoints._keep_generation(trainer, 12, 4)
+
+    message = refusal(check, {"rows_at_once": 8})
+    assert "Set num_chips to a number that divides 12, or set another per_device_train_batch_size" in message
+    for rows_at_once in (1, 2, 3, 4, 6, 12):
+        check(rows_at_once)
+
+
+def test_images_are_not_compiled_before_a_run():
+    trainer = SimpleNamespace(lengths=[8], lengths_of_rows=lambda dataset: None)
+    message = refusal(lambda: EveryLengthMixin._row_per_length(trainer, [{"image": "a", "text": "b"}]), {})
+    assert "Images are tokenized batch by batch" in message and "Start the run itself" in message
+
+
+def test_a_model_whose_class_is_not_known(tiny_model, tmp_path, runs):
+    path = Path(shutil.copytree(tiny_model, tmp_path / "model")) / "config.json"
+    config = json.loads(path.read_text())
+    del config["architectures"]
+    path.write_text(json.dumps(config))
+
+    def check():
+        check_architecture(runs.config(), {"model": str(path.parent)})
+
+    example = re.search(r'for example ("architectures": \[".*?"\])', refusal(check, {})).group(1)
+    path.write_text(json.dumps({**config, **json.loads("{" + example + "}")}))
+    check()
+    # Or it is loaded by the caller.
+    check_architecture(runs.config(), {"model": AutoModelForCausalLM.from_pretrained(path.parent)})
