@@ -1,6 +1,7 @@
 """What is compared. Each contender runs in a process of its own, since upstream chooses its device at import."""
 
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -52,7 +53,8 @@ def train_with(
         model=AutoModelForCausalLM.from_pretrained(plan.model_dir),
         peft_config=LoraConfig(r=8, target_modules="all-linear") if plan.lora else None,
         args=config_class(
-            output_dir=plan.directory / "output",
+            # Two runs may not write to one.
+            output_dir=plan.directory / f"output-{os.getpid()}",
             max_length=plan.max_length,
             per_device_train_batch_size=plan.batch_size,
             max_steps=plan.total_steps,

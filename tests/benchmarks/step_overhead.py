@@ -196,6 +196,28 @@ def ratio(results: dict[str, dict[str, Any]], mine: str, other: str, measured: s
     return statistics.median(window[measured] / theirs[measured] for window, theirs in rounds)
 
 
+def describe_processor() -> str:
+    """The processor of this machine and how many cores it has."""
+    name = next(
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    )
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def check_losses(results: dict[str, dict[str, Any]], stock: str) -> None:
+    """Exit where losses of the first steps differ from those of a stock trainer, one of [`CONTENDERS`]."""
+    expected = results[stock]["losses"]
+    for name, result in results.items():
+        worst = max(abs(loss - expected[step]) for step, loss in result["losses"].items() if step <= LOSS_STEPS)
+        if not worst <= LOSS_TOLERANCE:
+            raise SystemExit(
+                f"The losses of {CONTENDERS[name].title} and of {CONTENDERS[stock].title} differ by {worst:.2e} (at most "
+                f"{LOSS_TOLERANCE})."
+            )
+
+
 def describe_setup(arguments: argparse.Namespace, plan: Plan, results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """
     Say what was run, with what, and on what.
@@ -211,17 +233,12 @@ def describe_setup(arguments: argparse.Namespace, plan: Plan, results: dict[str,
     Returns:
         `dict[str, str]`: Lines by name.
     """
-    cpu = next(
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    )
     return {
         "model": f"Qwen3, {arguments.layers} layers, hidden size {SIZES['hidden_size']}, float32; batch of "
         f"{plan.batch_size} x {plan.max_length} tokens",
         "times": f"median over {plan.repeats} windows of {plan.window} steps, with a log every {plan.logging_steps} steps",
         "versions": "; ".join(dict.fromkeys(result["versions"] for result in results.values())),
-        "machine": f"XLA on CPU: {cpu}, {os.cpu_count()} cores",
+        "machine": f"XLA on CPU: {describe_processor()}",
         "command": "`python tests/benchmarks/step_overhead.py "
         + ("--quick`" if arguments.quick else f"--layers {arguments.layers} --repeats {arguments.repeats}`"),
     }
@@ -270,14 +287,7 @@ def main() -> None:
     loss_step = max(set.intersection(*(set(result["losses"]) for result in results.values())))
     block = "\n".join([make_table(results, loss_step), "", *(f"- {name}: {line}" for name, line in setup.items())])
     publish(arguments, DOCUMENT, "benchmark", block, {**setup, "results": results})
-    stock = results["stock_padded"]["losses"]
-    for name, result in results.items():
-        worst = max(abs(loss - stock[step]) for step, loss in result["losses"].items() if step <= LOSS_STEPS)
-        if not worst <= LOSS_TOLERANCE:
-            raise SystemExit(
-                f"The losses of {CONTENDERS[name].title} and of padded stock TRL differ by {worst:.2e} (at most "
-                f"{LOSS_TOLERANCE})."
-            )
+    check_losses(results, "stock_padded")
 
 
 if __name__ == "__main__":

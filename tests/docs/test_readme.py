@@ -33,3 +33,12 @@ def test_seconds_are_those_of_the_benchmark():
     assert re.search(rf"\| hf_tpu_ext, XLA \|.*\| {ours} \(", grpo) and re.search(
         rf"\| TRL, eager \|.*\| {stock} \(", grpo
     )
+
+
+def test_speed_is_that_of_the_benchmark():
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    ours, theirs = (
+        re.search("<!-- smollm2:start -->\n(.*?)\n(?:\n.*)?<!-- smollm2:end -->", text, re.DOTALL)[1]
+        for text in (README, page)
+    )
+    assert "XLA | stock TRL" in ours and ours == theirs
