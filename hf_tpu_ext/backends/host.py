@@ -1,15 +1,11 @@
-"""The machine around an accelerator: its memory pages, who holds its chips, processes forked beside its runtime, random numbers."""
+"""The machine around an accelerator: its memory pages, who holds its chips, and processes forked beside its runtime."""
 
 import multiprocessing
 import os
-import random
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
 
 
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -106,9 +102,3 @@ def peak_of_process() -> int | None:
 
     # Linux counts in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def host_random_state() -> tuple:
-    """State of the random number generators of Python, NumPy and PyTorch on the host, to be compared."""
-    _, keys, *rest = np.random.get_state()
-    return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()

@@ -1,5 +1,6 @@
 """`compile` on torch_xla: a function is traced twice, compared, and then run by the handle of its graph."""
 
+import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,7 +15,6 @@ from transformers.utils import logging
 
 from . import xla_graphs as graphs
 from .base import Backend
-from .host import host_random_state
 from .hosts import HostsDisagree
 from .program import CannotReplay, CompiledFunction, Fingerprint, RealCopies, StateLost
 
@@ -401,6 +401,12 @@ class XLACompiledFunction(CompiledFunction):
         raise CannotReplay(
             f"a compiled graph could not be run ({what.splitlines()[0]}); please report this line"
         ) from error
+
+
+def host_random_state() -> tuple:
+    """State of the random number generators of Python, NumPy and PyTorch on the host, to be compared."""
+    _, keys, *rest = np.random.get_state()
+    return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
 def _describe(value: Any) -> Hashable:

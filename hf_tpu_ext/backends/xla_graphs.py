@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -126,6 +126,9 @@ def are_intact(tensors: Sequence[torch.Tensor]) -> bool:
         if tensors:
             _XLAC._xla_get_cpu_tensors([min(tensors, key=torch.Tensor.numel)])
     except RuntimeError:
+        with suppress(RuntimeError):
+            # What failed in the background is told at the next wait: here, and not in what is run next.
+            xm.wait_device_ops()
         return False
     return True
 
