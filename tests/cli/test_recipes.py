@@ -144,7 +144,7 @@ def test_pretraining_rows(tiny):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--max_length", "1000000"], "holds less text than one row of max_length=1000000 tokens"),
+        (["--max_length", "1000000"], "has less text than one row of max_length=1000000 tokens"),
         (["--dataset_text_field", "txt"], "txt"),
         (["--dataset_train_split", "training"], "training"),
     ],
