@@ -157,7 +157,7 @@ def test_the_original_teaches_all_weights(runs, train):
     assert losses(train(kd_teacher=str(runs.model_dir), max_steps=1), "kd_loss")[0] > 1e-3
     with pytest.raises(ValueError, match="is the student itself"):
         train(kd_teacher=str(runs.model_dir), qat_weight_dtype=None, qat_group_size=32)
-    with pytest.raises(ValueError, match="name the base itself"):
+    with pytest.raises(ValueError, match="learn from its own base by that name"):
         train(kd_teacher="base")
 
 
