@@ -41,6 +41,12 @@ class StepGradients:
         """
         yield
 
+    def show(self) -> None:
+        """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""
+
+    def take_back(self) -> None:
+        """Keep what that code has made of them. Parameters have none again."""
+
     def over_chips(self, value: Tensor) -> Tensor:
         """Sum a number over the chips, where they run by themselves."""
         return value
@@ -65,7 +71,10 @@ class AccumulatedGradients(StepGradients):
             for parameter in model.parameters()
             if parameter.requires_grad
         }
+        # By the micro-steps of this optimizer step that ran in Python, and of the one before it.
         self._used: set[nn.Parameter] = set()
+        self._used_before: set[nn.Parameter] = set()
+        self._shown: set[nn.Parameter] | None = None
 
     @property
     def of_parameters(self) -> dict[nn.Parameter, Tensor]:
@@ -88,8 +97,31 @@ class AccumulatedGradients(StepGradients):
                 self._used.add(parameter)
             parameter.grad = total if closing and parameter in self._used else None
 
+    def show(self) -> None:
+        # A micro-step that was run by its handle has noted nothing.
+        self._shown = self._used or self._used_before
+        for parameter in self._shown:
+            parameter.grad = self._sums[parameter]
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        if self._shown is None:
+            return
+        for parameter, total in self._sums.items():
+            if not parameter.requires_grad:
+                # Frozen since: it is updated by what there is.
+                continue
+            if parameter.grad is None:
+                if parameter in self._shown:
+                    total.zero_()
+            elif parameter.grad is not total:
+                total.copy_(parameter.grad)
+                self._used.add(parameter)
+            parameter.grad = None
+        self._shown = None
+
     def drop(self) -> None:
         super().drop()
-        self._used.clear()
+        self._used, self._used_before = set(), self._used
         for total in self._sums.values():
             total.zero_()

@@ -21,6 +21,7 @@ from ..sharding.local_gradients import LocalGradients
 from ..sharding.per_chip import score_tokens_per_chip
 from ..step.gradients import AccumulatedGradients, StepGradients
 from .configs import ExtensionArguments
+from .own_code import has_own_code
 
 
 logger = logging.get_logger(__name__)
@@ -188,6 +189,9 @@ class Chips:
         accumulates = self._trainer.args.gradient_accumulation_steps > 1
         if self._backend.num_chips > 1 and self.mesh["fsdp"] == 1:
             reason = self._why_not_local(model)
+            callbacks = self._trainer.callback_handler.callbacks
+            if reason is None and accumulates and any(has_own_code(one, "on_substep_end") for one in callbacks):
+                reason = "a callback has code in on_substep_end, which may look at them"
             if reason is None:
                 self.local_gradients = LocalGradients(model, self._backend, accumulates)
                 return self.local_gradients

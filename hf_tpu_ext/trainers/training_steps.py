@@ -21,6 +21,7 @@ from .own_code import (
     draws_other_layers,
     find_code_between_stages,
     find_own_code,
+    has_own_code,
     places_between_stages,
 )
 
@@ -76,6 +77,8 @@ class TrainingSteps(TrainerCallback):
         self._forward_backward: Callable[..., torch.Tensor] | None = None
         # Where code of the user's may run between the stages of a step, as it was when that was looked at last.
         self._places: Hashable = None
+        # Whether code of the user's runs between micro-steps.
+        self._shows_gradients = False
         self._rematerialized: list[nn.Module] = []
 
     @property
@@ -151,6 +154,7 @@ class TrainingSteps(TrainerCallback):
         where [`LossLog`] keeps the loss.
         """
         trainer = self._trainer
+        self.gradients.take_back()
         self._follow_optimizer()
         self.grad_norm = None
         numbers = {**trainer._step_data(), "seed": trainer.seeds.next()}
@@ -181,6 +185,8 @@ class TrainingSteps(TrainerCallback):
             self._optimizer.is_done = True
             self._optimizer.count()
             self._check_updates()
+        elif self._shows_gradients:
+            self.gradients.show()
         return torch.zeros(())
 
     def _check_updates(self) -> None:
@@ -231,6 +237,8 @@ class TrainingSteps(TrainerCallback):
         self.data, num_items_in_batch = send(numbers), send(num_items_in_batch)
         with trainer.copies.not_made(), RandomNumbers(self.data["seed"]), self.gradients.micro_step(closing):
             loss = self.gradients.over_chips(forward_backward(model, inputs, num_items_in_batch))
+        if not closing:
+            self.gradients.show()
         if not trainer._override_returns_loss:
             trainer._log_step_loss(loss, closing)
         return loss
@@ -260,7 +268,7 @@ class TrainingSteps(TrainerCallback):
         wanted = trainer.compiled.step_replay
         if self.why_not is not None and wanted is not False:
             warn_traced(self.why_not)
-        self._places = places_between_stages(trainer)
+        self._note_places(places_between_stages(trainer))
         if self._why_stages() is not None:
             return
         self.compiled = compile_for(
@@ -305,7 +313,7 @@ class TrainingSteps(TrainerCallback):
         places = places_between_stages(trainer)
         if places == self._places:
             return
-        self._places = places
+        self._note_places(places)
         if (reason := self._why_stages()) is None:
             self._optimizer.create_state()
             return
@@ -314,6 +322,11 @@ class TrainingSteps(TrainerCallback):
         if not isinstance(self._optimizer, LazyAdamW):
             reason = f"the optimizer was replaced by {type(self._optimizer).__name__}"
         warn_traced(reason)
+
+    def _note_places(self, places: Hashable) -> None:
+        self._places = places
+        callbacks = self._trainer.callback_handler.callbacks
+        self._shows_gradients = any(has_own_code(callback, "on_substep_end") for callback in callbacks)
 
     def _follow_model(self) -> None:
         """Keep the gradients of what is trained now, and expect other updates."""

@@ -64,6 +64,73 @@ def test_a_parameter_frozen_in_mid_run_has_no_gradient_and_the_others_go_on():
     assert net["used"].weight.grad is None and net["used"].bias.grad.tolist() == [2.0, 2.0]
 
 
+def scale(net):
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def replace(net):
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+def clear(net):
+    net.zero_grad()
+
+
+def clear_one(net):
+    net["used"].bias.grad = None
+
+
+def add_another(net):
+    net["unused"].weight.grad = torch.ones(2, 2)
+
+
+def freeze(net):
+    net["used"].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("code", [scale, replace, clear, clear_one, add_another, freeze])
+def test_code_between_micro_steps_sees_and_changes_gradients_as_with_autograd(code):
+    net, plain = model(), model()
+    gradients = AccumulatedGradients(net)
+    for number in (1, 2, 3):
+        backward(plain, number)
+        if not gradients.are_of(net):
+            gradients = AccumulatedGradients(net, gradients)
+        with gradients.micro_step(closing=number == 3):
+            backward(net, number)
+        if number < 3:
+            gradients.show()
+            for name, parameter in plain.named_parameters():
+                shown = net.get_parameter(name).grad
+                assert (shown is None) == (parameter.grad is None)
+                assert shown is None or torch.equal(shown, parameter.grad)
+            code(net)
+            code(plain)
+            gradients.take_back()
+            if code is not freeze:
+                assert all(parameter.grad is None for parameter in net.parameters())
+    for name, parameter in plain.named_parameters():
+        mine = net.get_parameter(name).grad
+        assert (mine is None) == (parameter.grad is None), name
+        assert mine is None or torch.equal(mine, parameter.grad), name
+
+
+def test_gradients_are_shown_after_a_micro_step_that_ran_no_python():
+    net = model()
+    gradients = AccumulatedGradients(net)
+    with gradients.micro_step(closing=True):
+        backward(net, 1)
+    gradients.drop()
+    for total in gradients.tensors:
+        total.fill_(3)
+    gradients.show()
+    assert net["used"].weight.grad.tolist() == [[3.0, 3.0]] * 2 and net["unused"].weight.grad is None
+
+
 @pytest.mark.parametrize("closing", [False, True])
 def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(closing):
     net = model()

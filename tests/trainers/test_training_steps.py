@@ -2,6 +2,7 @@
 
 import pytest
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
 
 class ReadsAtTheEnd(TrainerCallback):
@@ -62,3 +63,64 @@ def test_a_run_that_fails_in_a_step_leaves_nothing(runs):
     assert trainer.steps.compiled is None and all(parameter.grad is None for parameter in trainer.model.parameters())
     trainer.pop_callback(Fails)
     assert trainer.train().global_step == 6
+
+
+# ---- Code of the user's between two micro-steps ----
+
+
+def gradients_of(model):
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+class ScalesBetween(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_substep_end(self, args, state, control, model, **kwargs):
+        self.seen.append(sum(parameter.grad.cpu().double().norm().item() for parameter in gradients_of(model)))
+        for parameter in gradients_of(model):
+            parameter.grad.mul_(0.5)
+
+
+class FreezesBetween(TrainerCallback):
+    def on_substep_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 4:
+            model.model.layers[0].requires_grad_(False)
+
+
+def clips_each_micro_step(upstream):
+    class Clips(upstream):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            for parameter in gradients_of(self.model):
+                parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+            return loss
+
+    return Clips
+
+
+@pytest.mark.parametrize("what", ["a callback", "a callback that freezes", "an override"])
+def test_gradients_between_micro_steps_are_the_users_to_change(runs, same_logs, what):
+    """Silently they were not there: `parameter.grad` was `None`."""
+    trainers = []
+    callbacks = {"a callback": ScalesBetween, "a callback that freezes": FreezesBetween}
+    for upstream in (runs.ours, runs.stock):
+        kwargs = {"callbacks": [callbacks[what]()]} if what in callbacks else {}
+        config = {"gradient_accumulation_steps": 2, "gradient_checkpointing": False}
+        if upstream == runs.ours:
+            from hf_tpu_ext import TPUSFTTrainer
+
+            cls = TPUSFTTrainer if what in callbacks else clips_each_micro_step(TPUSFTTrainer)
+            trainer = runs.ours(cls=cls, kwargs=kwargs, **config)
+        else:
+            cls = SFTTrainer if what in callbacks else clips_each_micro_step(SFTTrainer)
+            trainer = runs.trainer(cls, runs.config(use_cpu=True, **config), **kwargs)
+            trainer.train()
+        trainers.append(trainer)
+    same_logs(*trainers)
+    if what == "a callback":
+        ours, theirs = (
+            next(one.seen for one in trainer.callback_handler.callbacks if isinstance(one, ScalesBetween))
+            for trainer in trainers
+        )
+        assert ours == pytest.approx(theirs, rel=1e-4) and min(ours) > 0
