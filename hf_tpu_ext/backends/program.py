@@ -22,6 +22,12 @@ class Fingerprint(Protocol):
     def note(self) -> None:
         """Note everything as it is now."""
 
+    #: Code that ran in a trace and of which nothing is known, as half a sentence, or `None`.
+    code: str | None
+
+    def trace(self) -> AbstractContextManager[None]:
+        """Context of a trace, in which it notes whose code runs."""
+
     def change(self) -> str | None:
         """What has changed since it was noted, as half a sentence."""
 

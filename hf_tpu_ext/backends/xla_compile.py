@@ -325,7 +325,8 @@ class XLACompiledFunction(CompiledFunction):
         except CannotReplay as error:
             reason = str(error)
         try:
-            made = self._function(data, **fixed)
+            with self._fingerprint.trace():
+                made = self._function(data, **fixed)
         except BaseException:
             if trace is not None:
                 trace.undo()
@@ -333,7 +334,8 @@ class XLACompiledFunction(CompiledFunction):
         # The function has run code that may keep some.
         self._copies.seen = True
         try:
-            if trace is not None and (reason := trace.why_traced(self._draws_on_host)) is None:
+            reason = reason or self._fingerprint.code or trace.why_traced(self._draws_on_host)
+            if reason is None:
                 # A view would hold on to what it is a view of.
                 made = tree_map_only(torch.Tensor, self._without_base, made)
                 traced = trace.end(self._state(), made)

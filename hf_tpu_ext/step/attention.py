@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..errors import UserError
+from .kernels import is_of_user
 from .shared_prompts import attend_each_row, mask_each_row
 from .sliced_attention import SLICE_ELEMENTS, sliced_attention
 from .splash_attention import splash_attention, why_no_splash
@@ -40,7 +41,8 @@ _SAME_NUMBERS = (None, "eager", "sdpa")
 
 def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -> str:
     """
-    Choose the attention that a model is to compute with on a backend, and make it known to transformers.
+    Choose the attention that a model is to compute with on a backend, and make it known to transformers. One that code outside
+    transformers has registered, and that the model was loaded with, is kept: it may compute something of its own.
 
     Args:
         model ([`~torch.nn.Module`]):
@@ -54,14 +56,24 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
         `str`: Its name from now on.
 
     Raises:
-        `ValueError`: Splash attention is asked for and not there. The message says what to type.
+        `ValueError`: Splash attention is asked for and not there, or any while the model keeps its own. The message says what to
+            type.
     """
     for name, function in _IMPLEMENTATIONS.items():
         AttentionInterface.register(name, partial(attend_each_row, partial(function, backend)))
         AttentionMaskInterface.register(name, eager_mask)
+    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    if isinstance(model, PreTrainedModel) and is_of_user(
+        AttentionInterface(), own := model.config._attn_implementation
+    ):
+        if wanted != "auto":
+            raise UserError(
+                f"attention={wanted!r} does not go together with the attention {own!r}, which is registered by your own code and "
+                "which the model was loaded with. Leave out one of the two."
+            )
+        return own
     # The kernel is for TPU. Elsewhere it is interpreted, which is slow.
     asked = wanted == "splash" or (wanted == "auto" and backend.kernels.platform == "tpu")
-    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     # Such models take masks that are no tensors, and so do not look into them.
     opaque = isinstance(model, PreTrainedModel) and model._supports_flex_attn
     reason = None if opaque else f"code of {type(model).__name__} may look into masks"
@@ -82,6 +94,8 @@ def attention_to_load_with(asked: str | None, traced: bool = True) -> tuple[str,
     Choose what a model is loaded with whose attention is replaced when it is placed, or kept where steps are not `traced`, and
     the caller asked for the `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
     """
+    if is_of_user(AttentionInterface(), asked):
+        return asked, []
     if not traced and asked in _SAME_NUMBERS:
         return asked or "sdpa", []
     if not traced:

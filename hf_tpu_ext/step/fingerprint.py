@@ -1,11 +1,13 @@
 """What a program depends on besides its tensors: it guards each run of the program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from .python_state import PythonState
+from .running_code import RunningCode
 
 
 class StepFingerprint:
@@ -23,6 +25,8 @@ class StepFingerprint:
             Says, after a change, why code has to run at each step, as half a sentence.
         training (`bool`):
             Whether the model is in training.
+        trusts_code (`bool`, *optional*, defaults to `False`):
+            Whether code of the user's does the same at every step.
     """
 
     def __init__(
@@ -32,9 +36,12 @@ class StepFingerprint:
         settings: Callable[[], Any],
         why_not: Callable[[], str | None],
         training: bool,
+        trusts_code: bool = False,
     ):
         self._models, self._note, self._settings, self._training = models, note, settings, training
-        self.why_not = why_not
+        self.why_not, self._trusts_code = why_not, trusts_code
+        #: Code of the user's that ran in a trace, as half a sentence.
+        self.code: str | None = None
         #: The parameters and buffers of the models, as they were noted.
         self.tensors: list[Tensor] = []
 
@@ -46,6 +53,18 @@ class StepFingerprint:
         ]
         self._python_state = self._note(self.tensors)
         self._noted = self._settings()
+
+    @contextmanager
+    def trace(self) -> Iterator[None]:
+        """Context of a trace, in which code of the user's is noted."""
+        if self._trusts_code:
+            yield
+            return
+        running = RunningCode()
+        with running:
+            yield
+        if running.found is not None:
+            self.code = f"{running.found}; step_replay=True if it does the same at every step"
 
     def change(self) -> str | None:
         """What has changed since it was noted, as half a sentence."""

@@ -71,15 +71,16 @@ def compile_for(
             on_change()
         return note_python_state(trainer, models, trainer.backend.programs.memory_of, given, methods)
 
+    trusts_code = trainer.compiled.step_replay is True
     fingerprint = StepFingerprint(
-        models, note, lambda: (own(), trainer.settings_of_programs()), why_not, training=training
+        models, note, lambda: (own(), trainer.settings_of_programs()), why_not, training, trusts_code
     )
     return trainer.backend.programs.compile(
         function,
         lambda: [*fingerprint.tensors, *state()],
         fingerprint,
         trainer.copies.context,
-        draws_on_host=trainer.compiled.step_replay is True,
+        draws_on_host=trusts_code,
         warn=partial(warn_traced, training=training),
     )
 

@@ -16,7 +16,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..data import CollatedBatch
 from ..errors import UserError
-from .own_code import is_known
+from ..step.running_code import is_known
 
 
 def classes_for(*tasks: str) -> set[str]:

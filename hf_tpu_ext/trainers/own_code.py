@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 from trl import RichProgressCallback
 
+from ..step.running_code import KNOWN_PACKAGES, is_known
+
 
 _OURS = "hf_tpu_ext"
-_KNOWN_PACKAGES = (_OURS, "transformers", "trl", "peft", "accelerate", "torch", "torch_xla")
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 #: What upstream calls within a step; these call the rest.
 METHODS_OF_A_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
@@ -56,11 +57,6 @@ HOOKS_OF_ALL_MODULES = {
     for name, value in vars(sys.modules[module]).items()
     if name.startswith("_global_") and isinstance(value, dict)
 }
-
-
-def is_known(module: str) -> bool:
-    """Whether a module is in a package whose code does the same at every step if what it reads is the same."""
-    return module.partition(".")[0] in _KNOWN_PACKAGES
 
 
 def owner_of(cls: type, method: str) -> type:
@@ -108,7 +104,7 @@ def _is_installed(function: FunctionType) -> bool:
 # ---- What a step of a trainer class is made of ----
 
 
-def functions_of(cls: type, name: str, packages: tuple[str, ...] = _KNOWN_PACKAGES) -> Iterator[FunctionType]:
+def functions_of(cls: type, name: str, packages: tuple[str, ...] = KNOWN_PACKAGES) -> Iterator[FunctionType]:
     """The functions of known packages that a name stands for in a class and its bases."""
     for owner in cls.__mro__:
         if owner.__module__.partition(".")[0] in packages and name in vars(owner):
@@ -132,7 +128,7 @@ def _names_of_self(function: FunctionType) -> Iterator[str]:
 
 @cache
 def names_of_a_step(
-    cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP, packages: tuple[str, ...] = _KNOWN_PACKAGES
+    cls: type, methods: tuple[str, ...] = METHODS_OF_A_STEP, packages: tuple[str, ...] = KNOWN_PACKAGES
 ) -> frozenset[str]:
     """
     Find the methods and attributes of a trainer that the code of known packages reads within a step, in the methods
@@ -185,7 +181,7 @@ def attributes_of_a_step(trainer: Trainer, methods: tuple[str, ...] = METHODS_OF
     List the attributes of a trainer that upstream's code reads within a step, in `methods` and those that they call, and that
     stay as they are. This package's own are not among them: it knows what it computes with.
     """
-    upstream = tuple(package for package in _KNOWN_PACKAGES if package != _OURS)
+    upstream = tuple(package for package in KNOWN_PACKAGES if package != _OURS)
     return sorted(names_of_a_step(type(trainer), methods, packages=upstream) - _BOOKKEEPING)
 
 

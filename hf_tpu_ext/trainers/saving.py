@@ -25,6 +25,7 @@ from ..callbacks.samples import ShowSamples
 from ..errors import SaveError, UserError
 from ..quantization.bitsandbytes import find_config
 from ..redaction import redact
+from ..step.running_code import is_known
 from .base_record import find_frozen, write_base
 from .checkpoints import (
     check_all_see,
@@ -40,7 +41,6 @@ from .checkpoints import (
     temporary_dir,
     write_run_state,
 )
-from .own_code import is_known
 from .resumption import Resumption
 from .saved_model import free_space, is_of_disk, whole_model
 

@@ -20,6 +20,7 @@ from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, place_loaded
 from ..step.program_adamw import ProgramAdamW
 from ..step.random_numbers import RandomSeeds
+from ..step.running_code import is_known
 from ..step.users_model import save_from_host
 from .alike import AlikeHosts, check_settings_alike
 from .arguments import (
@@ -41,7 +42,7 @@ from .frozen import ShortFrozenWeights
 from .layers import LayerScan
 from .lengths import longest_kept, row_lengths
 from .metrics import DeferredMetrics
-from .own_code import is_known, owner_of
+from .own_code import owner_of
 from .predicted_text import PredictedText, PredictedTextArguments
 from .run_facts import find_facts
 from .setting_checks import check_architecture, check_processes, check_settings, check_split_by_upstream

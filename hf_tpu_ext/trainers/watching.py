@@ -16,7 +16,8 @@ from ..callbacks.source_lines import describe_line, package_of
 from ..formatting import dtype_name
 from ..step.module_settings import settings_of
 from ..step.optimizer import LazyAdamW
-from .own_code import is_known, names_of_a_step
+from ..step.running_code import is_known
+from .own_code import names_of_a_step
 
 
 class TrainerWatch:
