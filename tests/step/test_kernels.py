@@ -4,9 +4,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.moe import ExpertsInterface
 
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny import make_model
+from hf_tpu_ext.step.attention import attention_to_load_with, choose_attention
 from hf_tpu_ext.step.kernels import use_static_kernels
 
 
@@ -28,6 +31,30 @@ def test_attention_and_experts(moe_dir, wrap):
     for module in (model, model.model, model.model.layers[0].self_attn):
         assert module.config._attn_implementation == "eager"
         assert module.config._experts_implementation == "batched_mm"
+
+
+def own_attention(module, query, key, value, mask, **kwargs):
+    return query.transpose(1, 2), None
+
+
+def own_experts(module, hidden_states, *args):
+    return hidden_states
+
+
+def test_what_the_user_has_registered_is_kept(moe_dir, xla):
+    AttentionInterface.register("own_attention", own_attention)
+    ExpertsInterface.register("own_experts", own_experts)
+    model = AutoModelForCausalLM.from_pretrained(moe_dir, attn_implementation="own_attention")
+    model.set_experts_implementation("own_experts")
+    use_static_kernels(model, choose_attention(model, xla))
+    assert model.config._attn_implementation == "own_attention"
+    assert model.config._experts_implementation == "own_experts"
+    assert attention_to_load_with("own_attention") == ("own_attention", [])
+    assert attention_to_load_with("flex_attention")[0] == "eager"
+    with pytest.raises(UserError, match="attention='slices' does not go together with the attention 'own_attention'"):
+        choose_attention(model, xla, "slices")
+    model.set_attn_implementation("sdpa")
+    assert choose_attention(model, xla, "slices") == "sliced"
 
 
 def test_experts_compile_once_for_any_routing(moe_dir, xla):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import AttentionInterface, AutoModelForCausalLM, TrainerCallback
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
@@ -341,6 +342,26 @@ def test_a_module_of_the_users_is_traced_and_named_once(xla, tmp_path, caplog, s
     said = [record.message for record in caplog.records if "Step replay is off" in record.message]
     assert len(said) == 1 and "the model is a Scaled, a custom module; step_replay=True if" in said[0]
     same_logs(ours, train_scaled(tmp_path, use_cpu=True)[0])
+
+
+def test_an_attention_of_the_users_is_used_and_traced(runs, tiny_model, caplog, same_logs):
+    """It computes something else from its seventh call on: a trace cannot know."""
+    calls = []
+
+    def attend(module, query, key, value, mask, **kwargs):
+        calls.append(module)
+        output, weights = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return output * (1.5 if len(calls) > 6 else 1), weights
+
+    AttentionInterface.register("of_a_test", attend)
+    trainers = []
+    for run in (runs.ours, runs.stock):
+        calls.clear()
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="of_a_test")
+        trainers.append(run(model=model, max_steps=5, logging_steps=1, gradient_checkpointing=False))
+        assert len(calls) == 5 * model.config.num_hidden_layers
+    same_logs(*trainers)
+    assert "attend (test_own_code.py, line" in caplog.text.replace("<locals>.", "")
 
 
 def test_a_step_that_reads_the_device_is_not_replayed_whatever_was_said(xla, tmp_path, caplog):
