@@ -31,7 +31,8 @@ class DeferredReads(TorchFunctionMode):
     - rows or elements chosen by a mask are all of them with the mask, see [`SelectedRows`];
     - `tensor[mask] = number` fills.
 
-    Any other read is one, as outside of the context.
+    Any other read is one, as outside of the context: a condition, too, where Python was told to keep no positions of its code
+    (`PYTHONNODEBUGRANGES=1`), or where there is no source file. Steps are then traced.
     """
 
     def __init__(self, device_type: str, package: str):
@@ -212,6 +213,8 @@ def _place(frame: FrameType) -> tuple:
 
 def _branch_at(frame: FrameType) -> _Branch | None:
     place = _place(frame)
+    if None in place[0] or not Path(frame.f_code.co_filename).is_file():
+        return None
     return next((branch for branch in _branches(frame.f_code.co_filename) if branch.test.holds(place)), None)
 
 

@@ -1,7 +1,11 @@
 """Losses that read their metrics, with the reads left on the device."""
 
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +135,20 @@ def test_what_needs_the_number_of_rows_says_so():
     with pytest.raises(NotImplementedError, match="sort of rows that a mask on the device has chosen"):
         deferred(sort)
     assert not isinstance(torch.arange(3), SelectedRows)
+
+
+def test_without_positions_of_code_a_condition_is_read(tmp_path):
+    """`PYTHONNODEBUGRANGES=1`: what upstream's loss branches on is a read, and the numbers are the same."""
+    script = (
+        "import torch\n"
+        f"from {__name__} import Loss, deferred\n"
+        "counts = torch.tensor([2.0, 3.0])\n"
+        "run = lambda loss: loss.metrics(torch.tensor([1.0, 4.0]), counts)\n"
+        "loss, _ = deferred(run)\n"
+        "expected = Loss(); run(expected)\n"
+        "found = {name: [float(value) for value in values] for name, values in loss._metrics['train'].items()}\n"
+        "assert found == dict(expected._metrics['train']), found\n"
+    )
+    environment = {**os.environ, "PYTHONNODEBUGRANGES": "1", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parent)
