@@ -50,6 +50,8 @@ class CompiledFunction(ABC):
 
     #: Why each call is traced, as half a sentence, or `None` where calls run by their program.
     traced: str | None = None
+    #: What has changed that programs depend on, when that was noticed last, as half a sentence.
+    change: str | None = None
     #: Whether the last call ran no Python of the function.
     replays: bool = False
 

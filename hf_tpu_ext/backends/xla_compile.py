@@ -234,6 +234,7 @@ class XLACompiledFunction(CompiledFunction):
         self._unlike: set[Hashable] = set()
         self._aliased: set[int] = set()
         self._changes = 0
+        self._placements: tuple[str, ...] = ()
         fingerprint.note()
 
     def refuse(self, reason: str) -> None:
@@ -251,12 +252,13 @@ class XLACompiledFunction(CompiledFunction):
             if self.traced is not None:
                 return self._run_traced(data, run, fixed)
             tensors = [value for value in data.values() if isinstance(value, torch.Tensor)]
-            key = (*fixed.items(), *((name, _describe(value)) for name, value in data.items()))
-            known = self._known.get(key)
-            if known is None or not known.checked or not self._backend.programs.keeps(known.compiles):
-                return self._trace(key, known, data, tensors, run, fixed)
             try:
-                results = self._run_known(known, self._state(), tensors)
+                state = self._state()
+                key = (*fixed.items(), self._follow_placements(state), *map(_describe, data.items()))
+                known = self._known.get(key)
+                if known is None or not known.checked or not self._backend.programs.keeps(known.compiles):
+                    return self._trace(key, known, data, tensors, run, fixed)
+                results = self._run_known(known, state, tensors)
             except CannotReplay as error:
                 self.refuse(str(error))
                 return self._run_traced(data, run, fixed)
@@ -283,6 +285,7 @@ class XLACompiledFunction(CompiledFunction):
         change = self._agree("the beginning of a step", self._fingerprint.change())
         if change is None:
             return
+        self.change = change
         self._changes += 1
         reason = self._fingerprint.why_not()
         if reason is None and self._changes > _MOST_CHANGES:
@@ -295,6 +298,15 @@ class XLACompiledFunction(CompiledFunction):
             logger.info(f"The step is traced again: {change}.")
         self._known, self._unlike = {}, set()
         self._fingerprint.note()
+
+    def _follow_placements(self, state: Sequence[torch.Tensor]) -> int:
+        """How the state is placed on the chips, as a number. A buffer of another part may have the size of the one before."""
+        if self._backend.num_chips > 1:
+            placements = tuple(graphs.read_placements(state))
+            if placements != self._placements and self._known:
+                self.change = "weights or moments are placed otherwise on the chips"
+            self._placements = placements
+        return hash(self._placements)
 
     def _find_aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
@@ -411,8 +423,11 @@ def host_random_state() -> tuple:
     return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
-def _describe(value: Any) -> Hashable:
-    """What a program depends on of a value that it is given: of a tensor the form, else all of it."""
+def _describe(entry: tuple[Hashable, Any]) -> Hashable:
+    """What a program depends on of an entry of its data: of a tensor the form, else all of it."""
+    name, value = entry
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    return (value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
+        return name, value.shape, value.dtype
+    return (
+        (name, value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else (name, repr(value))
+    )

@@ -29,6 +29,7 @@ CALLS_BEFORE_A_RUN = (
     "_set_buffer_donation",
     "_get_graph_hash",
     "_xla_warm_up_cache",
+    "_get_xla_sharding_specs",
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -84,6 +85,12 @@ def hash_graph(results: Sequence[torch.Tensor], donated: Sequence[torch.Tensor])
         _XLAC._set_buffer_donation(value, True)
     with alias_with_buffer_donor_config():
         return _XLAC._get_graph_hash(list(results))
+
+
+@_or_trace
+def read_placements(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """How each tensor is placed on the chips."""
+    return _XLAC._get_xla_sharding_specs(list(tensors))
 
 
 def keep_buffers(values: Sequence[torch.Tensor]) -> None:

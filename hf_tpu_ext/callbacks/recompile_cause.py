@@ -41,8 +41,8 @@ class StepFacts:
     """
     What the program of a step depends on, as the host knows it: the batch by key and who made it, in words; the
     parameters by name; plain attributes of modules and arguments; the optimizer, the numbers that it takes as Python
-    numbers and whether it had its state before the step; and code of the user's that runs within a step, in words,
-    empty where there is none.
+    numbers and whether it had its state before the step; code of the user's that runs within a step, in words, empty where
+    there is none; and what else has changed that programs depend on, as half a sentence.
     """
 
     batch: Mapping[str, BatchEntry] = field(default_factory=dict)
@@ -53,6 +53,7 @@ class StepFacts:
     numbers: Mapping[str, str] = field(default_factory=dict)
     state_made: bool = True
     own_code: str = ""
+    change: str | None = None
 
     def count_differences(self, other: "StepFacts") -> int:
         """In how many entries these facts are not those of another step."""
@@ -68,6 +69,7 @@ def compare_facts(before: StepFacts, after: StepFacts) -> Cause | None:
         or _compare_parameters(before.parameters, after.parameters)
         or _compare_optimizers(before, after)
         or _compare_settings(before.settings, after.settings)
+        or _compare_changes(before.change, after.change)
     )
 
 
@@ -154,6 +156,12 @@ def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Ca
         f"`{name}` was {before.get(name, 'absent')}, is {after.get(name, 'absent')}{more}",
         "Each value is another graph: set it before training, or change it rarely.",
     )
+
+
+def _compare_changes(before: str | None, after: str | None) -> Cause | None:
+    if after is None or after == before:
+        return None
+    return Cause(after, "Each is another graph: change it before training, or rarely.")
 
 
 def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:

@@ -8,18 +8,25 @@ from typing import Any
 
 #: Their code does the same at every step if what it reads is the same.
 KNOWN_PACKAGES = ("hf_tpu_ext", "transformers", "trl", "peft", "accelerate", "torch", "torch_xla")
-# What these use in turn. Code of another package may be anybody's.
+# What these need in turn. Code of another package may be anybody's.
 _LIBRARIES = (
     "datasets",
+    "filelock",
     "huggingface_hub",
     "jax",
     "jaxlib",
     "numpy",
     "packaging",
+    "psutil",
+    "pyarrow",
+    "regex",
     "safetensors",
+    "sympy",
     "tokenizers",
     "torch_tpu",
+    "tqdm",
     "typing_extensions",
+    "yaml",
 )
 # The modules that Python says of the classes that it has generated.
 _GENERATED = "namedtuple_"

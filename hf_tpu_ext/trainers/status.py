@@ -149,6 +149,11 @@ class StatusMixin:
     def log(self, logs, start_time=None) -> None:
         if self.status is not None and "loss" in logs:
             logs.update(self.status.take())
+        pending = self.is_in_train and self.state.global_step > self._globalstep_last_logged
+        if pending and self.model.training and self.backend.metrics_on_device:
+            # Called by a callback: upstream shows the metrics so far, and begins anew.
+            with self.copies.not_made():
+                self.metrics.take("train", self.backend.fetch(self.metrics.tensors("train"), self.begin_read))
         with self.phase("log"):
             super().log(logs, start_time)
 

@@ -128,6 +128,7 @@ class TrainerWatch:
             numbers=_numbers_of(groups, isinstance(self._trainer._plain_optimizer, LazyAdamW)) if trains else {},
             state_made=state_made,
             own_code=self._own_code(),
+            change=None if self._trainer.steps.compiled is None else self._trainer.steps.compiled.change,
         )
 
 

@@ -5,6 +5,7 @@ import sys
 
 import torch
 import torch_xla
+import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime
 from conftest import Runs, logged, make_rows
 from test_counts import CountPerStep
@@ -59,6 +60,7 @@ def describe(trainer, steps):
         "log": logged(trainer),
         "steps": [[step.executions, step.reads, step.compiles, step.fallbacks] for step in steps],
         "recompiles": trainer.watch.recompiles,
+        "causes": [event.cause for event in trainer.watch.events if event.cause is not None],
         "mesh": trainer.chips.mesh,
         "local_gradients": trainer.was_local,
         "weight_shards": {name: shards_of(parameter)[0] for name, parameter in parameters.items()},
@@ -75,8 +77,28 @@ def describe(trainer, steps):
     }
 
 
+class Moves(TrainerCallback):
+    """Places a weight otherwise on the chips: each has another part of it, of the same size."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 4:
+            weight = model.model.layers[0].mlp.up_proj.weight
+            chips = torch_xla.runtime.global_runtime_device_count()
+            spmd.clear_sharding(weight)
+            spmd.mark_sharding(weight, spmd.Mesh(range(chips), (chips,), ("columns",)), (None, "columns"))
+
+
 def run(
-    model_dir, output_dir, lora=None, rows=120, resume=None, stop_after=None, shows=False, quantized=None, **config
+    model_dir,
+    output_dir,
+    lora=None,
+    rows=120,
+    resume=None,
+    stop_after=None,
+    shows=False,
+    quantized=None,
+    moves=False,
+    **config,
 ):
     mesh = config.get("mesh")
     from hf_tpu_ext import TPUSFTTrainer
@@ -95,6 +117,8 @@ def run(
         model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, quantization_config=quantization_config
         )
+    # What watches the tokens is in no known package, and does the same at every step.
+    config.setdefault("step_replay", True)
     trainer = runs.trainer(TPUSFTTrainer, runs.config(TPUSFTConfig, **config), model, lora)
     trainer.batch_shard, trainer.was_local, trainer.head_tokens = [], False, set()
     send_rows = trainer.backend.send_rows
@@ -128,6 +152,8 @@ def run(
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
     trainer.add_callback(Stop())
+    if moves:
+        trainer.add_callback(Moves())
     shown = Shown()
     if shows:
         # Layers that run as a loop would be handed out to it at every log.

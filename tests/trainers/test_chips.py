@@ -49,7 +49,11 @@ SILENT = {
 }
 
 
-ALL = {**RUNS, **SILENT, **DROPPING}
+MOVED = {
+    "moved-data": dict(TWENTY, moves=True),
+    "moved-fsdp": dict(TWENTY, moves=True, mesh="fsdp"),
+}
+ALL = {**RUNS, **SILENT, **DROPPING, **MOVED}
 BY_DEFAULT = {
     "data-accumulated",
     "fsdp-lora",
@@ -58,6 +62,7 @@ BY_DEFAULT = {
     "dropping-neftune",
     "silent-neftune",
     "silent-fsdp",
+    "moved-fsdp",
 }
 
 
@@ -99,7 +104,7 @@ def of_one_device(config):
     rest = {
         key: value
         for key, value in config.items()
-        if key not in ("mesh", "fsdp", "lora", "scan_layers", "rematerialization")
+        if key not in ("mesh", "fsdp", "lora", "scan_layers", "rematerialization", "moves")
     }
     return {key: value * 8 if key.startswith("per_device") else value for key, value in rest.items()}
 
@@ -139,6 +144,12 @@ def test_random_numbers_are_those_of_one_device(result, runs, on_one_device, sam
         **of_one_device(config),
     )
     same_logs(as_trainer(result["log"]), one)
+
+
+@for_each(MOVED)
+def test_a_weight_that_a_callback_places_otherwise(result, runs, on_one_device, same_logs, as_trainer, name):
+    same_logs(as_trainer(result["log"]), on_one_device(runs.stock, **of_one_device(MOVED[name])))
+    assert result["causes"][0] == "weights or moments are placed otherwise on the chips"
 
 
 @for_each([name for name in [*RUNS, *SILENT] if "eval_steps" not in ALL[name]])
