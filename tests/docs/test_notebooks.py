@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
-SECONDS_PER_CELL = 900
+SECONDS_PER_CELL = 1800
 
 
 @pytest.fixture
@@ -32,8 +32,15 @@ def kernel(monkeypatch, tmp_path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path, kernel, tmp_path):
     notebook = nbformat.read(path, as_version=4)
+    if path.stem == "acceptance":
+        # Ten minutes are for a chip; a host's cores may be shared.
+        (parameters,) = (cell for cell in notebook.cells if cell.metadata.get("tags") == ["parameters"])
+        parameters.source = parameters.source.replace("MINUTES = 10", "MINUTES = 30")
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=SECONDS_PER_CELL, kernel_name=kernel, resources=resources).execute()
+    if path.stem == "acceptance":
+        # A command that fails ends no notebook.
+        assert "everything passed" in notebook.cells[-1].outputs[0]["text"], notebook
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
