@@ -220,10 +220,10 @@ class Mechanisms:
 
     def bfloat16(self) -> Found:
         ours, plain = self.runs.ours("bfloat16"), self.runs.ours("plain")
-        _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
         rounded = [name for name, weight in ours.weights.items() if torch.equal(weight, weight.bfloat16().float())]
         rounded = [name for name in rounded if "norm" not in name]
         _check(not rounded, f"{len(rounded)} weights are kept in bfloat16")
+        _check(ours.values("loss") != plain.values("loss"), "the losses are those of float32")
         found = self.compare("bfloat16", tolerance=_BFLOAT16)
         return found._replace(text=f"float32 weights; {found.text}")
 
