@@ -19,7 +19,7 @@ changed, and nothing is downloaded.
 
   ✓ as it should be    ✗ failed, with what to do    – nothing to look at
 
-The exit status is 0 if all is well and 1 if something failed.
+The exit status is 0 if everything passed and 1 if something failed.
 """
 _NAMES = 24
 _MARKS = {"ok": "✓", "failed": "✗", "none": "–"}
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine this machine, and return the exit status: `0` if all is well, `1` if something failed."""
+    """Examine this machine, and return the exit status: `0` if everything passed, `1` if something failed."""
     from ..doctor.full import FullTest
     from ..doctor.machine import examine_machine
     from ..doctor.smoke import SmokeTest
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         print("smoke training run:", flush=True)
         show(tried.run())
     failed = [check.name for check in checks if check.status == "failed"]
-    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all is well")
+    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "everything passed")
     if args.json is not None:
         _write(args.json, checks, tried.output if tried else "")
     return 1 if failed else 0

@@ -62,7 +62,7 @@ def _check(holds: bool, text: str) -> None:
 
 def _describe(counters: Counters, micro_steps: int) -> str:
     return (
-        f"{micro_steps} micro-steps: {count(counters.compiles, 'compile')}, {counters.loads} from disk, "
+        f"{micro_steps} micro-steps: {count(counters.compiles, 'graph')} compiled, {counters.loads} loaded from disk, "
         f"{count(counters.executions, 'execution')}, {count(counters.reads, 'read')}"
     )
 
@@ -134,7 +134,7 @@ class Mechanisms:
                     off <= max(self.tolerance, tolerance),
                     f"{name} of log {place + 1} is {value:.6g}, and {right:.6g} on eager CPU",
                 )
-        return f"eager CPU's {' and '.join(names)} to {worst:.1g}"
+        return f"{', '.join(names)} within {worst:.1g} of eager CPU's"
 
     def counted(self, name: str, outcome: Outcome) -> str:
         """Check what the runtime did, where it says so, and say it."""

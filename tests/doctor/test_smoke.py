@@ -109,7 +109,7 @@ def test_this_machine(tmp_path):
     result = run_doctor("--json", str(tmp_path / "found.json"), HF_TPU_EXT_BACKEND="cpu", PYTHONIOENCODING="utf-8")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "✓ export" in result.stdout
-    assert result.stdout.endswith("all is well\n")
+    assert result.stdout.endswith("everything passed\n")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ok"]
     assert tuple(check["name"] for check in found["checks"][-len(PHASES) :]) == PHASES
