@@ -4,6 +4,7 @@ import platform
 
 import torch
 
+from ..formatting import count
 from .base import Backend
 from .host import peak_of_process
 from .launched_ranks import launched_ranks
@@ -21,7 +22,7 @@ class CPUBackend(Backend):
 
     @property
     def device_name(self) -> str:
-        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        return f"{platform.machine()} CPU, {count(torch.get_num_threads(), 'thread')}"
 
     @property
     def ranks(self) -> Ranks:

@@ -87,9 +87,9 @@ class RunLines(TrainerCallback):
         if self._backend.traces_steps and steps:
             spent = self._backend.counters() - self._at_start
             tqdm.write(
-                f"Trained {steps} steps: {spent.compiles} graphs compiled in {spent.compile_seconds:.1f} s, "
-                f"{spent.executions} executions ({spent.replays} replayed), {spent.reads} device-to-host transfers, "
-                f"{spent.fallbacks} CPU fallbacks (including evaluation, logs and checkpoints)"
+                f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled in {spent.compile_seconds:.1f} s, "
+                f"{count(spent.executions, 'execution')} ({spent.replays} replayed), {count(spent.reads, 'device-to-host transfer')}, "
+                f"{count(spent.fallbacks, 'CPU fallback')} (including evaluation, logs and checkpoints)"
             )
         if (cache := self._backend.cache_use()) is not None:
             tqdm.write(describe_cache_use(cache))

@@ -134,7 +134,8 @@ class Mechanisms:
                     off <= max(self.tolerance, tolerance),
                     f"{name} of log {place + 1} is {value:.6g}, and {right:.6g} on eager CPU",
                 )
-        return f"{', '.join(names)} within {worst:.1g} of eager CPU's"
+        distance = f"within {worst:.1g} of" if worst else "equal to"
+        return f"{', '.join(names)} {distance} eager CPU's"
 
     def counted(self, name: str, outcome: Outcome) -> str:
         """Check what the runtime did, where it says so, and say it."""
@@ -163,13 +164,13 @@ class Mechanisms:
 
     def parity(self) -> Found:
         backend = self.backend
-        chips = f"{backend.num_chips} chip{'s' if backend.num_chips > 1 else ''}"
         found = self.compare("plain")
+        chips = count(backend.num_chips, "chip")
         return found._replace(text=f"{backend.name} ({backend.device_name}), {chips}: {found.text}")
 
     def replay(self) -> Found:
         if not self.on_xla:
-            return _not_here("graphs of torch_xla are replayed")
+            return _not_here("only graphs of torch_xla are replayed")
         replayed, traced = self.runs.ours("plain"), self.runs.ours("traced")
         difference = _same_bits(replayed, traced)
         _check(difference is None, f"traced against replayed: {difference}")
@@ -180,7 +181,7 @@ class Mechanisms:
 
     def donation(self) -> Found:
         if not self.on_xla:
-            return _not_here("graphs of torch_xla are donated their buffers")
+            return _not_here("only graphs of torch_xla are donated buffers")
         if self.backend.num_chips > 1:
             return _not_here("not visible where one device stands for several chips; TPU_NUM_DEVICES=1 shows it")
         from torch_xla import _XLAC
@@ -232,12 +233,12 @@ class Mechanisms:
 
     def layers_as_a_loop(self) -> Found:
         if not self.on_xla:
-            return _not_here("a loop in a graph of torch_xla")
+            return _not_here("only graphs of torch_xla have a loop over layers")
         return self.compare("loop")
 
     def splash_attention(self) -> Found:
         if not self.on_xla:
-            return _not_here("a kernel for TPU")
+            return _not_here("a kernel for TPU, tried with torch_xla only")
         found = self.compare("splash", tolerance=_BFLOAT16)
         splash, slices = self.runs.ours("splash"), self.runs.ours("bfloat16")
         text = self.near(splash, slices, tolerance=_BFLOAT16).replace("eager CPU's", "sliced attention's")
@@ -326,7 +327,7 @@ class Mechanisms:
 
     def compile_cache(self) -> Found:
         if not self.on_xla:
-            return _not_here("graphs of torch_xla are kept on disk")
+            return _not_here("only graphs of torch_xla are kept on disk")
         self.runs.ours("plain")
         use, counters = self.backend.cache_use(), self.backend.counters()
         _check(use is not None, "the compilation cache is off")
