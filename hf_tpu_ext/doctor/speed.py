@@ -115,7 +115,7 @@ def measure_speed(backend: Backend, directory: Path, mechanisms: "Mechanisms") -
         off = max(abs(a - b) / b for a, b in zip(losses, stock_losses, strict=True))
         if not off <= 1e-2:
             raise WrongError(f"the losses differ from stock TRL's by {off:.1g}: {losses} and {stock_losses}")
-        text += f", its losses to {off:.1g}"
+        text += f", losses within {off:.1g} of its own" if off else ", the same losses"
     if planned is not None:
         numbers["plan"] = planned
         text += f"; {planned['text']}"
