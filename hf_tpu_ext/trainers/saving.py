@@ -41,7 +41,7 @@ from .checkpoints import (
     temporary_dir,
     write_run_state,
 )
-from .resumption import Resumption
+from .resumption import Resumption, refusing_other_sizes
 from .saved_model import free_space, is_of_disk, whole_model
 
 
@@ -119,6 +119,8 @@ class SavingMixin:
             self._evaluation_due = evaluates and state.get("evaluation_due", False)
             self.chips.keep_rows_per_step(state)
             self.metrics.load_state(state)
+            if self._writes_run:
+                self._resumption.compare_rows(checkpoint, state)
         return checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -158,7 +160,7 @@ class SavingMixin:
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        with self._loading_weights():
+        with self._loading_weights(), refusing_other_sizes(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -475,7 +477,7 @@ class SavingMixin:
         if self._unfinished is not None and self.backend.ranks.index > 0:
             return
         state = {
-            "epoch_rng_state": self._resumption.epoch_rng_state,
+            **self._resumption.state(),
             "seeds": self.seeds.count,
             **self.chips.batch_state(),
             **self.metrics.state(),

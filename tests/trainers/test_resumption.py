@@ -1,0 +1,79 @@
+"""A run that is resumed with another model or other data than its checkpoint has says so."""
+
+import json
+import logging
+
+import pytest
+import torch
+from fixes import assert_fixes, refusal
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+EVERY_STEP = dict(max_steps=1, save_strategy="steps", save_steps=1)
+
+
+def model_with(runs, **sizes):
+    """A model of other sizes than the tiny one, for the same tokenizer."""
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(runs.model_dir, **sizes), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_a_model_of_other_sizes(runs, tmp_path, lora):
+    runs.ours(lora=lora, **EVERY_STEP)
+    checkpoint = str(runs.output_dir / "checkpoint-1")
+
+    def resume(hidden_size=32, resume_from_checkpoint=None):
+        model = model_with(runs, hidden_size=hidden_size)
+        settings = {**EVERY_STEP, "max_steps": 2, "output_dir": str(tmp_path / "new")}
+        runs.ours(model, lora, train=False, **settings).train(resume_from_checkpoint=resume_from_checkpoint)
+
+    settings = {"hidden_size": 48, "resume_from_checkpoint": checkpoint}
+    message = refusal(resume, settings)
+    assert message.startswith(f"{checkpoint} is of another model than this run trains: ")
+    if lora is None:
+        assert "model.embed_tokens.weight has the shape [" in message and ", 48] here" in message
+    else:
+        assert "lora_A.default.weight has the shape [4, 32] there and [4, 48] here" in message
+    assert_fixes(resume, settings, "leave resume_from_checkpoint out")
+    # The model of the run that wrote it.
+    resume(resume_from_checkpoint=checkpoint)
+
+
+def test_an_adapter_of_another_rank(runs):
+    runs.ours(lora={}, **EVERY_STEP)
+    trainer = runs.ours(lora={"r": 8}, train=False, **{**EVERY_STEP, "max_steps": 2})
+    message = refusal(lambda: trainer.train(resume_from_checkpoint=True), {})
+    assert "[4, 32] there and [8, 32] here" in message and "with the same adapter (lora_*)" in message
+
+
+def test_another_vocabulary(runs):
+    runs.ours(**EVERY_STEP)
+    trainer = runs.ours(model=model_with(runs, vocab_size=300), train=False, **{**EVERY_STEP, "max_steps": 2})
+    message = refusal(lambda: trainer.train(resume_from_checkpoint=True), {})
+    assert ".weight has the shape [" in message and "[300, 32] here" in message
+
+
+@pytest.mark.parametrize("count", [22, 40])
+def test_rows_that_have_changed(runs, rows, caplog, count):
+    runs.ours(**EVERY_STEP)
+    checkpoint = runs.output_dir / "checkpoint-1"
+    assert json.loads((checkpoint / "run_state.json").read_text())["train_rows"] == 22
+    trainer = runs.ours(train=False, kwargs={"train_dataset": rows(count)}, **{**EVERY_STEP, "max_steps": 2})
+    caplog.clear()
+    trainer.train(resume_from_checkpoint=True)
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    said = [line for line in lines if "train_dataset has" in line]
+    if count == 22:
+        assert not said
+    else:
+        (line,) = said
+        assert line.startswith(f"train_dataset has 40 rows, and had 22 when {checkpoint} was written. ")
+
+
+def test_rows_of_a_stream_are_not_counted(runs, caplog):
+    data = runs.train_dataset.to_iterable_dataset()
+    runs.ours(kwargs={"train_dataset": data}, **EVERY_STEP)
+    assert "train_rows" not in json.loads((runs.output_dir / "checkpoint-1" / "run_state.json").read_text())
+    trainer = runs.ours(train=False, kwargs={"train_dataset": data}, **{**EVERY_STEP, "max_steps": 2})
+    trainer.train(resume_from_checkpoint=True)
+    assert "train_dataset has" not in caplog.text
