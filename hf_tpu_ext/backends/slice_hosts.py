@@ -28,6 +28,8 @@ PORT = 12356
 #: Status of a process that ends because another host is lost (`EX_UNAVAILABLE`).
 EXIT_STATUS = os.EX_UNAVAILABLE
 _SILENCE = 60.0
+# Longer than hosts start one after the other.
+_CONNECT = 300.0
 # Longer than a host compiles, or saves.
 _EXCHANGE = 1800.0
 _INTERVAL = 0.5
@@ -48,6 +50,17 @@ def read_seconds() -> float:
             "it."
         )
     return seconds
+
+
+def read_address() -> tuple[str, int]:
+    """Address, empty if it is not set, and port at which the first host listens."""
+    value = os.environ.get(VARIABLE, "")
+    address, _, port = value.rpartition(":")
+    if value and not (address and port.isdecimal() and 0 < int(port) < 65536):
+        raise UserError(
+            f"{VARIABLE}={value!r} is not address:port. Set it to one, for example {VARIABLE}=10.0.0.2:{PORT}."
+        )
+    return address, int(port or PORT)
 
 
 class SliceHosts(Hosts):
@@ -100,7 +113,8 @@ class SliceHosts(Hosts):
         except (DistError, RuntimeError) as error:
             raise UserError(
                 f"Host {index} of {count} cannot reach the first at {address}:{port} ({str(error).splitlines()[0]}). Start the "
-                f"same command on all hosts, and set {VARIABLE}=address:port to an address of the first that all can reach."
+                f"same command on all hosts, and set {VARIABLE}=address:port to an address of the first that all can reach, and a "
+                "port that is free there."
             ) from error
         self._watched.set(f"state/{index}", _ALIVE)
         self._watched.set(f"beat/{index}", "0")
@@ -112,7 +126,7 @@ class SliceHosts(Hosts):
         atexit.register(self.close)
 
     def _connect(self, address: str, port: int, is_server: bool) -> TCPStore:
-        timeout = timedelta(seconds=300)
+        timeout = timedelta(seconds=_CONNECT)
         return TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=timeout)
 
     # ---- Values ----

@@ -13,7 +13,7 @@ from torch_xla._internal import tpu
 
 from ..errors import UserError
 from .hosts import Hosts
-from .slice_hosts import PORT, VARIABLE, SliceHosts, read_seconds
+from .slice_hosts import SliceHosts, read_address, read_seconds
 from .xla_sharding import gathered, is_split
 
 
@@ -44,12 +44,10 @@ def join_hosts() -> Hosts:
         )
     if count == 1:
         return Hosts()
-    address, _, port = os.environ.get(VARIABLE, "").rpartition(":")
+    address, port = read_address()
     if not address:
         address = tpu.discover_master_worker_ip() if xr.device_type() == "TPU" else "localhost"
-    if not (port or str(PORT)).isdecimal():
-        raise UserError(f"{VARIABLE}={os.environ[VARIABLE]!r} is not address:port, as 10.0.0.2:{PORT}.")
-    hosts = SliceHosts(index, count, address, int(port or PORT), read_seconds())
+    hosts = SliceHosts(index, count, address, port, read_seconds())
     own = [int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()]
     hosts.chips = hosts.exchange("the chips of each host", sorted(own))
     return hosts

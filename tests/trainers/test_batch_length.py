@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
+from fixes import assert_fixes, refusal
 from torch import nn
 from transformers import (
     BertConfig,
@@ -28,9 +29,9 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig
+from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, SFTConfig
 
-from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUKTOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.step.batch_length import BatchLength, _depends_on_length
 
@@ -180,6 +181,23 @@ def test_preferences_have_the_frequencies_of_their_rows(runs):
         return losses(trainer)
 
     assert train(TPUDPOTrainer, False) == pytest.approx(train(DPOTrainer, True), rel=1e-5)
+
+
+def test_two_sequences_in_a_batch_have_no_one_length(runs):
+    """KTO's loss has those of the completions and those of its estimate of the divergence."""
+    pairs = [{"prompt": "ab" * n, "completion": "cd" * m, "label": n > 3} for n, m in [(2, 1), (5, 1), (1, 2), (4, 2)]]
+
+    def train(max_length):
+        args = arguments(KTOConfig, runs.output_dir, False, max_length=max_length, max_steps=1)
+        model, reference = resized(dynamic(), runs), resized(dynamic(), runs)
+        trainer = TPUKTOTrainer(
+            model, reference, args, train_dataset=Dataset.from_list(pairs), processing_class=runs.tokenizer
+        )
+        trainer.train()
+
+    settings = {"max_length": 48}
+    assert "which is not known where a batch has input_ids and KL_input_ids" in refusal(train, settings)
+    assert_fixes(train, settings, "max_length=16")
 
 
 def test_a_teacher_has_the_frequencies_of_a_students_rows(runs, distil, same_logs, tmp_path):
