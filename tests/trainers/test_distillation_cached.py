@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fixes import refusal
 from test_counts import train_and_count
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
@@ -19,7 +20,7 @@ VOCABULARY = 259
 def make_cache(runs, teacher, tmp_path):
     """Runs the teacher over the prepared data of `runs`."""
 
-    def make(directory="cache", top_k=32, temperatures=(1.0, 2.0), **kwargs):
+    def make(directory="cache", top_k=32, temperatures=(1.0, 2.0), teacher=teacher, **kwargs):
         trainer = runs.ours(train=False, **({"kwargs": kwargs} if kwargs else {}))
         model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
         add_fused_lm_head(model)
@@ -99,3 +100,12 @@ def test_bad_caches(runs, rows, distil, make_cache, teacher, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             distil(**config)
+
+
+def test_a_cache_of_the_student_itself(runs, distil, make_cache):
+    cache = make_cache(teacher=str(runs.model_dir))
+    message = refusal(distil, {"kd_cache": cache})
+    assert "the student itself. Train with LoRA (use_peft: true)" in message
+    assert "or build a cache of another teacher: hf-tpu cache-teacher" in message
+    distil(kd_cache=cache, max_steps=1, lora={})
+    distil(kd_cache=make_cache("another"), max_steps=1)

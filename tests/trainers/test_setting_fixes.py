@@ -12,7 +12,6 @@ from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig
 from hf_tpu_ext.data.buckets import percentile_buckets, validate_buckets
 from hf_tpu_ext.sharding.mesh import resolve_mesh
 from hf_tpu_ext.trainers.arguments import compile_arguments
-from hf_tpu_ext.trainers.eager_steps import check_loader, check_split, check_there
 from hf_tpu_ext.trainers.lengths import declare_lengths
 from hf_tpu_ext.trainers.rewarded_arguments import count_rows_of_chips
 from hf_tpu_ext.trainers.setting_checks import check_processes, check_settings, check_split_by_upstream
@@ -166,44 +165,6 @@ def test_arguments_of_one_of_both(runs, settings, traced, fixes):
         compile_arguments(runs.config(TPUSFTConfig, **config), False, 8, traced)
 
     assert_fixes(check, settings, *fixes)
-
-
-def test_fsdp_of_upstream_with_torch_tpu(runs):
-    def check(**config):
-        check_there(runs.config(TPUSFTConfig, **config))
-
-    assert_fixes(check, dict(fsdp="full_shard"), "Leave it out, and set mesh='fsdp'")
-
-
-@pytest.mark.parametrize(
-    "setting", [dict(even_batches=False), dict(dispatch_batches=True), dict(split_batches=True)], ids=str
-)
-def test_loader_with_torch_tpu(runs, setting):
-    assert_fixes(lambda **config: check_loader(runs.config(accelerator_config=config)), setting, LEAVE_OUT)
-
-
-@pytest.mark.parametrize(
-    ("settings", "given", "fixes"),
-    [
-        (dict(optim="sgd"), {}, ["Set optim='adamw_torch_fused'", "set mesh='data'"]),
-        ({}, dict(optimizer_cls_and_kwargs=("a class", {})), ["Leave it out", "set mesh='data'"]),
-        ({}, dict(optimizers=("an optimizer", None)), ["Leave it out", "set mesh='data'"]),
-        (dict(ema_decay=0.9), {}, ["Leave it out", "set mesh='data'"]),
-        (dict(show_samples=2), {}, ["Leave it out", "set mesh='data'"]),
-        (dict(predict_with_generate=True), {}, ["Leave it out", "set mesh='data'"]),
-        (dict(kd_teacher="teacher"), {}, ["Leave it out", "set mesh='data'"]),
-        (dict(kd_cache="cache"), {}, ["Leave it out", "set mesh='data'"]),
-        (dict(qat_weight_dtype="int4"), {}, ["Leave it out", "set mesh='data'"]),
-    ],
-    ids=str,
-)
-def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
-    def check(**config):
-        given_left = {name: config.pop(name) for name in given if name in config}
-        if config["mesh"] == "fsdp":
-            check_split(runs.config(TPUSFTConfig, **config), given_left, False, False)
-
-    assert_fixes(check, {"mesh": "fsdp", **settings, **given}, *fixes)
 
 
 # ---- What no device takes ----

@@ -1,0 +1,109 @@
+"""What a trainer refuses with torch_tpu is accepted as the message says. Nothing here needs torch_tpu."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from fixes import assert_fixes, refusal
+
+from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.trainers.batches import BatchesMixin
+from hf_tpu_ext.trainers.distillation import DistillationMixin
+from hf_tpu_ext.trainers.eager_steps import check_loader, check_split, check_there
+from hf_tpu_ext.trainers.whole_steps import CompiledSteps
+
+
+LEAVE_OUT = "eave it out"
+
+
+def test_fsdp_of_upstream_with_torch_tpu(runs):
+    def check(**config):
+        check_there(runs.config(TPUSFTConfig, **config))
+
+    assert_fixes(check, dict(fsdp="full_shard"), "Leave it out, and set mesh='fsdp'")
+
+
+@pytest.mark.parametrize(
+    "setting", [dict(even_batches=False), dict(dispatch_batches=True), dict(split_batches=True)], ids=str
+)
+def test_loader_with_torch_tpu(runs, setting):
+    assert_fixes(lambda **config: check_loader(runs.config(accelerator_config=config)), setting, LEAVE_OUT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "fixes"),
+    [
+        (dict(optim="sgd"), {}, ["Set optim='adamw_torch_fused'", "set mesh='data'"]),
+        ({}, dict(optimizer_cls_and_kwargs=("a class", {})), ["Leave it out", "set mesh='data'"]),
+        ({}, dict(optimizers=("an optimizer", None)), ["Leave it out", "set mesh='data'"]),
+        (dict(ema_decay=0.9), {}, ["Leave it out", "set mesh='data'"]),
+        (dict(show_samples=2), {}, ["Leave it out", "set mesh='data'"]),
+        (dict(predict_with_generate=True), {}, ["Leave it out", "set mesh='data'"]),
+        (dict(kd_teacher="teacher"), {}, ["Leave it out", "set mesh='data'"]),
+        (dict(kd_cache="cache"), {}, ["Leave it out", "set mesh='data'"]),
+        (dict(qat_weight_dtype="int4"), {}, ["Leave it out", "set mesh='data'"]),
+    ],
+    ids=str,
+)
+def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
+    def check(**config):
+        given_left = {name: config.pop(name) for name in given if name in config}
+        if config["mesh"] == "fsdp":
+            check_split(runs.config(TPUSFTConfig, **config), given_left, False, False)
+
+    assert_fixes(check, {"mesh": "fsdp", **settings, **given}, *fixes)
+
+
+def test_text_that_is_generated_by_weights_in_parts(runs):
+    def check(mesh):
+        if mesh == "fsdp":
+            check_split(runs.config(TPUSFTConfig, mesh=mesh), {}, True, False)
+
+    assert_fixes(check, {"mesh": "fsdp"}, "Set mesh='data'")
+
+
+def test_a_teachers_cache_in_several_processes(runs):
+    def check(num_chips, **settings):
+        trainer = SimpleNamespace(
+            args=runs.config(TPUSFTConfig, **settings),
+            backend=SimpleNamespace(unknown_upstream=True, ranks=SimpleNamespace(count=num_chips)),
+            _check_loss=lambda: None,
+            _open_cache=lambda: None,
+        )
+        DistillationMixin._prepare_teacher(trainer)
+
+    settings = {"num_chips": 2, "kd_cache": "directory"}
+    assert_fixes(check, settings, "Set num_chips=1")
+    assert "or set kd_teacher=MODEL and leave kd_cache out" in refusal(check, settings)
+
+
+def test_steps_that_cannot_be_compiled_whole(runs, monkeypatch):
+    def check(compile_step="auto", **settings):
+        trainer = runs.ours(config_cls=TPUSFTConfig, train=False, gradient_checkpointing=True, **settings)
+        # What compiles layers on that device.
+        monkeypatch.setattr(trainer.backend, "compile_module", lambda layer: lambda: None)
+        trainer.optimizer = AcceleratedOptimizer(trainer.create_optimizer())
+        steps = CompiledSteps(trainer, compile_step)
+        steps.on_train_begin(trainer.args, trainer.state, trainer.control, optimizer=trainer.optimizer)
+        assert steps.compiles == "layers"
+        steps.end_run()
+
+    assert_fixes(check, {"compile_step": "step"}, "Leave it out", "set it to 'layers'")
+
+
+def test_processes_with_batches_of_different_sizes():
+    """The other of two processes has 4 rows, and this one what is left of its data."""
+
+    def check(rows):
+        trainer = SimpleNamespace(
+            lengths=[],
+            backend=SimpleNamespace(ranks=SimpleNamespace(count=2, most=lambda own: list(map(max, own, [4, -4, 0])))),
+        )
+        return BatchesMixin._agree_on_shape(trainer, {"input_ids": torch.zeros(rows, 8)})
+
+    message = refusal(check, {"rows": 3})
+    assert "Processes have batches of 3 to 4 rows for the same step, and this one of 3" in message
+    assert "Set dataloader_drop_last=True to drop last batches" in message
+    # Without the last one.
+    assert len(check(4)["input_ids"]) == 4
