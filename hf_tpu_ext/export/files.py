@@ -108,7 +108,10 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
         move_into_place(written, output_dir)
     except SafetensorError as error:
         # What safetensors makes of a full disk.
-        raise SaveError(f"{output_dir} cannot be written: {error}. Nothing of it was kept.") from error
+        raise SaveError(
+            f"{output_dir} cannot be written: {error}. Nothing of it was kept. Make room there, or give --output_dir on another "
+            "disk."
+        ) from error
     finally:
         # The disk may be gone altogether.
         with suppress(OSError):

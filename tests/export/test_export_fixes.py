@@ -1,12 +1,18 @@
 """Exports that a message refuses are written once the command is typed as the message says."""
 
 import re
+import resource
 import shutil
+import signal
 
 import pytest
+import torch
 from fixes import assert_fixes, refusal
+from safetensors.torch import save_file
 
+from hf_tpu_ext.errors import SaveError
 from hf_tpu_ext.export import gguf
+from hf_tpu_ext.export.files import whole_directory
 from hf_tpu_ext.export.make import export_run
 from hf_tpu_ext.export.models import open_source
 from hf_tpu_ext.export.quantized import choose_quantization
@@ -108,3 +114,27 @@ def test_a_directory_that_is_no_run(full_run, tmp_path):
     assert "Give the output_dir of a run, or a checkpoint-N in it." in refusal(check, {"run": tmp_path / "absent"})
     check(full_run)
     check(sorted(full_run.glob("checkpoint-*"))[0])
+
+
+def test_weights_that_a_disk_has_no_room_for(tmp_path):
+    """A limit on the size of files stands for the disk."""
+
+    def write(name, most):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with whole_directory(tmp_path / name) as written:
+                save_file({"weight": torch.zeros(1000)}, written / "model.safetensors")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(SaveError, match="Make room there, or give --output_dir on another disk") as error:
+            write("merged", 1000)
+    finally:
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(error.value).startswith(f"{tmp_path / 'merged'} cannot be written: ")
+    assert not list(tmp_path.iterdir())
+    write("merged", resource.RLIM_INFINITY)
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["model.safetensors"]

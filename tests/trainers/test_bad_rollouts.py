@@ -11,6 +11,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOTrainer
 from hf_tpu_ext.trainers.rewarded_arguments import count_rows_of_chips
+from hf_tpu_ext.trainers.rollout_checks import check_rollouts
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +47,16 @@ class _Processor(ProcessorMixin):
 def test_before_a_model_is_loaded(xla, runs, settings, given, words):
     args = GRPOConfig(str(runs.output_dir), bf16=False, report_to="none", **settings)
     refused(words, lambda: TPUGRPOTrainer("no/such-model", reward_funcs=len, args=args, **given))
+
+
+def test_the_tokenizer_of_a_processor_is_taken(runs):
+    processor = _Processor()
+    processor.tokenizer = runs.tokenizer
+    check = lambda processing_class: check_rollouts(  # noqa: E731
+        {"args": runs.config(), "processing_class": processing_class}, "GRPOTrainer"
+    )
+    refused(["_Processor", "prepares images", "processing_class=processor.tokenizer"], lambda: check(processor))
+    check(processing_class=processor.tokenizer)
 
 
 def test_rloo_too(xla, runs):
