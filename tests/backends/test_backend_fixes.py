@@ -1,6 +1,8 @@
 """Variables and settings of an accelerator that a message refuses are accepted once they are set as it says."""
 
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,10 @@ from fixes import assert_fixes, refusal
 from transformers import GenerationConfig
 
 from hf_tpu_ext.backends import compile_cache, detect, selection, slice_hosts
+from hf_tpu_ext.backends.hosts import HostsDisagree
 from hf_tpu_ext.backends.process_ranks import ProcessRanks
 from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
+from hf_tpu_ext.backends.xla_tracing import TracingBackend
 from hf_tpu_ext.generation.sampling import check_generation_config
 
 
@@ -92,6 +96,21 @@ def test_a_host_that_cannot_be_reached(monkeypatch):
     assert "Host 1 of 2 cannot reach the first" in refusal(start, {"index": 1, "count": 2, "port": free_port()})
 
 
+def test_a_host_that_does_not_come(monkeypatch):
+    hosts = slice_hosts.SliceHosts(0, 1, "localhost", free_port())
+    monkeypatch.setattr(slice_hosts, "_EXCHANGE", 0.1)
+    try:
+        assert hosts.exchange("the start of training") == [None]
+        hosts.count = 2
+        with pytest.raises(
+            HostsDisagree, match="Host 1 did not come to the end of a step within 0.1 seconds, where host 0"
+        ):
+            hosts.exchange("the end of a step")
+    finally:
+        hosts.count = 1
+        hosts.close()
+
+
 def test_a_launcher_with_torch_xla(xla, with_variables):
     from hf_tpu_ext.backends.xla_hosts import join_hosts
 
@@ -100,6 +119,31 @@ def test_a_launcher_with_torch_xla(xla, with_variables):
         message = refusal(check, variables)
         assert "start the command itself once on every host, without torchrun or accelerate launch" in message
     assert check().count == 1
+
+
+def test_chips_that_programs_are_traced_for():
+    traced = SimpleNamespace(_host_chips=8)
+    check = lambda num_chips=None: TracingBackend.use_chips(traced, num_chips, "num_chips")  # noqa: E731
+    assert_fixes(check, {"num_chips": 4}, "Leave it out")
+    traced._host_chips = 4
+    # With a topology of 4.
+    check(4)
+
+
+def test_a_backward_pass_before_xla():
+    script = """
+import torch
+from hf_tpu_ext.backends import select_backend
+from hf_tpu_ext.errors import UserError
+torch.ones((), requires_grad=True).backward()
+try:
+    select_backend("xla").device
+except UserError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert "Make the trainer that uses XLA before anything is trained on the CPU" in result.stdout, result.stderr
+    assert "in a notebook, restart the kernel first" in result.stdout
 
 
 # ---- torch_tpu: a process for each chip ----

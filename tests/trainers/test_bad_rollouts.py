@@ -1,11 +1,15 @@
 """What cannot be trained on with GRPO and RLOO is a `ValueError` that names it and says what to do."""
 
+import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
 from refusals import refused
 from rollouts import Case, assert_same_numbers, of_length, prompts_for, train, trainer_for
+from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 from transformers.processing_utils import ProcessorMixin
 from trl import GRPOConfig, RLOOConfig
 
@@ -57,6 +61,24 @@ def test_the_tokenizer_of_a_processor_is_taken(runs):
     )
     refused(["_Processor", "prepares images", "processing_class=processor.tokenizer"], lambda: check(processor))
     check(processing_class=processor.tokenizer)
+
+
+def test_a_model_that_comes_with_a_processor_for_images(xla, runs, tmp_path):
+    model = Path(shutil.copytree(runs.model_dir, tmp_path / "model"))
+    LlavaProcessor(image_processor=CLIPImageProcessor(), tokenizer=runs.tokenizer, patch_size=14).save_pretrained(
+        model
+    )
+    path = model / "config.json"
+    # As the configuration of a model that sees has.
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_token_id": 3}))
+
+    def make(**given):
+        args = GRPOConfig(str(runs.output_dir), bf16=False, report_to="none", per_device_train_batch_size=8)
+        rows = Dataset.from_dict({"prompt": ["a"] * 8})
+        return TPUGRPOTrainer(str(model), args=args, reward_funcs=of_length, train_dataset=rows, **given)
+
+    refused(["processor for images", "processing_class=AutoTokenizer.from_pretrained(...)"], make)
+    make(processing_class=AutoTokenizer.from_pretrained(model))
 
 
 def test_rloo_too(xla, runs):
