@@ -81,7 +81,9 @@ class StatusMixin:
                 self.begin_read,
             )
         window = self.loss_log.read(fetched["loss"])
-        self.metrics.take("train", fetched["metrics"])
+        if self.model.training:
+            # Where a callback has left it in evaluation, upstream's next log shows them.
+            self.metrics.take("train", fetched["metrics"])
         # One NaN would stay in upstream's own sum for good.
         self.steps.reset_upstream_loss()
         self._total_loss_scalar += window.total

@@ -15,6 +15,7 @@ from ..step.optimizer import clip_gradients
 from ..step.program_adamw import ProgramAdamW
 from ..step.python_state import PythonState
 from ..step.random_numbers import draws_random_numbers
+from ..step.running_code import RunningCode
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .compiled import note_python_state
 from .eager_steps import EagerSteps
@@ -26,6 +27,10 @@ logger = logging.get_logger(__name__)
 
 # A step that was compiled anew so often because of Python that it reads is compiled no more.
 _MOST_CHANGES = 3
+
+
+class _CodeOfUser(Exception):
+    """Code of the user's ran while a step was traced. The message names it."""
 
 
 class CompiledSteps(EagerSteps):
@@ -95,12 +100,14 @@ class CompiledSteps(EagerSteps):
         self._programs, self._python_state = {}, None
         self._changes += 1
         if self._changes > _MOST_CHANGES:
-            reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
-            logger.warning(self._describe_layers(self._compile_layers(reason)))
-            # Losses are added up on the device from here on.
-            self.reset_upstream_loss()
+            self._go_on_by_layers(f"{change}, and there were {_MOST_CHANGES} such changes before")
         else:
             logger.info(f"The step is compiled anew: {change}.")
+
+    def _go_on_by_layers(self, reason: str) -> None:
+        logger.warning(self._describe_layers(self._compile_layers(reason)))
+        # Losses are added up on the device from here on.
+        self.reset_upstream_loss()
 
     def _describe(self, reason: str | None) -> str:
         if self.compiles == "step":
@@ -183,17 +190,25 @@ class CompiledSteps(EagerSteps):
             tuple((name, repr(value)) for name, value in others.items()),
         )
         if key not in self._programs:
+            running = RunningCode()
 
             def traced(tensors, batch, data, rates):
                 items = data["items"] if "items" in data else others["items"]
                 given = SentBatch({**batch, **{name: value for name, value in others.items() if name != "items"}})
                 self.data = data
                 with state.replaced(tensors), trainer._micro_steps_as_data(data):
-                    loss = step(model, given, items)
+                    with running:
+                        loss = step(model, given, items)
+                    if running.found is not None:
+                        raise _CodeOfUser(running.found)
                     trainer._log_step_loss(loss, closing)
                     return state.results(tensors, rates)
 
-            self._programs[key] = trainer.backend.compile_function(traced, arguments)
+            try:
+                self._programs[key] = trainer.backend.compile_function(traced, arguments)
+            except _CodeOfUser as error:
+                self._go_on_by_layers(f"{error}, which may do something else at each step")
+                return super().run(model, inputs, num_items_in_batch, step)
             # Parameters and buffers are given to it, and it is no matter where these are.
             given = [*model.parameters(), *model.buffers()]
             self._python_state = note_python_state(trainer, [model], _identities, given)

@@ -1,11 +1,20 @@
 """Steps that are compiled whole, or their layers one by one: the same numbers, and how many programs are run."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.step.program_adamw import ProgramAdamW
@@ -146,7 +155,7 @@ def test_layers_one_by_one(runs, same_logs, capsys):
     ("lora", "config", "reason"),
     [
         (None, dict(gradient_checkpointing=True), "with gradient_checkpointing"),
-        ({"lora_dropout": 0.1}, dict(gradient_checkpointing=False), "dropout draws random numbers"),
+        ({"lora_dropout": 0.1}, dict(gradient_checkpointing=False), "lora_dropout.*draws random numbers"),
         (
             None,
             dict(gradient_checkpointing=False, neftune_noise_alpha=5.0),
@@ -172,6 +181,36 @@ def test_own_code_in_a_step_is_run_at_every_step(runs, capsys):
     runs.ours(cls=Mine, config_cls=TPUSFTConfig, gradient_checkpointing=False, max_steps=3)
     assert seen == [0, 1, 2]
     assert "may do something else at each step" in capsys.readouterr().out
+
+
+class Rescale(TrainerCallback):
+    """Changes what code of the user's computes with, after two steps."""
+
+    scale = 1.0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.scale = 1.5 if state.global_step > 1 else 1.0
+
+
+def test_an_attention_of_the_users_is_run_at_every_step(runs, same_logs, caplog):
+    """Nobody finds it before a step is traced."""
+    rescale = Rescale()
+
+    def attend(*args, **kwargs):
+        output, weights = sdpa_attention_forward(*args, **kwargs)
+        return output * rescale.scale, weights
+
+    AttentionInterface.register("own", attend)
+    trainers = []
+    whole_steps.logger.addHandler(caplog.handler)
+    for train in (partial(runs.ours, config_cls=TPUSFTConfig), runs.stock):
+        rescale.scale = 1.0
+        model = AutoModelForCausalLM.from_pretrained(runs.model_dir, attn_implementation="own", dtype=torch.float32)
+        settings = dict(gradient_checkpointing=False, max_steps=4, kwargs={"callbacks": [rescale]})
+        trainers.append(train(model=model, **settings))
+    whole_steps.logger.removeHandler(caplog.handler)
+    same_logs(*trainers)
+    assert "<locals>.attend (test_torch_tpu_compiled.py, line" in caplog.text
 
 
 def test_a_nan_loss_is_reported_with_its_step(runs, caplog):

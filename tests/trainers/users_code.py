@@ -420,7 +420,7 @@ def sets_logging_steps(setup):
 
 @kind(REPLAYED, "the model in evaluation mode, which upstream's step undoes")
 def leaves_evaluation_mode(setup):
-    setup.at("on_step_end", lambda s: s.model.eval())
+    setup.at("on_step_end", lambda s: s.model.eval(), step=4)
 
 
 # ---- Code around steps ----
