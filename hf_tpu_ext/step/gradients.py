@@ -40,6 +40,11 @@ class StepGradients:
         used have their gradient.
         """
         yield
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
+                # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
+                parameter.grad = parameter.grad.clone()
 
     def show(self) -> None:
         """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""

@@ -7,6 +7,10 @@ from torch import nn
 from hf_tpu_ext.step.gradients import AccumulatedGradients, StepGradients
 
 
+# Its runtime starts before the first backward pass.
+pytestmark = pytest.mark.usefixtures("xla")
+
+
 def model():
     torch.manual_seed(0)
     return nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
@@ -141,3 +145,18 @@ def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(closing):
         backward(net, 1)
     assert gradients.of_parameters[weight].tolist() == [[3.0, 3.0]] * 2
     assert (weight.grad is not None) == closing
+
+
+@pytest.mark.parametrize("cls", [StepGradients, AccumulatedGradients])
+def test_a_gradient_that_is_one_number_for_all_elements_can_be_written_to(xla, cls):
+    """torch_xla leaves the gradient of a sum a view of one number, and adds up what is written to its parts."""
+    net = nn.ParameterDict({"all": torch.zeros(3), "rows": torch.zeros(2, 3)}).to(xla.device)
+    gradients = cls(net)
+    with gradients.micro_step(closing=True):
+        (
+            net["all"].sum() * -6 + (net["rows"].sum(0) * torch.tensor([1.0, 2.0, 3.0], device=xla.device)).sum()
+        ).backward()
+    for parameter in net.values():
+        parameter.grad.mul_(torch.tensor(0.5, device=xla.device))
+    assert xla.fetch(net["all"].grad).tolist() == [-3.0] * 3
+    assert xla.fetch(net["rows"].grad).tolist() == [[0.5, 1.0, 1.5]] * 2
