@@ -59,6 +59,14 @@ def test_a_base_that_is_not_there(lora_run, base, export):
     export(lora_run, merge=True, base_model=str(base))
 
 
+def test_weights_that_are_not_there(full_run, tmp_path, export):
+    run = shutil.copytree(full_run, tmp_path / "run")
+    for path in run.glob("*.safetensors"):
+        path.unlink()
+    assert "holds no full model. Take another checkpoint" in refusal(lambda: export(run, dtype="bfloat16"), {})
+    export(full_run, dtype="bfloat16")
+
+
 def test_a_tokenizer_that_is_not_there(full_run, tmp_path, export):
     run = shutil.copytree(full_run, tmp_path / "run")
     names = ["tokenizer.json", "tokenizer_config.json"]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from fixes import assert_fixes
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -135,3 +136,10 @@ def test_without_a_chat_template(lora_run, base, tmp_path):
     tokenizer.save_pretrained(run_dir)
     export = export_run(run_dir, merge=True, prompts=["1+1?", "2+2?"])
     assert export.good and export.positions == 12
+
+
+def test_a_reward_model_is_not_rounded(lora_run, tmp_path):
+    def export(**options):
+        export_run(lora_run, tmp_path / "export", merge=True, **options)
+
+    assert_fixes(export, {"quantize": "int4"}, "Leave it out")
