@@ -121,6 +121,25 @@ def test_a_launcher_with_torch_xla(xla, with_variables):
     assert check().count == 1
 
 
+def test_torch_tpu_without_a_device(monkeypatch):
+    monkeypatch.setattr(selection, "has_torch_tpu", lambda: True)
+    check = lambda backend: selection._explicit(backend, f"backend='{backend}'")  # noqa: E731
+    message = refusal(check, {"backend": "tpu"})
+    assert (
+        "it found no TPU chip when torch was imported" in message and "Use 'auto' to auto-detect, or 'cpu'" in message
+    )
+    check("cpu")
+    selection._choose()
+
+
+def test_chips_of_a_host_among_several(xla, monkeypatch):
+    from hf_tpu_ext.backends.xla import xr
+
+    monkeypatch.setattr(xr, "process_count", lambda: 2)
+    check = lambda num_chips=None: xla.use_chips(num_chips, "num_chips")  # noqa: E731
+    assert_fixes(check, {"num_chips": 1}, "Leave num_chips out")
+
+
 def test_chips_that_programs_are_traced_for():
     traced = SimpleNamespace(_host_chips=8)
     check = lambda num_chips=None: TracingBackend.use_chips(traced, num_chips, "num_chips")  # noqa: E731
