@@ -68,7 +68,7 @@ class Resumption(TrainerCallback):
         dataset, before = self._trainer.train_dataset, state.get("train_rows")
         if before is not None and has_length(dataset) and len(dataset) != before:
             logger.warning(
-                f"train_dataset has {len(dataset)} rows, and had {before} when {checkpoint} was written. The run goes on at the "
+                f"train_dataset had {before} rows when {checkpoint} was written, and has {len(dataset)} now. The run goes on at the "
                 "same step, in another order of the rows: some may be trained on twice in this epoch, and others not at all. To go "
                 "on as before, pass the same rows; to train on all of the new ones, begin a new run from the weights, without "
                 "resume_from_checkpoint."
