@@ -1,6 +1,6 @@
 """AdamW whose step is one program for the whole run, with state that exists before the first step, and its gradients."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_, itemgetter
@@ -245,8 +245,29 @@ def clip_gradients(model: torch.nn.Module, max_norm: float | None) -> torch.Tens
     return norm
 
 
+def follow_placed(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, torch.nn.Parameter], model: torch.nn.Module
+) -> None:
+    """
+    Have an optimizer, with its groups and state, update the parameters that a model has where it is now, in the place of those by
+    the same names that it had `before`: to move a model to XLA makes other parameters.
+    """
+    placed = dict(model.named_parameters())
+    moved = {parameter: placed[name] for name, parameter in before.items() if name in placed}
+    for group in optimizer.param_groups:
+        group["params"] = [moved.get(parameter, parameter) for parameter in group["params"]]
+    for parameter in [*optimizer.state]:
+        if parameter in moved:
+            state = optimizer.state.pop(parameter)
+            optimizer.state[moved[parameter]] = {
+                # Numbers of steps stay on the host.
+                name: value.to(moved[parameter].device) if isinstance(value, torch.Tensor) and value.ndim else value
+                for name, value in state.items()
+            }
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Refuse (`ValueError`) an optimizer made before the model was placed: it has other parameters."""
+    """Refuse (`ValueError`) an optimizer that updates other parameters than those of the model."""
     placed = {id(parameter) for parameter in model.parameters()}
     if all(id(parameter) in placed for group in optimizer.param_groups for parameter in group["params"]):
         return
@@ -261,6 +282,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
             f"{in_trainer}"
         )
     raise UserError(
-        "optimizers=(optimizer, ...) was made for weights that are not those on the XLA device, so it would train "
-        f"nothing. Let the trainer make it there: {in_trainer}"
+        "optimizers=(optimizer, ...) was made for weights that are not those of the model that is trained, so it would train "
+        f"nothing. Make it of the parameters of the model that is given to the trainer, or let the trainer make it: {in_trainer}"
     )

@@ -25,6 +25,7 @@ from ..callbacks.samples import ShowSamples
 from ..errors import SaveError, UserError
 from ..quantization.bitsandbytes import find_config
 from ..redaction import redact
+from ..step.optimizer import LazyAdamW
 from ..step.running_code import is_known
 from .base_record import find_frozen, write_base
 from .checkpoints import (
@@ -143,6 +144,11 @@ class SavingMixin:
             return
         if (Path(checkpoint) / OPTIMIZER_NAME).is_file():
             self._check_optimizer(checkpoint)
+            if self.backend.traces_steps and not isinstance(self._plain_optimizer, LazyAdamW):
+                for group in self.optimizer.param_groups:
+                    # Adafactor's own schedule has learning rates on the device. A file has them on the host.
+                    rates = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
+                    group.update(self.backend.send(rates))
         else:
             logger.warning(
                 f"{checkpoint} has no {OPTIMIZER_NAME}, as with save_only_model: the optimizer and the learning rate begin anew, "
@@ -151,7 +157,9 @@ class SavingMixin:
 
     def _check_optimizer(self, checkpoint: str) -> None:
         """Refuse the state of another optimizer, whose first step would end in a `KeyError`."""
-        missing = {name for group in self.optimizer.param_groups for name in self.optimizer.defaults.keys() - group}
+        # To load a state adds `differentiable` to the defaults of any optimizer, also of those that have none, as Adafactor.
+        defaults = self.optimizer.defaults.keys() - {"differentiable"}
+        missing = {name for group in self.optimizer.param_groups for name in defaults - group.keys()}
         if missing:
             raise UserError(
                 f"{checkpoint} has the state of another optimizer than optim={OptimizerNames(self.args.optim).value}: "

@@ -17,7 +17,7 @@ from ..callbacks.run_lines import RunLines
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
 from ..step.metrics import LossLog
-from ..step.optimizer import LazyAdamW, check_optimizer, place_loaded
+from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
 from ..step.program_adamw import ProgramAdamW
 from ..step.random_numbers import RandomSeeds
 from ..step.running_code import is_known
@@ -131,6 +131,7 @@ class SetUpMixin:
         elif self.averaging.average is not None:
             # Before all other callbacks, one of which may evaluate.
             self.callback_handler.callbacks.insert(0, self.averaging)
+        self._parameters_before = {}
         if self.backend.static_shapes:
             self._prepare_static_shapes(extension.max_recompiles)
         if self.backend.metrics_on_device:
@@ -191,6 +192,7 @@ class SetUpMixin:
         self._place_models()
         save_from_host(self.backend)
         if self.optimizer is not None:
+            follow_placed(self.optimizer, self._parameters_before, self.model)
             check_optimizer(self.optimizer, self.model)
             self._save_from_host(self.optimizer)
         self._checkpoint_activations()
@@ -233,6 +235,8 @@ class SetUpMixin:
         if self.backend.unknown_upstream:
             self.alike.note_model("weights", model)
             self.backend.ranks.take_from_first(model)
+            if self.chips.sharding_plan is None:
+                self._parameters_before = dict(model.named_parameters())
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         else:
             super()._move_model_to_device(model, device)

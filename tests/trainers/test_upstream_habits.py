@@ -251,48 +251,52 @@ def sgd_in_groups(model):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-@pytest.mark.parametrize("make_optimizers", [adafactor_with_its_schedule, sgd_in_groups])
-def test_an_optimizer_made_before_the_model_was_placed_is_made_in_overrides_instead(xla, tmp_path, make_optimizers):
-    def optimizers_before(cls):
+def adamw_that_has_trained(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.linear(torch.ones(1, model.linear.in_features)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer, None
+
+
+@pytest.mark.parametrize("make_optimizers", [adafactor_with_its_schedule, sgd_in_groups, adamw_that_has_trained])
+def test_an_optimizer_made_before_the_model_was_placed_trains_what_was_placed(xla, tmp_path, make_optimizers):
+    """With its groups, its state and its schedule."""
+
+    def train(cls):
         torch.manual_seed(0)
         model = Line(LineConfig())
         args = TrainingArguments(
-            str(tmp_path),
+            str(tmp_path / cls.__name__),
             use_cpu=cls is Trainer,
             max_steps=4,
             report_to="none",
-            save_strategy="no",
+            save_strategy="steps",
+            save_steps=2,
             disable_tqdm=True,
             per_device_train_batch_size=4,
         )
-        return cls(model, args, train_dataset=rows(), optimizers=make_optimizers(model))
+        trainer = cls(model, args, train_dataset=rows(), optimizers=make_optimizers(model))
+        trainer.train()
+        trained = trainer.model.linear.weight.tolist()[0]
+        # And takes up a checkpoint.
+        torch.manual_seed(0)
+        model = Line(LineConfig())
+        trainer = cls(model, args, train_dataset=rows(), optimizers=make_optimizers(model))
+        trainer.train(resume_from_checkpoint=str(tmp_path / cls.__name__ / "checkpoint-2"))
+        assert trainer.model.linear.weight.tolist()[0] == trained
+        return trained
 
-    class Own(TPUTrainer):
-        def create_optimizer(self, model=None):
-            self.optimizer, self.own_schedule = make_optimizers(self.model)
-            return self.optimizer
-
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            self.lr_scheduler = self.own_schedule
-            return self.lr_scheduler
-
-    with pytest.raises(ValueError, match="an override of create_optimizer") as refusal:
-        optimizers_before(TPUTrainer)
-    # Upstream's own schedule needs a rate.
-    assert ("optimizer_cls_and_kwargs" in str(refusal.value)) == (make_optimizers is sgd_in_groups)
-    upstreams = optimizers_before(Trainer)
-    upstreams.train()
-    ours = make(Own, tmp_path, max_steps=4)
-    ours.train()
-    expected = upstreams.model.linear.weight.tolist()[0]
-    assert ours.model.linear.weight.tolist()[0] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert train(TPUTrainer) == pytest.approx(train(Trainer), rel=1e-4, abs=1e-6)
 
 
 def test_the_settings_of_a_refused_optimizer_are_those_that_make_it_in_the_trainer(xla, tmp_path):
     model = Line(LineConfig())
     args = TrainingArguments(str(tmp_path), report_to="none")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs") as refusal:
+    sgd = torch.optim.SGD(Line(LineConfig()).parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    with pytest.raises(
+        ValueError, match="not those of the model that is trained.*optimizer_cls_and_kwargs"
+    ) as refusal:
         TPUTrainer(model, args, optimizers=(sgd, None))
     settings = ast.literal_eval(re.search(r"\(SGD, ({.*?})\)", str(refusal.value)).group(1))
     trainer = TPUTrainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, settings))
