@@ -159,10 +159,10 @@ def _time_to_save() -> Iterator[set[int]]:
     ended_with: set[int] = set()
     shut_down = LocalElasticAgent._shutdown
 
-    def wait_and_shut_down(agent, *args) -> None:
+    def wait_and_shut_down(agent, *args, **kwargs) -> None:
         told = sys.exception()
         if not isinstance(told, SignalException) or agent._pcontext is None:
-            shut_down(agent, *args)
+            shut_down(agent, *args, **kwargs)
             return
         workers = [handler.proc for handler in agent._pcontext.subprocess_handlers.values()]
         for worker in workers:
@@ -172,7 +172,7 @@ def _time_to_save() -> Iterator[set[int]]:
         with suppress(TimeoutExpired):
             for worker in workers:
                 worker.wait(max(0, deadline - time.monotonic()))
-        shut_down(agent, *args)
+        shut_down(agent, *args, **kwargs)
         ended_with.update(worker.returncode for worker in workers)
 
     # PyTorch kills processes 30 seconds after it has told them, without a setting for it in all versions, and does not say

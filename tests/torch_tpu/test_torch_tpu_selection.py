@@ -44,13 +44,14 @@ def test_several_chips_are_several_processes(fresh):
 
 
 def test_how_many_processes_a_run_has(fresh):
-    assert prepare_processes(None, None) == 1
+    tpu = select_backend("tpu")
+    assert prepare_processes(tpu, None) == 1
     fresh.setattr(TorchTPUBackend, "chips_of_host", 4)
-    assert (prepare_processes("tpu", None), prepare_processes("auto", 2), prepare_processes("auto", 1)) == (4, 2, 1)
-    assert prepare_processes("cpu", None) == 1
+    assert [prepare_processes(tpu, chips) for chips in (None, 2, 1)] == [4, 2, 1]
+    assert prepare_processes(select_backend("cpu"), None) == 1
     fresh.setenv("TPU_NUM_DEVICES", "8")
     with pytest.raises(ValueError, match="TPU_NUM_DEVICES=8, but this machine has 4 chips"):
-        prepare_processes("tpu", None)
+        prepare_processes(tpu, None)
 
 
 def test_processes_without_what_connects_their_chips_are_told_what_to_type(fresh):
