@@ -29,8 +29,9 @@ CALLS_BEFORE_A_RUN = (
     "_set_buffer_donation",
     "_get_graph_hash",
     "_xla_warm_up_cache",
-    "_get_xla_sharding_specs",
 )
+#: And with several chips.
+CALLS_WITH_SEVERAL_CHIPS = ("_get_xla_sharding_specs",)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -291,8 +291,19 @@ class Fails:
         return self.call(*args)
 
 
+EVERY_CALL = (*xla_graphs.CALLS_BEFORE_A_RUN, *xla_graphs.CALLS_WITH_SEVERAL_CHIPS)
+
+
+@pytest.fixture
+def name(request, xla, monkeypatch):
+    """The name of a call, where it is made."""
+    if request.param in xla_graphs.CALLS_WITH_SEVERAL_CHIPS:
+        monkeypatch.setattr(type(xla), "num_chips", 2)
+    return request.param
+
+
 @pytest.mark.parametrize("time", [1, 2, 10])
-@pytest.mark.parametrize("name", xla_graphs.CALLS_BEFORE_A_RUN)
+@pytest.mark.parametrize("name", EVERY_CALL, indirect=True)
 def test_where_a_call_fails_before_anything_runs_steps_are_traced(xla, total, monkeypatch, name, time):
     call, expected = Calls(xla, accumulate, [total]), torch.zeros(3)
     real = getattr(torch_xla._XLAC, name)
@@ -314,13 +325,13 @@ def test_where_a_call_fails_before_anything_runs_steps_are_traced(xla, total, mo
         assert call.said == []
 
 
-@pytest.mark.parametrize("name", xla_graphs.CALLS_BEFORE_A_RUN)
+@pytest.mark.parametrize("name", EVERY_CALL, indirect=True)
 def test_where_a_call_is_missing_steps_are_traced(xla, total, monkeypatch, name):
     call = Calls(xla, lambda total, number: accumulate(total, number) or total * 2, [total])
     number = xla.send(torch.ones(3))
-    monkeypatch.delattr(torch_xla._XLAC, name)
-    call(number)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch_xla._XLAC, name)
+        call(number)
     assert torch.equal(xla.fetch(total), torch.ones(3))
     (said,) = call.said
     assert name in said and f"torch_xla {torch_xla.__version__} cannot" in said

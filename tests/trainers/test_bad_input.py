@@ -83,8 +83,8 @@ def test_backend_that_is_absent(config_cls, backend, words, tmp_path, monkeypatc
 
 
 def test_optimizer_of_weights_that_are_not_trained(runs):
-    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
-    optimizers = (torch.optim.SGD(model.parameters(), lr=0.25), None)
+    model, another = (AutoModelForCausalLM.from_pretrained(runs.model_dir) for _ in range(2))
+    optimizers = (torch.optim.SGD(another.parameters(), lr=0.25), None)
     refused(
         ["optimizer_cls_and_kwargs=(SGD, {'lr': 0.25,", "create_optimizer", "create_scheduler"],
         lambda: runs.ours(model=model, train=False, kwargs={"optimizers": optimizers}),
