@@ -9,12 +9,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..backends.insight import Insight
-from .hlo_parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, scope_of
+from .hlo_parts import ADAPTERS, ATTENTION, HEAD, LAYER, ROPE_AND_NORMS, scope_of
 
 
 class Parts:
@@ -39,8 +38,6 @@ class Parts:
             handles = (
                 register_module_forward_pre_hook(self._enter_module),
                 register_module_forward_hook(self._leave_module, always_call=True),
-                register_optimizer_step_pre_hook(lambda *_: self._begin(OPTIMIZER)),
-                register_optimizer_step_post_hook(lambda *_: self._end(None)),
             )
             for handle in handles:
                 stack.callback(handle.remove)

@@ -17,6 +17,7 @@ from ..callbacks.samples import ShowSamples
 from ..errors import UserError
 from ..quantization.packed_linear import count_parameters
 from ..step.attention import is_sliced
+from ..step.optimizer import LazyAdamW
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.every_length import EveryLengthMixin
@@ -201,6 +202,13 @@ class TracingMixin(EveryLengthMixin):
             self._traced[key] = TracedProgram(kind, shape, module.module, arguments, self.backend.num_chips)
             self._bar.update()
         return module
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        created = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if created and isinstance(optimizer, LazyAdamW):
+            optimizer.update = self._parts.part(OPTIMIZER, optimizer.update)
+        return optimizer
 
     def _clip_grad_norm(self, model):
         return self._parts.part(OPTIMIZER, super()._clip_grad_norm)(model)
