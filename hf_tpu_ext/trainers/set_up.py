@@ -116,6 +116,9 @@ class SetUpMixin:
         self.averaging = Averaging(self, extension)
         check_architecture(args, given.arguments)
         given.arguments["args"] = self.compiled.args
+        # By name, of an optimizer that is given. Otherwise nothing holds on to what they are on the host.
+        self._parameters_before: dict[str, nn.Parameter] = {}
+        self._follows_optimizer = given.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(*given.args, **given.kwargs)
         self.alike.take_random_state()
         #: Metrics of upstream's loss, on the device until a log.
@@ -235,7 +238,7 @@ class SetUpMixin:
         if self.backend.unknown_upstream:
             self.alike.note_model("weights", model)
             self.backend.ranks.take_from_first(model)
-            if self.chips.sharding_plan is None:
+            if self._follows_optimizer and self.chips.sharding_plan is None:
                 self._parameters_before = dict(model.named_parameters())
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)
         else:
