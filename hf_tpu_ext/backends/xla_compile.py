@@ -254,7 +254,8 @@ class XLACompiledFunction(CompiledFunction):
             tensors = [value for value in data.values() if isinstance(value, torch.Tensor)]
             try:
                 state = self._state()
-                key = (*fixed.items(), self._follow_placements(state), *map(_describe, data.items()))
+                key = (*fixed.items(), self._follow_placements(state))
+                key += tuple((name, _describe(value)) for name, value in data.items())
                 known = self._known.get(key)
                 if known is None or not known.checked or not self._backend.programs.keeps(known.compiles):
                     return self._trace(key, known, data, tensors, run, fixed)
@@ -423,11 +424,8 @@ def host_random_state() -> tuple:
     return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
-def _describe(entry: tuple[Hashable, Any]) -> Hashable:
-    """What a program depends on of an entry of its data: of a tensor the form, else all of it."""
-    name, value = entry
+def _describe(value: Any) -> Hashable:
+    """What a program depends on of a value that it is given: of a tensor the form, else all of it."""
     if isinstance(value, torch.Tensor):
-        return name, value.shape, value.dtype
-    return (
-        (name, value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else (name, repr(value))
-    )
+        return value.shape, value.dtype
+    return (value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
