@@ -15,6 +15,7 @@ from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import torch
+from differential_edits import ChangesGradients, OwnGroups
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -81,7 +82,7 @@ def reads_a_weight(setup):
     setup.at("on_step_end", lambda s: s.look(s.weight()))
 
 
-@kind(REPLAYED, "`on_step_begin` that reads the optimizer's moments")
+@kind(REPLAYED, "`on_step_end` that reads the optimizer's moments")
 def reads_moments(setup):
     def read(setup):
         state = setup.trainer.optimizer.state
@@ -456,12 +457,6 @@ def overrides_log(setup):
 
 @kind(REPLAYED, "`create_optimizer` overridden, with groups of one's own")
 def makes_groups(setup):
-    class OwnGroups:
-        def create_optimizer(self, *args):
-            optimizer = super().create_optimizer(*args)
-            optimizer.param_groups[0]["weight_decay"] = 0.3
-            return optimizer
-
     setup.mixins.append(OwnGroups)
 
 
@@ -741,15 +736,7 @@ def hooks_the_optimizer(setup):
 
 @kind(STAGES, "`training_step` overridden")
 def overrides_the_step(setup):
-    class OwnStep:
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.7)
-            return loss
-
-    setup.mixins.append(OwnStep)
+    setup.mixins.append(ChangesGradients)
 
 
 @kind(STAGES, "another optimizer")
