@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
 
     from ..distillation.cache_builder import TeacherRun, build_cache
     from ..distillation.cache_writer import CacheWriter
-    from ..trainers.run_lock import only_run_in
+    from ..trainers.checkpoint.run_lock import only_run_in
 
     arguments = parser().parse(recipe)
     _check(*arguments)

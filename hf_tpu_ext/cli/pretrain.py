@@ -83,8 +83,8 @@ def train(recipe: Recipe, parser: RecipeParser, adapt_trainer: Callable[[type], 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator, set_seed
 
     from ..trainers import TPUTrainer
-    from ..trainers.checkpoints import leaving_no_empty_dir
-    from ..trainers.setting_checks import check_recipe
+    from ..trainers.checkpoint.files import leaving_no_empty_dir
+    from ..trainers.checks.settings import check_recipe
 
     script_args, training_args, args = parser.parse(recipe)
     if script_args.dataset_name is None:

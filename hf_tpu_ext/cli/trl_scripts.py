@@ -133,8 +133,8 @@ class TRLScript:
         import trl
 
         from .. import trainers
-        from ..trainers.checkpoints import leaving_no_empty_dir
-        from ..trainers.setting_checks import check_recipe
+        from ..trainers.checkpoint.files import leaving_no_empty_dir
+        from ..trainers.checks.settings import check_recipe
 
         script = importlib.import_module(f"trl.scripts.{self.command}")
         trainer_cls = vars(trainers)[f"TPU{self.trainer}"]

@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
         return status
 
     from ..callbacks.run_lines import describe_cache_use
-    from ..trainers.warm_up import WarmedUp, WarmUpMixin
+    from ..trainers.run.warm_up import WarmedUp, WarmUpMixin
 
     with tempfile.TemporaryDirectory() as directory:
         try:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from ..atomic_write import move_into_place, remove_temporary
 from ..errors import SaveError, UserError
 from ..formatting import format_bytes
-from ..trainers.run_lock import locked
+from ..trainers.checkpoint.run_lock import locked
 
 
 #: What an export says about itself, and what tells a directory as one.

@@ -20,8 +20,8 @@ from ..step.attention import is_sliced
 from ..step.optimizer import LazyAdamW
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
-from ..trainers.every_length import EveryLengthMixin
-from ..trainers.run_facts import find_facts
+from ..trainers.run.every_length import EveryLengthMixin
+from ..trainers.run.facts import find_facts
 from .hlo_parts import OPTIMIZER
 from .parts import Parts
 from .programs import Argument, Generations, TracedProgram

@@ -8,14 +8,14 @@ choose_before_upstream()
 
 from ..callbacks.preemption import TrainingPreempted  # noqa: E402
 from .configs import ExtensionArguments, TPUSFTConfig, TPUTrainingArguments  # noqa: E402
-from .dpo import TPUDPOConfig, TPUDPOTrainer  # noqa: E402
-from .grpo import TPUGRPOConfig, TPUGRPOTrainer  # noqa: E402
-from .kto import TPUKTOConfig, TPUKTOTrainer  # noqa: E402
 from .mixin import TPUTrainerMixin  # noqa: E402
-from .on_policy import TPUDistillationConfig, TPUDistillationTrainer  # noqa: E402
-from .reward import TPURewardConfig, TPURewardTrainer  # noqa: E402
-from .rloo import TPURLOOConfig, TPURLOOTrainer  # noqa: E402
-from .sft import TPUSFTTrainer  # noqa: E402
+from .online.distillation import TPUDistillationConfig, TPUDistillationTrainer  # noqa: E402
+from .online.grpo import TPUGRPOConfig, TPUGRPOTrainer  # noqa: E402
+from .online.rloo import TPURLOOConfig, TPURLOOTrainer  # noqa: E402
+from .preference.dpo import TPUDPOConfig, TPUDPOTrainer  # noqa: E402
+from .preference.kto import TPUKTOConfig, TPUKTOTrainer  # noqa: E402
+from .preference.reward import TPURewardConfig, TPURewardTrainer  # noqa: E402
+from .sft.trainer import TPUSFTTrainer  # noqa: E402
 from .trainer import TPUTrainer  # noqa: E402
 
 

@@ -15,7 +15,7 @@ from ..quantization.fake_quantized import ADAPTERS
 from ..quantization.rounding import ACTIVATION_DTYPES, SCALES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
 from ..step.attention import ATTENTIONS
-from .predicted_text import PredictedTextArguments
+from .run.predicted_text import PredictedTextArguments
 
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")

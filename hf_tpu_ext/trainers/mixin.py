@@ -19,18 +19,18 @@ from ..step.attention import static_masks
 from ..step.frozen_weights import bfloat16_holds
 from ..step.looped_head import head_computed_by, score_tokens
 from ..step.optimizer import clip_gradients
-from .batches import BatchesMixin
-from .checkpoints import leaving_no_empty_dir, set_aside
+from .checkpoint.files import leaving_no_empty_dir, set_aside
+from .checkpoint.run_lock import only_run_in
+from .checkpoint.saving import SavingMixin
+from .checks.datasets import check_has_rows, check_rows_left, named_datasets
+from .checks.upstream import checkpointing_left_on, default_arguments
 from .configs import ExtensionArguments
-from .dataset_checks import check_has_rows, check_rows_left, named_datasets
-from .evaluation import CompiledEvaluation
-from .index_ranges import IndexRanges
-from .lengths import lengths_for, pad_token_of
-from .run_lock import only_run_in
-from .saving import SavingMixin
+from .run.batches import BatchesMixin
+from .run.evaluation import CompiledEvaluation
+from .run.index_ranges import IndexRanges
+from .run.lengths import lengths_for, pad_token_of
+from .run.status import StatusMixin
 from .set_up import SetUpMixin
-from .status import StatusMixin
-from .upstream import checkpointing_left_on, default_arguments
 
 
 class _TrainerType(type):

@@ -22,8 +22,7 @@ from ..step.program_adamw import ProgramAdamW
 from ..step.random_numbers import RandomSeeds
 from ..step.running_code import is_known
 from ..step.users_model import save_from_host
-from .alike import AlikeHosts, check_settings_alike
-from .arguments import (
+from .checks.arguments import (
     ADAMW_NAMES,
     CompiledArguments,
     bind_device,
@@ -31,25 +30,26 @@ from .arguments import (
     copy_arguments,
     set_gradient_checkpointing,
 )
-from .chips import Chips, unused_settings
+from .checks.followed_arguments import FollowedArguments
+from .checks.settings import check_architecture, check_processes, check_settings, check_split_by_upstream
+from .checks.upstream import check_trainer, loads_model
 from .configs import ExtensionArguments
-from .copies import WeightCopies
-from .eager_steps import EagerSteps, check_loader, check_split, check_there
-from .ema import Averaging
-from .evaluation_steps import EvaluationSteps
-from .followed_arguments import FollowedArguments
-from .frozen import ShortFrozenWeights
-from .layers import LayerScan
-from .lengths import longest_kept, row_lengths
-from .metrics import DeferredMetrics
-from .own_code import owner_of
-from .predicted_text import PredictedText, PredictedTextArguments
-from .run_facts import find_facts
-from .setting_checks import check_architecture, check_processes, check_settings, check_split_by_upstream
-from .training_steps import TrainingSteps
-from .upstream import check_trainer, loads_model
-from .watching import TrainerWatch
-from .whole_steps import CompiledSteps
+from .run.chips import Chips, unused_settings
+from .run.eager_steps import EagerSteps, check_loader, check_split, check_there
+from .run.ema import Averaging
+from .run.evaluation_steps import EvaluationSteps
+from .run.facts import find_facts
+from .run.frozen_weights import ShortFrozenWeights
+from .run.hosts import AlikeHosts, check_settings_alike
+from .run.layers import LayerScan
+from .run.lengths import longest_kept, row_lengths
+from .run.metrics import DeferredMetrics
+from .run.own_code import owner_of
+from .run.predicted_text import PredictedText, PredictedTextArguments
+from .run.training_steps import TrainingSteps
+from .run.watch import TrainerWatch
+from .run.weight_copies import WeightCopies
+from .run.whole_steps import CompiledSteps
 
 
 # The name of its loggers begins so.

@@ -5,9 +5,9 @@ import inspect
 from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
+from .checkpoint.saving import UPSTREAM_METRICS
 from .configs import TPUTrainingArguments
 from .mixin import TPUTrainerMixin
-from .saving import UPSTREAM_METRICS
 
 
 class TPUTrainer(TPUTrainerMixin, Trainer):

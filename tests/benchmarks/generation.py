@@ -34,7 +34,7 @@ from tqdm.auto import tqdm  # noqa: E402
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, TrainingArguments  # noqa: E402
 
 from hf_tpu_ext import TPUTrainer  # noqa: E402
-from hf_tpu_ext.trainers.text import TextGeneration  # noqa: E402
+from hf_tpu_ext.trainers.run.text import TextGeneration  # noqa: E402
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "generation.md"

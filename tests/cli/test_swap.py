@@ -96,7 +96,7 @@ def test_a_class_over_a_trainer_that_is_replaced_already(imports, bases, first):
 {imports}
 class T({bases}): ...
 from hf_tpu_ext.trainers import TPUTrainerMixin
-from hf_tpu_ext.trainers.upstream import upstream_behind, upstream_of
+from hf_tpu_ext.trainers.checks.upstream import upstream_behind, upstream_of
 assert issubclass(T, TPUTrainerMixin)
 print(T.__mro__[1].__name__, upstream_of(T).__module__.partition(".")[0], upstream_behind(T).__module__.partition(".")[0])
 """

@@ -15,8 +15,8 @@ from transformers import Trainer
 from hf_tpu_ext import TPUGRPOTrainer, TPURLOOTrainer, TPUSFTTrainer, TPUTrainer
 from hf_tpu_ext.step.deferred_reads import _branches
 from hf_tpu_ext.trainers import TPUTrainerMixin
-from hf_tpu_ext.trainers.metrics import _metrics_of
-from hf_tpu_ext.trainers.upstream import _GENERATE
+from hf_tpu_ext.trainers.checks.upstream import _GENERATE
+from hf_tpu_ext.trainers.run.metrics import _metrics_of
 
 
 MODULES = [

@@ -206,7 +206,7 @@ def test_attributes(stock):
 
 
 def test_a_log_shows_the_mean_of_what_was_collected_and_empties_it(stock):
-    """trainers/metrics.py, DeferredMetrics.take."""
+    """trainers/run/metrics.py, DeferredMetrics.take."""
     trainer = stock.trainer()
     assert set(trainer._metrics) == {"train", "eval"} and trainer._total_train_tokens == 0
     for mode, prefix in (("train", ""), ("eval", "eval_")):
@@ -237,7 +237,7 @@ OPTIMIZER_STEP = [
 
 
 def test_order_of_a_run(record):
-    """trainers/training_steps.py ends programs, and trainers/status.py counts and logs, where these calls are."""
+    """trainers/run/training_steps.py ends programs, and trainers/run/status.py counts and logs, where these calls are."""
     trainer, events = record(
         gradient_accumulation_steps=2,
         eval_strategy="steps",
@@ -265,7 +265,7 @@ def test_order_of_a_run(record):
         "log",
         "on_train_end",
     ]
-    # Upstream writes the state last: trainers/checkpoints.py takes a checkpoint without it for an incomplete one.
+    # Upstream writes the state last: trainers/checkpoint/files.py takes a checkpoint without it for an incomplete one.
     checkpoint = Path(trainer.args.output_dir) / "checkpoint-2"
     state = checkpoint / "trainer_state.json"
     assert json.loads(state.read_text())["global_step"] == 2
@@ -279,7 +279,7 @@ def test_order_of_a_run(record):
 
 
 def test_loss_that_upstream_keeps_is_the_attribute(stock):
-    """trainers/training_steps.py puts a sum of its own in its place."""
+    """trainers/run/training_steps.py puts a sum of its own in its place."""
 
     class Losses(SFTTrainer):
         def training_step(self, *args, **kwargs):
@@ -320,7 +320,7 @@ def test_a_log_that_is_noted_as_the_last_is_not_repeated(stock):
 
     result = stock.trainer(Logs, max_steps=2).train()
     assert [set(logs) & {"loss", "train_loss"} for logs in logged] == [{"train_loss"}], (
-        "trainers/status.py logs by itself"
+        "trainers/run/status.py logs by itself"
     )
     # Three calls, the last at the end of the epoch; and nothing is left over.
     assert result.training_loss == pytest.approx(3 * 6.0 / 2)
@@ -349,12 +349,12 @@ def test_fused_head(stock):
 
 def test_columns_of_a_prepared_dataset(stock):
     trainer = stock.trainer()
-    assert set(trainer.train_dataset.column_names) >= {"input_ids"}, "trainers/lengths.py, row_lengths"
+    assert set(trainer.train_dataset.column_names) >= {"input_ids"}, "trainers/run/lengths.py, row_lengths"
     trainer._set_signature_columns_if_needed()
     assert {"input_ids", "labels", "seq_lengths"} <= set(trainer._signature_columns), "data/packing.py"
     packed = stock.trainer(packing=True)
     assert packed.padding_free and "seq_lengths" in packed.train_dataset.column_names, "data/packing.py"
-    assert not stock.trainer(packing=True, packing_strategy="wrapped").padding_free, "trainers/sft.py"
+    assert not stock.trainer(packing=True, packing_strategy="wrapped").padding_free, "trainers/sft/trainer.py"
 
 
 # ---- Forms ----

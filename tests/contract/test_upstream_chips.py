@@ -18,7 +18,7 @@ from trl.trainer.sft_trainer import add_fused_lm_head
 
 import hf_tpu_ext
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.trainers.chips import count_all_chips
+from hf_tpu_ext.trainers.run.chips import count_all_chips
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def test_the_fused_head_is_looked_up_when_it_is_used(tiny, monkeypatch):
 
 
 def test_layers_and_losses_are_recognised(tiny):
-    """trainers/chips.py splits the activations between layers, and keeps gradients local for losses over tokens."""
+    """trainers/run/chips.py splits the activations between layers, and keeps gradients local for losses over tokens."""
     assert sum(isinstance(module, GradientCheckpointingLayer) for module in tiny.modules()) == 2
     assert tiny.loss_type == "ForCausalLM"
 
 
 @pytest.mark.parametrize("value", [True, "full_shard", "full_shard auto_wrap"])
 def test_fsdp_is_normalised_by_the_arguments(value, tmp_path):
-    """trainers/arguments.py reads `fsdp_config` only."""
+    """trainers/checks/arguments.py reads `fsdp_config` only."""
     args = SFTConfig(str(tmp_path), fsdp=value, use_cpu=True)
     assert args.fsdp is True and args.fsdp_config["xla"] is False
     assert args.fsdp_config.get("reshard_after_forward", True) is True
@@ -72,7 +72,7 @@ def rows_of(loader):
 
 def test_the_batch_of_an_argument_is_that_of_the_loader(stock):
     """
-    trainers/chips.py says in `train_batch_size` and `eval_batch_size` what a process takes at once, which upstream
+    trainers/run/chips.py says in `train_batch_size` and `eval_batch_size` what a process takes at once, which upstream
     reads, while the rows per device stay as they were given.
     """
     trainer = stock.trainer(per_device_train_batch_size=4, per_device_eval_batch_size=1)

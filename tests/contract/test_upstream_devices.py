@@ -65,7 +65,7 @@ def test_torch_xla_can_be_switched_off(switches):
 
 @pytest.fixture
 def on_meta():
-    """accelerate's state, bound to a device as trainers/arguments.py binds it to the XLA device."""
+    """accelerate's state, bound to a device as trainers/checks/arguments.py binds it to the XLA device."""
     AcceleratorState._reset_state(reset_partial_state=True)
     state = PartialState(cpu=True)
     state.device = torch.device("meta")
@@ -75,7 +75,7 @@ def on_meta():
 
 def test_device_of_the_state_is_taken_over(on_meta):
     accelerator = Accelerator()
-    assert accelerator.device.type == "meta", "trainers/arguments.py, bind_device"
+    assert accelerator.device.type == "meta", "trainers/checks/arguments.py, bind_device"
     assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
     assert PartialState().device.type == "meta", "the state is no longer shared by its instances"
 
@@ -90,7 +90,7 @@ def test_batches_stay_on_the_host_without_device_placement(on_meta, placement, d
 
 
 def test_batch_size_is_found():
-    assert find_batch_size({"input_ids": torch.zeros(3, 7)}) == 3, "trainers/evaluation.py, evaluation_loop"
+    assert find_batch_size({"input_ids": torch.zeros(3, 7)}) == 3, "trainers/run/evaluation.py, evaluation_loop"
 
 
 def test_an_optimizer_step_asks_for_lomo(on_meta, monkeypatch):
@@ -268,7 +268,7 @@ def test_implementations_can_be_set(model_dir):
 
 
 def test_quantized_models_are_marked():
-    """trainers/arguments.py, check_weights."""
+    """trainers/checks/arguments.py, check_weights."""
     from transformers.quantizers.base import HfQuantizer
 
     assert 'setattr(model, "is_quantized", True)' in inspect.getsource(HfQuantizer)

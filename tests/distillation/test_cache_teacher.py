@@ -25,7 +25,7 @@ from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.distillation.cache import TeacherCache
 from hf_tpu_ext.examples.jsonl import write_splits
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
-from hf_tpu_ext.trainers.run_lock import only_run_in
+from hf_tpu_ext.trainers.checkpoint.run_lock import only_run_in
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 from hf_tpu_ext.export.make import export_run
-from hf_tpu_ext.trainers.base_record import BASE_FILE
+from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE
 
 
 def load(export):

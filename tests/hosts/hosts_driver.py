@@ -29,7 +29,7 @@ from hf_tpu_ext import (  # noqa: E402
     TPUSFTTrainer,
 )
 from hf_tpu_ext.backends import select_backend, xla_hosts  # noqa: E402
-from hf_tpu_ext.trainers import saving  # noqa: E402
+from hf_tpu_ext.trainers.checkpoint import saving  # noqa: E402
 
 
 HOST = int(os.environ.get("SLICE_HOST", "0"))
@@ -147,10 +147,10 @@ class StopAfter(TrainerCallback):
 def pretend(version=None, disk_full=False, largest_file=None):
     """Make this host another machine than the others: with another version of a package, or a full disk."""
     if version is not None:
-        from hf_tpu_ext.trainers import run_facts
+        from hf_tpu_ext.trainers.run import facts
 
-        find = run_facts.version
-        run_facts.version = lambda name: "0.0.0" if name == version else find(name)
+        find = facts.version
+        facts.version = lambda name: "0.0.0" if name == version else find(name)
     if disk_full:
         saving.seal = fail_for_space
     if largest_file is not None:

@@ -7,8 +7,8 @@ from fixes import assert_fixes
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends.hosts import Hosts, HostsDisagree
-from hf_tpu_ext.trainers.alike import AlikeHosts, check_settings_alike
-from hf_tpu_ext.trainers.checkpoints import check_all_see, check_shared
+from hf_tpu_ext.trainers.checkpoint.files import check_all_see, check_shared
+from hf_tpu_ext.trainers.run.hosts import AlikeHosts, check_settings_alike
 
 
 class TwoHosts(Hosts):

@@ -11,7 +11,7 @@ from hf_tpu_ext.step.attention import choose_attention, static_masks
 from hf_tpu_ext.step.kernels import use_static_kernels
 from hf_tpu_ext.step.layer_scan import LayerStack
 from hf_tpu_ext.step.shared_prompts import SharedPrompts, prompts_shared
-from hf_tpu_ext.trainers.layers import VERIFIED
+from hf_tpu_ext.trainers.run.layers import VERIFIED
 
 
 PROMPTS, LENGTH, COMPLETIONS, TOKENS = 2, 7, 3, 5

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.step.program_adamw import ProgramAdamW
-from hf_tpu_ext.trainers import whole_steps
+from hf_tpu_ext.trainers.run import whole_steps
 
 
 WHOLE = dict(config_cls=TPUSFTConfig, compile_step="step", gradient_checkpointing=False)
@@ -215,7 +215,7 @@ def test_an_attention_of_the_users_is_run_at_every_step(runs, same_logs, caplog)
 
 def test_a_nan_loss_is_reported_with_its_step(runs, caplog):
     """Of weights that an update has made too large."""
-    from hf_tpu_ext.trainers import status
+    from hf_tpu_ext.trainers.run import status
 
     config = dict(max_steps=4, learning_rate=1e30, lr_scheduler_type="constant", warmup_steps=0)
     stock = runs.stock(logging_nan_inf_filter=False, gradient_checkpointing=False, **config)

@@ -11,7 +11,7 @@ import pytest
 from hf_tpu_ext.backends import select_backend, selection
 from hf_tpu_ext.backends.selection import prepare_processes
 from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
-from hf_tpu_ext.trainers.eager_steps import check_loader
+from hf_tpu_ext.trainers.run.eager_steps import check_loader
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ def test_distillation(runs, shared, same_logs, tmp_path):
 
 def test_a_nan_loss_is_reported_with_its_step(runs, caplog):
     from hf_tpu_ext import TPUSFTTrainer
-    from hf_tpu_ext.trainers import status
+    from hf_tpu_ext.trainers.run import status
 
     class NaNAtStepThree(TPUSFTTrainer):
         def compute_loss(self, *args, **kwargs):

@@ -12,7 +12,7 @@ from preference import Case, trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step
+from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step
 
 
 MAX_STEPS = 8

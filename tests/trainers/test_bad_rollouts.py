@@ -14,8 +14,8 @@ from transformers.processing_utils import ProcessorMixin
 from trl import GRPOConfig, RLOOConfig
 
 from hf_tpu_ext import TPUGRPOConfig, TPUGRPOTrainer, TPURLOOTrainer
-from hf_tpu_ext.trainers.rewarded_arguments import count_rows_of_chips
-from hf_tpu_ext.trainers.rollout_checks import check_rollouts
+from hf_tpu_ext.trainers.online.arguments import count_rows_of_chips
+from hf_tpu_ext.trainers.online.checks import check_rollouts
 
 
 @pytest.fixture(scope="session")

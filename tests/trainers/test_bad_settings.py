@@ -17,8 +17,8 @@ from transformers.training_args import ParallelMode
 from trl import RewardConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.trainers.arguments import compile_arguments
-from hf_tpu_ext.trainers.setting_checks import (
+from hf_tpu_ext.trainers.checks.arguments import compile_arguments
+from hf_tpu_ext.trainers.checks.settings import (
     check_architecture,
     check_processes,
     check_recipe,

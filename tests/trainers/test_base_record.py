@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.trainers.base_record import BASE_FILE, find_differences, find_frozen, write_base
+from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences, find_frozen, write_base
 
 
 @pytest.fixture

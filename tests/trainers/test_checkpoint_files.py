@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTTrainer
 from hf_tpu_ext.atomic_write import move_into_place
-from hf_tpu_ext.trainers.checkpoints import (
+from hf_tpu_ext.trainers.checkpoint.files import (
     MANIFEST_NAME,
     checkpoints_by_step,
     delete_all_but,

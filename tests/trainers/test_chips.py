@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from trl import SFTConfig
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.trainers.chips import count_all_chips
+from hf_tpu_ext.trainers.run.chips import count_all_chips
 
 
 TWENTY = dict(per_device_train_batch_size=2, max_steps=20, warmup_steps=5)

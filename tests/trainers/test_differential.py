@@ -13,9 +13,9 @@ from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArgum
 from hf_tpu_ext.examples.tiny import make_tokenizer
 from hf_tpu_ext.step import running_code
 from hf_tpu_ext.step.python_state import PythonState
-from hf_tpu_ext.trainers import layers, training_steps
-from hf_tpu_ext.trainers.batches import BatchesMixin
-from hf_tpu_ext.trainers.layers import LayerScan
+from hf_tpu_ext.trainers.run import layers, training_steps
+from hf_tpu_ext.trainers.run.batches import BatchesMixin
+from hf_tpu_ext.trainers.run.layers import LayerScan
 
 
 SEEDS, BY_DEFAULT = 300, 3

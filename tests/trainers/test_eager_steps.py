@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_tpu_ext.backends.cpu import CPUBackend
-from hf_tpu_ext.trainers.eager_steps import EagerSteps
+from hf_tpu_ext.trainers.run.eager_steps import EagerSteps
 
 
 def test_an_update_that_fails_leaves_learning_rates_as_numbers():

@@ -21,7 +21,7 @@ from transformers import (
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.trainers import evaluation
+from hf_tpu_ext.trainers.run import evaluation
 
 
 CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))

@@ -34,7 +34,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.data import CollatedBatch
-from hf_tpu_ext.trainers.index_ranges import IndexRanges
+from hf_tpu_ext.trainers.run.index_ranges import IndexRanges
 
 
 SIZES = {

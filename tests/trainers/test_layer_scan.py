@@ -12,7 +12,7 @@ from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.step import activation_checkpointing, adapters
 from hf_tpu_ext.step.optimizer import LazyAdamW
 from hf_tpu_ext.step.row_blocks import RowBlocks
-from hf_tpu_ext.trainers.layers import VERIFIED
+from hf_tpu_ext.trainers.run.layers import VERIFIED
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_auto_is_on_for_deep_models(runs, scanned, make, monkeypatch):
     # What a plain SFTConfig gets.
     assert is_loop(make(**deep), gradient_checkpointing=True)
     assert is_loop(make(**deep), gradient_checkpointing=False)
-    monkeypatch.setattr("hf_tpu_ext.trainers.layers._MOST_UNROLLED", 1000)
+    monkeypatch.setattr("hf_tpu_ext.trainers.run.layers._MOST_UNROLLED", 1000)
     assert is_loop(make(**deep), gradient_checkpointing=True)
     assert not is_loop(make(**deep), gradient_checkpointing=False)
 

@@ -18,8 +18,8 @@ from trl import SFTTrainer
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.backends.xla_compile import host_random_state
 from hf_tpu_ext.step.python_state import COUNTS_ATTRIBUTES, PythonState
-from hf_tpu_ext.trainers.compiled import note_python_state
-from hf_tpu_ext.trainers.own_code import find_own_code, names_of_a_step
+from hf_tpu_ext.trainers.run.own_code import find_own_code, names_of_a_step
+from hf_tpu_ext.trainers.run.programs import note_python_state
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from preference import Case, assert_same_numbers, train, trainer_for
 
-from hf_tpu_ext.trainers import layers
+from hf_tpu_ext.trainers.run import layers
 
 
 @pytest.fixture(scope="session")

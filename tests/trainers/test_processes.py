@@ -13,7 +13,7 @@ import yaml
 from processes_driver import in_processes, taught_rows
 from safetensors.torch import load_file
 
-from hf_tpu_ext.trainers.checkpoints import find_damage
+from hf_tpu_ext.trainers.checkpoint.files import find_damage
 
 
 LEARNS = dict(max_steps=3, learning_rate=1e-2)

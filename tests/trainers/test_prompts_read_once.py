@@ -9,7 +9,7 @@ from trl.trainer.utils import shuffle_sequence_dict
 
 from hf_tpu_ext import TPUGRPOConfig
 from hf_tpu_ext.generation.generator import are_in_groups
-from hf_tpu_ext.trainers.shared_prompts import leave_in_order
+from hf_tpu_ext.trainers.online.shared_prompts import leave_in_order
 
 
 ONCE, AGAIN = "layers read a prompt once", "layers read a prompt again"

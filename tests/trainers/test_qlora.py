@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_tpu_ext import TPUTrainer
 from hf_tpu_ext.quantization.packed_linear import PackedLinear4bit, PackedLinear8bit
-from hf_tpu_ext.trainers.run_facts import find_facts
+from hf_tpu_ext.trainers.run.facts import find_facts
 
 
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)

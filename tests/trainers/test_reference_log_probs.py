@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUKTOTrainer
-from hf_tpu_ext.trainers import reference_log_probs
+from hf_tpu_ext.trainers.preference import reference_log_probs
 
 
 def texts(count, seed):

@@ -20,7 +20,7 @@ from rollouts import (
 from transformers import AutoModelForSequenceClassification
 from trl import GRPOConfig
 
-from hf_tpu_ext.trainers.rewarded import _only_completions
+from hf_tpu_ext.trainers.online.rewarded import _only_completions
 
 
 # Completions are trained on twice, and each step takes other rows of them.

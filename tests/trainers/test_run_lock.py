@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 from hf_tpu_ext import TPUSFTConfig, TrainingPreempted
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.backends.hosts import Hosts
-from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step, find_damage
-from hf_tpu_ext.trainers.run_lock import LOCK_NAME, only_run_in
+from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step, find_damage
+from hf_tpu_ext.trainers.checkpoint.run_lock import LOCK_NAME, only_run_in
 
 
 SAVES = dict(max_steps=6, save_strategy="steps", save_steps=2)
@@ -157,7 +157,7 @@ def test_a_second_run_does_not_begin_while_the_first_writes(make, runs):
 HOLDER = """
 import os, sys, time
 from hf_tpu_ext.backends.hosts import Hosts
-from hf_tpu_ext.trainers.run_lock import only_run_in
+from hf_tpu_ext.trainers.checkpoint.run_lock import only_run_in
 
 with only_run_in(sys.argv[1], Hosts(), True):
     if os.fork() == 0:
@@ -195,7 +195,7 @@ import os, sys, time
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from hf_tpu_ext.backends.hosts import Hosts
-from hf_tpu_ext.trainers.run_lock import only_run_in
+from hf_tpu_ext.trainers.checkpoint.run_lock import only_run_in
 
 for _ in range(4):
     if os.fork() == 0:

@@ -11,10 +11,10 @@ from trl import DPOConfig, KTOConfig
 from hf_tpu_ext import TPUGRPOConfig, TPUSFTConfig
 from hf_tpu_ext.data.buckets import percentile_buckets, validate_buckets
 from hf_tpu_ext.sharding.mesh import resolve_mesh
-from hf_tpu_ext.trainers.arguments import compile_arguments
-from hf_tpu_ext.trainers.lengths import declare_lengths
-from hf_tpu_ext.trainers.rewarded_arguments import count_rows_of_chips
-from hf_tpu_ext.trainers.setting_checks import check_processes, check_settings, check_split_by_upstream
+from hf_tpu_ext.trainers.checks.arguments import compile_arguments
+from hf_tpu_ext.trainers.checks.settings import check_processes, check_settings, check_split_by_upstream
+from hf_tpu_ext.trainers.online.arguments import count_rows_of_chips
+from hf_tpu_ext.trainers.run.lengths import declare_lengths
 
 
 LEAVE_OUT = "eave it out"

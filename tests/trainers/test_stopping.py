@@ -15,7 +15,7 @@ import two_processes
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TrainingPreempted
-from hf_tpu_ext.trainers.checkpoints import checkpoints_by_step, find_damage
+from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step, find_damage
 
 
 BATCHES_PER_EPOCH = 6  # 22 rows in batches of 4

@@ -13,7 +13,7 @@ class Writes(TrainerCallback):
     """Generates after every step, and notes what that took, and what eager generation with the same weights gives."""
 
     def __init__(self, trainer, prompts, eager=None):
-        from hf_tpu_ext.trainers.text import TextGeneration
+        from hf_tpu_ext.trainers.run.text import TextGeneration
 
         config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False)
         self.text = TextGeneration(trainer, config, PROMPT_LENGTHS)

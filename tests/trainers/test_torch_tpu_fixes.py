@@ -8,10 +8,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from fixes import assert_fixes, refusal
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.trainers.batches import BatchesMixin
-from hf_tpu_ext.trainers.distillation import DistillationMixin
-from hf_tpu_ext.trainers.eager_steps import check_loader, check_split, check_there
-from hf_tpu_ext.trainers.whole_steps import CompiledSteps
+from hf_tpu_ext.trainers.run.batches import BatchesMixin
+from hf_tpu_ext.trainers.run.eager_steps import check_loader, check_split, check_there
+from hf_tpu_ext.trainers.run.whole_steps import CompiledSteps
+from hf_tpu_ext.trainers.sft.distillation import DistillationMixin
 
 
 LEAVE_OUT = "eave it out"

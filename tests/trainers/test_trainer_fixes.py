@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.step.activation_checkpointing import checkpoint_modules
-from hf_tpu_ext.trainers.base_record import BASE_FILE, find_differences
-from hf_tpu_ext.trainers.checkpoints import find_checkpoint
-from hf_tpu_ext.trainers.chips import Chips
-from hf_tpu_ext.trainers.dataset_checks import check_columns_are_text, check_dataset
-from hf_tpu_ext.trainers.every_length import EveryLengthMixin
-from hf_tpu_ext.trainers.preference_checks import check_preferences
-from hf_tpu_ext.trainers.rollout_checkpoints import RolloutCheckpoints
-from hf_tpu_ext.trainers.rollout_checks import check_rollouts
-from hf_tpu_ext.trainers.setting_checks import check_architecture
+from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
+from hf_tpu_ext.trainers.checkpoint.files import find_checkpoint
+from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_dataset
+from hf_tpu_ext.trainers.checks.preferences import check_preferences
+from hf_tpu_ext.trainers.checks.settings import check_architecture
+from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
+from hf_tpu_ext.trainers.online.checks import check_rollouts
+from hf_tpu_ext.trainers.run.chips import Chips
+from hf_tpu_ext.trainers.run.every_length import EveryLengthMixin
 
 
 LEAVE_OUT = "eave it out"

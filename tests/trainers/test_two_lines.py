@@ -24,7 +24,7 @@ from trl import (
 from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.trainers import TPUTrainerMixin
-from hf_tpu_ext.trainers.upstream import default_arguments, upstream_of
+from hf_tpu_ext.trainers.checks.upstream import default_arguments, upstream_of
 
 
 STEPS = 10

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: files, saving, resuming, one run a directory."""

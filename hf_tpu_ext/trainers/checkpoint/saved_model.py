@@ -1,0 +1,105 @@
+"""A saved model: its files take their places when all of them are written."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, logging
+
+from ...atomic_write import sync_directory
+from ...formatting import format_bytes
+from ...quantization.trained_for import QUANTIZATION_FILE
+from ..run.ema import EMA_FILE, is_average
+from .base_record import BASE_FILE
+from .files import next_aside
+from .run_lock import locked
+
+
+logger = logging.get_logger(__name__)
+
+# Upstream does not push `_*` to the Hub.
+_TEMPORARY = "_tmp-model"
+# Of these upstream's code loads what it finds first, so one that an earlier save left would be taken for the new one's.
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# What a run with an adapter leaves.
+_OF_ADAPTER = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, BASE_FILE)
+# What safetensors, tokenizers and PyTorch make of an `OSError` in their own code.
+_DISK_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "inline_container")
+
+
+@contextmanager
+def whole_model(directory: Path) -> Iterator[Path]:
+    """
+    Context that yields a directory to save a model to. At its end, the files in it take their places in `directory`; if
+    it is not reached, what is there stays as it is. Another process that saves to `directory` now is waited for.
+    """
+    written = directory / _TEMPORARY
+    with locked(directory / f"{_TEMPORARY}.lock"):
+        if written.exists():
+            # Left behind by a process that was killed.
+            shutil.rmtree(written)
+        try:
+            written.mkdir(parents=True)
+            card = directory / "README.md"
+            if card.is_file():
+                # PEFT adds to the card that is there.
+                shutil.copyfile(card, written / card.name)
+            yield written
+            _move(written, directory)
+        finally:
+            # The disk may be gone altogether.
+            with suppress(OSError):
+                shutil.rmtree(written)
+
+
+def _move(written: Path, directory: Path) -> None:
+    files = [path for path in sorted(written.rglob("*")) if path.is_file()]
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    for path in files:
+        target = directory / path.relative_to(written)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+    names = {path.name for path in files if path.parent == written}
+    if any(map(_WEIGHTS.fullmatch, names)):
+        for path in directory.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+    is_model_over_adapter = ADAPTER_CONFIG_NAME not in names and (directory / ADAPTER_CONFIG_NAME).is_file()
+    _set_aside(directory, {QUANTIZATION_FILE, *(_OF_ADAPTER if is_model_over_adapter else ())} - names)
+    average = directory / EMA_FILE
+    if EMA_FILE not in names and average.is_file() and is_average(average):
+        # Of an earlier model.
+        average.unlink()
+    sync_directory(directory)
+
+
+def _set_aside(directory: Path, names: set[str]) -> None:
+    """Move files of an earlier model, which would be taken for those of the new one: upstream loads an adapter first."""
+    stale = [directory / name for name in sorted(names) if (directory / name).is_file()]
+    if not stale:
+        return
+    aside = next_aside(directory)
+    logger.warning(
+        f"{directory} holds {', '.join(path.name for path in stale)} of an earlier model, not of the one that is saved there "
+        f"now. They are moved to {aside}, where nothing deletes them."
+    )
+    aside.mkdir()
+    for path in stale:
+        os.rename(path, aside / path.name)
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Whether a file could not be written, by whatever library."""
+    return isinstance(error, OSError | SafetensorError) or any(words in str(error) for words in _DISK_ERRORS)
+
+
+def free_space(directory: Path) -> str:
+    """A sentence on the free space of the disk that a directory is on, or is to be."""
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    return f"The disk of {place} has {format_bytes(shutil.disk_usage(place).free)} left. "

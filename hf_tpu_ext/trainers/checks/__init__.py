@@ -1,0 +1,1 @@
+"""What cannot work is refused before a model is loaded."""

@@ -1,0 +1,109 @@
+"""Datasets that cannot work are refused before anything is loaded or compiled."""
+
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers import TrainingArguments
+from trl import SFTConfig
+
+from ...errors import UserError
+
+
+_NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
+
+
+def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
+    """A trainer's datasets, by what to call them in a message: `"train_dataset"`, `"eval_dataset['short']"`."""
+    if isinstance(eval_dataset, dict):
+        named = {f"eval_dataset[{key!r}]": dataset for key, dataset in eval_dataset.items()}
+    else:
+        named = {"eval_dataset": eval_dataset}
+    return {"train_dataset": train_dataset, **named}
+
+
+def check_has_rows(dataset, name: str) -> list[str]:
+    """
+    Check that a dataset has rows (`ValueError`). Of a stream, the first row is read. Returns its columns; none for a
+    dataset of another type, which is left to upstream. Messages call it `name`, see [`named_datasets`].
+    """
+    if isinstance(dataset, datasets.Dataset):
+        columns, is_empty = dataset.column_names, len(dataset) == 0
+    elif isinstance(dataset, datasets.IterableDataset):
+        first = next(iter(dataset), None)
+        columns, is_empty = list(first or ()), first is None
+    else:
+        return []
+    if is_empty:
+        raise UserError(f"{name} is empty: it has no rows. Check the split and the filters that made it.")
+    return columns
+
+
+def check_rows_left(dataset, name: str, args: TrainingArguments) -> None:
+    """Check that upstream, which drops rows without anything to train on, has left some (`ValueError`)."""
+    if isinstance(dataset, datasets.Dataset) and len(dataset) == 0:
+        max_length = vars(args).get("max_length")
+        raise UserError(
+            f"No row of {name} is left when it is prepared{f' with {max_length=}' if max_length else ''}: what is trained on is cut off in "
+            "all rows, or has no label. Set a greater max_length, or look at the labels."
+        )
+
+
+def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool) -> None:
+    """Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`)."""
+    columns = check_has_rows(dataset, name)
+    skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+    if not columns or has_formatting_func or skips_preparation or {"image", "images"} & set(columns):
+        return
+    known = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
+    if not known and not {"prompt", "completion"} <= set(columns):
+        raise UserError(
+            f"{name} has no column to train on. It has {columns}; needed is the text column "
+            f"({args.dataset_text_field!r}) or {_NEEDED}. Name the text column, for example "
+            f"dataset_text_field={columns[0]!r}, rename a column, or pass a formatting_func."
+        )
+    if isinstance(dataset, datasets.Dataset):
+        _check_no_nulls(dataset, set(columns), name, args.dataset_text_field)
+
+
+def _check_no_nulls(dataset: datasets.Dataset, columns: set[str], name: str, text_field: str) -> None:
+    """Check that no row lacks what is trained on (`ValueError`), in the columns that upstream takes first."""
+    taken = next(
+        (
+            kind
+            for kind in (("input_ids",), ("prompt", "completion"), ("messages",), ("conversations",))
+            if columns >= set(kind)
+        ),
+        (text_field,),
+    )
+    for column in (*taken, *({"labels"} & columns)):
+        # Of the whole table, without a look at its values: a selection of its rows may be without.
+        if not _nulls(dataset.data.column(column)):
+            continue
+        values = dataset.with_format("arrow", columns=[column])[:][column]
+        for row in range(len(values)) if _nulls(values) else ():
+            if _nulls(values.slice(row, 1)):
+                what = "is None" if values[row].as_py() is None else "has None in it"
+                raise UserError(
+                    f"Row {row} of {name} has nothing to train on: {column!r} {what}. Give it a value, or leave such rows out: "
+                    f"dataset.filter(lambda row: row[{column!r}] is not None)."
+                )
+
+
+def _nulls(values: pa.ChunkedArray) -> int:
+    """How many values are missing, and in lists of numbers also of those."""
+    is_numbers = pa.types.is_list(values.type) and pa.types.is_integer(values.type.value_type)
+    return values.null_count + (pc.list_flatten(values).null_count if is_numbers else 0)
+
+
+def check_columns_are_text(dataset, name: str) -> None:
+    """Check that a dataset has no images (`ValueError`). Other types than those of `datasets` are left to upstream."""
+    columns = dataset.column_names if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) else None
+    images = sorted({"image", "images"} & set(columns or ()))
+    if images:
+        raise UserError(
+            f"{name} has a column {images[0]!r}. Datasets with images do not train on XLA: the number of image tokens "
+            "changes the graph with every batch. Train on CUDA (backend='cuda'), or drop the column: "
+            f"dataset.remove_columns({images[0]!r})."
+        )

@@ -1,0 +1,152 @@
+"""Preference data that teaches nothing is refused by row, before a model is loaded."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import datasets
+from transformers.utils import logging
+
+from ...errors import UserError
+from .datasets import check_has_rows
+from .rows import TEXT_OR_MESSAGES, naming_rows
+
+
+logger = logging.get_logger(__name__)
+
+_PAIRS = "'chosen' and 'rejected' (and 'prompt', unless both begin with it)"
+
+
+def check_preferences(dataset, name: str, trainer: str) -> None:
+    """
+    Check that every row of a dataset says what is preferred.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            The data as the caller gave it. Of a stream, the first row is looked at; other types are left to upstream.
+        name (`str`):
+            What messages call it, see [`named_datasets`].
+        trainer (`str`):
+            `"DPOTrainer"`, `"RewardTrainer"` or `"KTOTrainer"`.
+
+    Raises:
+        `ValueError`: Columns are missing, or a row has no completion, no label, or two completions that are the same.
+    """
+    columns = check_has_rows(dataset, name)
+    # Those of data that is tokenized already, and of images, which have a message of their own.
+    if not columns or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & set(columns):
+        return
+    needed = _columns_needed(columns, name, trainer)
+    first: dict[str, int] = {}
+    count: dict[str, int] = {}
+    for index, row in enumerate(_rows(dataset, ["prompt", *needed] if "prompt" in columns else needed)):
+        problem = _problem(row, needed)
+        if problem is not None:
+            first.setdefault(problem, index)
+            count[problem] = count.get(problem, 0) + 1
+    for problem, index in first.items():
+        others = f" (and {count[problem] - 1} more)" if count[problem] > 1 else ""
+        raise UserError(f"Row {index} of {name}{others}: {problem}.")
+
+
+def _columns_needed(columns: list[str], name: str, trainer: str) -> list[str]:
+    found = set(columns)
+    if {"chosen", "rejected"} <= found:
+        return ["chosen", "rejected"]
+    has = f"{name} has the columns {columns}"
+    if trainer == "KTOTrainer":
+        needed = ["prompt", "completion", "label"]
+        if missing := [column for column in needed if column not in found]:
+            what = "'label' is True for a completion that is wanted and False for one that is not. "
+            raise UserError(
+                f"{has}, and KTOTrainer needs {', '.join(map(repr, needed))}: {', '.join(map(repr, missing))} is missing. "
+                f"{what if 'label' in missing else ''}Rename a column, or give pairs: {_PAIRS}."
+            )
+        return ["completion", "label"]
+    if {"completion", "label"} <= found:
+        raise UserError(
+            f"{has}, which is unpaired preference data, and {trainer} needs pairs: {_PAIRS}. Train on it with KTOTrainer "
+            "(trl kto), or put a wanted and an unwanted completion of the same prompt into one row."
+        )
+    missing = " and ".join(repr(column) for column in ("chosen", "rejected") if column not in found)
+    raise UserError(f"{has}, and {trainer} needs {_PAIRS}: {missing} is missing. Rename a column, or add it.")
+
+
+def _rows(dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
+    if isinstance(dataset, datasets.IterableDataset):
+        first = next(iter(dataset))
+        yield {column: first[column] for column in columns}
+        return
+    for batch in dataset.with_format(None).select_columns(columns).iter(batch_size=1000):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+def _problem(row: dict[str, Any], needed: list[str]) -> str | None:
+    """What is wrong with a row, as a sentence with the fix; `None` if nothing is."""
+    for column, value in row.items():
+        if value is None:
+            drop = f"dataset.filter(lambda row: row[{column!r}] is not None)"
+            return f"{column!r} is missing (None). Fill it in, or drop such rows: {drop}"
+    for column in needed:
+        if column != "label" and _is_empty(row[column]):
+            filled = f"row[{column!r}]" + "[-1]['content']" * (bool(row[column]) and not isinstance(row[column], str))
+            return f"{column!r} is empty. Fill it in, or drop such rows: dataset.filter(lambda row: {filled})"
+    if "chosen" in needed and row["chosen"] == row["rejected"]:
+        return (
+            "'chosen' and 'rejected' are the same, so nothing is preferred. Drop such rows: "
+            "dataset.filter(lambda row: row['chosen'] != row['rejected'])"
+        )
+    return None
+
+
+def _is_empty(completion: Any) -> bool:
+    if isinstance(completion, str | list) and not completion:
+        return True
+    # What is neither text nor messages is left to upstream.
+    last = completion[-1] if isinstance(completion, list) else None
+    # What is wanted of an assistant may be a call of a tool.
+    return isinstance(last, dict) and not (last.get("content") or last.get("tool_calls"))
+
+
+class PreferenceData:
+    """The part of the preference trainers that looks at data which is prepared: upstream leaves rows out that are too long."""
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        prepare = super()._prepare_dataset
+        alone = partial(prepare, processing_class=processing_class, args=args, dataset_name=dataset_name)
+        with naming_rows({f"the {dataset_name} dataset": dataset}, TEXT_OR_MESSAGES, alone):
+            prepared = prepare(dataset, processing_class, args, dataset_name)
+        if isinstance(dataset, datasets.Dataset) and isinstance(prepared, datasets.Dataset):
+            _check_rows_are_left(dataset, prepared, dataset_name, args, prepare, processing_class)
+        return prepared
+
+
+def _check_rows_are_left(given, prepared, name: str, args, prepare: Callable, processing_class) -> None:
+    rows = len(given)
+    if "label" in prepared.column_names and "label" not in given.column_names:
+        # Of a pair, each completion is a row.
+        rows *= 2
+    left_out = rows - len(prepared)
+    if not left_out:
+        return
+    what = (
+        "prompt leaves no room for a completion"
+        if "prompt_ids" in prepared.column_names
+        else "text is longer than they may be"
+    )
+    why = f"their {what} with max_length={args.max_length}"
+    if len(prepared):
+        logger.warning(
+            f"{left_out} of {rows} rows of the {name} dataset are left out: {why}. A higher max_length keeps them."
+        )
+        return
+    unbounded = copy.copy(args)
+    unbounded.max_length = None
+    row = prepare(given.select([0]), processing_class, unbounded, f"first row of the {name}")[0]
+    tokens = len(row["prompt_ids"]) if "prompt_ids" in row else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+    raise UserError(
+        f"No row of the {name} dataset is left of {rows}: {why}. Row 0 has {tokens} tokens there. Set max_length above "
+        f"the longest, for example max_length={2 * tokens}."
+    )

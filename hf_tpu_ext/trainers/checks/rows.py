@@ -1,0 +1,103 @@
+"""A row that upstream cannot make tokens of is named, in place of the error of the tokenizer or the chat template."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+
+from ...errors import UserError
+
+
+#: Columns that hold text or messages, in every trainer.
+TEXT_OR_MESSAGES = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+_ROLES = ("system", "user", "assistant", "tool")
+_MESSAGE = "{'role': 'user', 'content': 'some text'}"
+_MESSAGES = f"a list of messages such as {_MESSAGE}"
+
+
+@contextmanager
+def naming_rows(
+    named: Mapping[str, Any], columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any]
+) -> Iterator[None]:
+    """
+    Context in which upstream makes tokens of datasets. If it raises, the first row that it raises for, and that holds
+    something other than text or messages, is named in a `ValueError`. Every other error is upstream's. Where it raises
+    nothing, nothing is looked at: what a row may hold is for the chat template to say.
+
+    Args:
+        named (`Mapping[str, Any]`):
+            The datasets, by what to call them in a message. Those of other types than [`~datasets.Dataset`] are left out.
+        columns (`Sequence[str]`):
+            What tokens are made of; columns that a dataset does not have are left out.
+        prepare (`Callable`):
+            Makes tokens of some rows as upstream does.
+    """
+    try:
+        yield
+    # Tokenizers and templates raise what they like.
+    except Exception as error:
+        for name, dataset in named.items():
+            if (
+                isinstance(dataset, datasets.Dataset)
+                and (said := _find_bad_row(dataset, columns, prepare)) is not None
+            ):
+                reason = (str(error).splitlines() or [""])[0]
+                raise UserError(
+                    f"Row {said[0]} of {name}: {said[1]}. Correct the row, or leave such rows out with dataset.filter. "
+                    f"Upstream says {type(error).__name__}: {reason}"
+                ) from error
+        raise
+
+
+def _find_bad_row(
+    dataset: datasets.Dataset, columns: Sequence[str], prepare: Callable[[datasets.Dataset], Any]
+) -> tuple[int, str] | None:
+    """The first row that holds something else than text or messages and cannot be prepared, and what it holds."""
+    present = [column for column in columns if column in dataset.column_names]
+    if not present:
+        return None
+    # What the template takes, as a row has shown.
+    taken = set()
+    for index, row in enumerate(dataset.with_format(None).select_columns(present)):
+        unusual = {kind: said for column in present for kind, said in _unusual_in(column, row[column])}
+        if unusual.keys() <= taken:
+            continue
+        try:
+            prepare(dataset.select([index]))
+        except Exception:
+            return index, next(said for kind, said in unusual.items() if kind not in taken)
+        taken |= unusual.keys()
+    return None
+
+
+def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
+    """Whatever is not a string in a value, each by its kind, with what was found and what is allowed."""
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list) or column not in TEXT_OR_MESSAGES:
+        allowed = f"a string or {_MESSAGES}" if column in TEXT_OR_MESSAGES else "a string"
+        yield (column, type(value)), f"{column!r} is {_shown(value)}, expected {allowed}"
+        return
+    if not value:
+        yield (column, "empty"), f"{column!r} is an empty list, expected {_MESSAGES}"
+    for place, message in enumerate(value):
+        where = f"message {place} of {column!r}"
+        if not isinstance(message, dict):
+            yield (column, "message", type(message)), f"{where} is {_shown(message)}, expected {_MESSAGE}"
+            continue
+        # `from` and `value` are those of `conversations`, which upstream renames.
+        role = message.get("role") or message.get("from")
+        content = message.get("value") if message.get("content") is None else message["content"]
+        if role not in _ROLES:
+            has = "no role" if role is None else f"the role {role!r}"
+            yield (column, "role", role), f"{where} has {has}, expected one of {', '.join(map(repr, _ROLES))}"
+        if not isinstance(content, str):
+            kind = (column, "content", type(content), role, bool(message.get("tool_calls")))
+            has = "no content (None)" if content is None else f"the content {_shown(content)}"
+            yield kind, f"{where} has {has}, expected a string"
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) < 80 else f"{shown[:76]} ..."

@@ -1,0 +1,165 @@
+"""What is asked of the upstream class that a trainer is made of."""
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from types import FunctionType
+from typing import Any, get_args, get_type_hints
+
+from transformers import Trainer, TrainingArguments
+from trl.trainer.utils import get_config_model_id
+
+from ...errors import UserError
+from .datasets import check_columns_are_text, named_datasets
+from .preferences import check_preferences
+
+
+# Trainers of TRL whose steps write text, so that they are no function of a batch.
+_GENERATE = {
+    "A2POTrainer",
+    "AsyncDistillationTrainer",
+    "AsyncGRPOTrainer",
+    "DistillationTrainer",
+    "GKDTrainer",
+    "GOLDTrainer",
+    "GRPOTrainer",
+    "IWOPDTrainer",
+    "OnlineDPOTrainer",
+    "RLOOTrainer",
+    "SDFTTrainer",
+    "SDPOTrainer",
+    "XPOTrainer",
+}
+# Those that this package has one in the place of.
+_REPLACED = {"DistillationTrainer", "GRPOTrainer", "RLOOTrainer"}
+_TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
+
+
+def upstream_of(cls: type[Trainer]) -> type[Trainer]:
+    """The first base of a trainer class that is of transformers or TRL."""
+    return next(filter(_is_upstreams, cls.__mro__))
+
+
+def upstream_behind(cls: type[Trainer]) -> type[Trainer]:
+    """
+    The first base of a trainer class that is of transformers or TRL and behind all that are of this package. It is another
+    than [`upstream_of`] where TRL's trainers are replaced by ours, and a trainer of `trl.experimental` derives from one.
+    """
+    last = max(index for index, owner in enumerate(cls.__mro__) if _package_of(owner) == "hf_tpu_ext")
+    return next(filter(_is_upstreams, cls.__mro__[last:]))
+
+
+def _is_upstreams(owner: type) -> bool:
+    return issubclass(owner, Trainer) and _package_of(owner) in ("transformers", "trl")
+
+
+def _package_of(owner: type) -> str:
+    return owner.__module__.partition(".")[0]
+
+
+def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
+    """
+    Refuse what cannot work on XLA (`ValueError`), before a model is loaded: trainers that write text within their
+    steps, datasets with images, and rows that prefer nothing. `given` has what the trainer was given, by name.
+    """
+    upstream = upstream_of(cls)
+    generates = sorted({owner.__name__ for owner in upstream.__mro__} & _GENERATE)
+    if cls.generates:
+        cls.check_given(given)
+    elif generates:
+        instead = "Use trl.{} on CUDA" if generates[0] not in _REPLACED else "Use hf_tpu_ext.TPU{}, which does"
+        raise UserError(
+            f"{generates[0]} generates text within a training step, for which it has no programs on XLA. "
+            f"{instead.format(generates[0])}. Trainers whose loss is a function of a batch work: transformers.Trainer, "
+            "SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer."
+        )
+    if upstream.__module__.startswith("trl."):
+        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+            check_columns_are_text(dataset, name)
+            if upstream.__name__ in _TAKE_PREFERENCES:
+                check_preferences(dataset, name, upstream.__name__)
+
+
+def loads_model(args: TrainingArguments, given: inspect.BoundArguments) -> bool:
+    """
+    Say whether a trainer loads a model with `model_init_kwargs`: the trained one by its name, or a reference.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Its arguments.
+        given ([`inspect.BoundArguments`]):
+            What it was given.
+
+    Returns:
+        `bool`: Whether it does.
+    """
+    if isinstance(given.arguments.get("model"), str):
+        return True
+    takes_reference = "ref_model" in given.signature.parameters and given.arguments.get("ref_model") is None
+    # Without them, a reference is loaded as the model is.
+    return takes_reference and bool(vars(args).get("model_init_kwargs"))
+
+
+def default_arguments(cls: type[Trainer], model) -> TrainingArguments:
+    """Make the arguments that upstream makes where none are given, from the model or its name."""
+    upstream = upstream_of(cls)
+    if upstream is Trainer:
+        return TrainingArguments(output_dir="tmp_trainer")
+    of_args = get_args(get_type_hints(upstream.__init__)["args"])
+    config_cls = next(kind for kind in of_args if issubclass(kind, TrainingArguments))
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    return config_cls(f"{name.split('/')[-1]}-{upstream.__name__.removesuffix('Trainer')}")
+
+
+@contextmanager
+def upstream_names(cls: type[Trainer], **replacements: Any) -> Iterator[None]:
+    """
+    Within this context, functions that the modules of upstream's trainer, and of those that it is made of, have by these names
+    are replaced. In their place `replacements` are called, with their arguments and the function itself under its name. What is
+    no function is put in its place as it is. A name that a module does not have is left out.
+    """
+    upstream = upstream_of(cls)
+    owners = [
+        owner for owner in upstream.__mro__ if owner is upstream or _is_upstreams(owner) and owner is not Trainer
+    ]
+    places = [vars(sys.modules[module]) for module in dict.fromkeys(owner.__module__ for owner in owners)]
+    replaced = [{name: names[name] for name in replacements if name in names} for names in places]
+    for names, functions in zip(places, replaced, strict=True):
+        for name, function in functions.items():
+            replacement = replacements[name]
+            bind = _bind_once if isinstance(replacement, FunctionType) else _bind
+            names[name] = bind(replacement, name, function) if callable(replacement) else replacement
+    try:
+        yield
+    finally:
+        for names, functions in zip(places, replaced, strict=True):
+            names.update(functions)
+
+
+def _bind(replacement: Callable, name: str, function: Callable) -> Callable:
+    return partial(replacement, **{name: function})
+
+
+# The same object each time: what a replayed program may have read is compared by identity.
+_bind_once = cache(_bind)
+
+
+def checkpointing_left_on(cls: type[Trainer]) -> AbstractContextManager:
+    """
+    Context within which a trainer of TRL leaves activation checkpointing on where it runs a model without gradients.
+
+    Switching it on again would put PyTorch's own function in place of XLA's, and register hooks anew at each step.
+    Without gradients nothing is kept for the backward pass anyway.
+    """
+    return upstream_names(cls, disable_gradient_checkpointing=_without_warning)
+
+
+@contextmanager
+def _without_warning(*_, **__) -> Iterator[None]:
+    with warnings.catch_warnings():
+        # It is about models that are to be trained.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        yield

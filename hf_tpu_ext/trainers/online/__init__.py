@@ -1,0 +1,1 @@
+"""Training on completions that the model writes itself."""

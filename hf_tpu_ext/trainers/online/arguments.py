@@ -1,0 +1,104 @@
+"""Rows of a generation of GRPO and RLOO, which are those of all chips."""
+
+import math
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from ...backends import select_backend
+from ...errors import UserError
+from .rollouts import RolloutArguments
+
+
+@dataclass
+class RewardedArguments(RolloutArguments):
+    """
+    What the trainers that compare completions take besides [`RolloutArguments`].
+
+    Upstream checks, and completes, the rows of a generation when the arguments are made, by the number of processes. On TPU chips
+    count, which are known when the trainer is made: [`count_rows_of_chips`] does it then.
+    """
+
+    share_prompts: str = field(
+        default="auto",
+        metadata={
+            "help": "Have layers read a prompt once for all of its completions in a batch on XLA. 'auto': where upstream leaves them "
+            "together, with steps_per_generation=1. 'on': with more, too; a generation is then shuffled by prompts, not by "
+            "completions, so that other rows meet in a batch than upstream's. 'off': never.",
+            "choices": ["auto", "on", "off"],
+        },
+    )
+
+    def __post_init__(self):
+        if isinstance(self.share_prompts, bool):
+            # YAML reads an unquoted on as true.
+            self.share_prompts = "on" if self.share_prompts else "off"
+        if self.share_prompts not in ("auto", "on", "off"):
+            raise UserError(f"Unknown share_prompts={self.share_prompts!r}. Allowed: auto, on, off.")
+        backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
+        given, steps = self.generation_batch_size, self.steps_per_generation
+        # Both are refused by upstream.
+        self._rows_given = given if steps is None else None
+        if not backend.static_shapes or None not in (given, steps):
+            super().__post_init__()
+            return
+        self.generation_batch_size = None
+        # As many as there might be for rows that are whole groups.
+        self._processes = max(1, math.lcm(self.num_generations, self.num_generations_eval or 1))
+        try:
+            super().__post_init__()
+        finally:
+            del self._processes
+        rows = self.per_device_train_batch_size
+        self.generation_batch_size = rows * self.steps_per_generation
+        if given is not None:
+            self.generation_batch_size, self.steps_per_generation = given, max(1, given // rows)
+
+    # Of the arguments that are being made.
+    _processes = None
+
+    @property
+    def world_size(self) -> int:
+        return self._processes or super().world_size
+
+
+def count_rows_of_chips(args: TrainingArguments, chips: int) -> None:
+    """
+    Make the rows of a generation, of GRPO and RLOO, those of all chips, and check that they are whole groups.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The arguments, which are changed. Of upstream's own, a `generation_batch_size` is not told from one that was left out.
+        chips (`int`):
+            How many there are, in all processes.
+
+    Raises:
+        `ValueError`: A number is not divisible by another. The message says which to set.
+    """
+    on_chips = f"{chips} chip{'s' * (chips > 1)}"
+    rows = args.per_device_train_batch_size * chips
+    of_step = f"per_device_train_batch_size={args.per_device_train_batch_size} on {on_chips}"
+    given = args._rows_given if isinstance(args, RewardedArguments) else None
+    if given is not None:
+        if given % rows:
+            raise UserError(
+                f"generation_batch_size={given} must be divisible by the {rows} rows of a step ({of_step}). Set it to a multiple, "
+                f"for example generation_batch_size={math.lcm(rows, args.num_generations)}, or leave it out and set steps_per_generation."
+            )
+        args.steps_per_generation = given // rows
+    args.generation_batch_size = rows * args.steps_per_generation
+    if args.generation_batch_size % args.num_generations:
+        wanted = math.lcm(rows, args.num_generations) // rows
+        raise UserError(
+            f"generation_batch_size={args.generation_batch_size} ({of_step}, steps_per_generation={args.steps_per_generation}) must be "
+            f"divisible by num_generations={args.num_generations}: a generation has all completions of each prompt. Set "
+            f"steps_per_generation={wanted}, or change per_device_train_batch_size."
+        )
+    rows, group = args.per_device_eval_batch_size * chips, args.num_generations_eval or args.num_generations
+    if args.eval_strategy != IntervalStrategy.NO and rows % group:
+        raise UserError(
+            f"A batch of an evaluation has {rows} rows (per_device_eval_batch_size={args.per_device_eval_batch_size} on {on_chips}), "
+            f"and must be divisible by the {group} completions of each prompt. Set "
+            f"per_device_eval_batch_size={math.lcm(chips, group) // chips}, or num_generations_eval."
+        )

@@ -1,0 +1,139 @@
+"""Completions in checkpoints: a run that is resumed goes on with those that it was trained on."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Sampler
+from trl.trainer.utils import RepeatSampler
+
+from ...errors import UserError
+from ..checkpoint.files import read_run_state
+
+
+#: What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.
+OF_PROMPTS = ("prompt_ids", "prompt_mask")
+_FILE = "rollouts.safetensors"
+# Micro-steps that were taken; rows of each, and of a generation.
+_STEP, _ROWS, _GENERATION = "step", "rows", "generation_rows"
+# After the name of a tensor: the columns that the process of each row had.
+_COLUMNS = " (columns)"
+
+
+class RolloutCheckpoints:
+    """
+    The part of [`RolloutMixin`] that saves and resumes the batches of a generation, of which some steps are still to come.
+
+    Upstream saves none of it: a run that it resumes generates anew, and takes other slices of what it has generated. After an
+    epoch it also takes the prompts in the order of the first epoch.
+    """
+
+    # Of the run under way.
+    _train_sampler: Sampler | None = None
+
+    def _get_train_sampler(self, *args, **kwargs) -> Sampler | None:
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        epochs, steps = super()._init_training_state(*args, **kwargs)
+        sampler = self._train_sampler
+        if isinstance(sampler, RepeatSampler) and sampler.shuffle:
+            for _ in range(epochs):
+                # As the sampler does when an epoch begins.
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return epochs, steps
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        numbers = {_STEP: self._step, _ROWS: self._rows_of_micro_step, _GENERATION: self.generation_rows}
+        tensors = {name: torch.tensor(number) for name, number in numbers.items()}
+        if self._step % (self.generation_batches * self.num_iterations):
+            for index, batch in enumerate(self._buffered_inputs):
+                # Slices, of which a number may be in all of them.
+                tensors |= {f"{index}.{key}": value.clone() for key, value in self._rows_of_all(batch).items()}
+        if self.args.should_save:
+            save_file(tensors, Path(output_dir) / _FILE)
+
+    @property
+    def _rows_of_micro_step(self) -> int:
+        return self._train_batch_size * self.backend.ranks.count
+
+    def _rows_of_all(self, batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """What this process and the others are trained on in a micro-step."""
+        gather = self.backend.ranks.gather
+        if self.backend.ranks.count > 1:
+            # Each has padded its own to the longest.
+            if self.backend.static_shapes:
+                batch = self._pad_batch(batch, self.lengths[-1])
+            elif self._is_vlm:
+                # Of images each process has another number of rows. A run that is resumed generates anew.
+                return {}
+            else:
+                batch, gather = self._pad_as_others(batch), self.accelerator.gather
+        # A number is that of all rows.
+        return {key: gather(value) if value.ndim else value for key, value in batch.items() if value is not None}
+
+    def _pad_as_others(self, batch: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Pad what upstream has padded to the longest of this process to the longest of all, and note what it was."""
+        padded = {}
+        for key, value in batch.items():
+            if value is None:
+                continue
+            fill = self._pad_token_id if key.endswith("_ids") else 0
+            padded[key] = self.accelerator.pad_across_processes(
+                value, dim=1, pad_index=fill, pad_first=key in OF_PROMPTS
+            )
+            if value.ndim == 2:
+                padded[key + _COLUMNS] = torch.full((len(value),), value.shape[1], device=value.device)
+        return padded
+
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        checkpoint = super()._find_checkpoint(resume_from_checkpoint)
+        if checkpoint is not None and (Path(checkpoint) / _FILE).is_file():
+            tensors = load_file(Path(checkpoint) / _FILE)
+            step, rows, generation = (int(tensors.pop(name)) for name in (_STEP, _ROWS, _GENERATION))
+            state = read_run_state(checkpoint)
+            if state["num_workers"] != self.chips.batch_state()["num_workers"]:
+                self._keep_generation(generation, state["num_workers"])
+            # As many rows as before, in steps of this run's.
+            self._step = step * rows // self._rows_of_micro_step
+            self._buffered_inputs = self._split_again(tensors)
+        return checkpoint
+
+    def _keep_generation(self, rows: int, num_workers: int) -> None:
+        """Generate as many rows as the run that is resumed has on another number of chips."""
+        args, at_once = self.args, self._rows_of_micro_step
+        if rows % at_once:
+            raise UserError(
+                f"The checkpoint was written with {rows} rows of a generation on {num_workers} chips, which do not divide into batches of "
+                f"{at_once} rows here. Set num_chips to a number that divides {rows}, or set another per_device_train_batch_size."
+            )
+        args.generation_batch_size, args.steps_per_generation = rows, rows // at_once
+
+    def _split_again(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]] | None:
+        """
+        The batches of a generation, in as many as this run takes, and of these the rows of this process. `None` where there are
+        none, or of another number of rows: upstream generates anew then.
+        """
+        parts: dict[str, list[torch.Tensor]] = {}
+        for name in sorted(tensors, key=lambda name: int(name.partition(".")[0])):
+            parts.setdefault(name.partition(".")[2], []).append(tensors[name])
+        count, rows, ranks = self.generation_batches, self.generation_rows, self.backend.ranks
+        batches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        for key, of_key in parts.items():
+            # A number of the whole generation is in all of them.
+            whole = torch.cat(of_key) if of_key[0].ndim else of_key[0]
+            if whole.ndim and len(whole) != rows:
+                return None
+            if not self.backend.static_shapes:
+                # Where batches are padded, they wait on the host.
+                whole = whole.to(self.args.device)
+            for batch, value in zip(batches, whole.chunk(count) if whole.ndim else [whole] * count, strict=True):
+                batch[key] = value.chunk(ranks.count)[ranks.index] if value.ndim else value
+        for batch in batches:
+            for key in [key for key in batch if key.endswith(_COLUMNS)]:
+                columns, name = int(batch.pop(key).max()), key.removesuffix(_COLUMNS)
+                batch[name] = batch[name][:, -columns:] if name in OF_PROMPTS else batch[name][:, :columns]
+        return batches if parts else None

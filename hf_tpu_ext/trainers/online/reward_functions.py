@@ -1,0 +1,171 @@
+"""Reward functions that are told about by row and name where they fail, and reward models that run on the device."""
+
+import functools
+import math
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from trl.trainer.utils import is_async_callable
+
+from ...errors import UserError
+from ...sharding.plan import place_model
+
+
+# Of what one row of a batch has a value of its own.
+_OF_ROWS = ("prompts", "completions", "completion_ids")
+_LONGEST_SHOWN = 80
+
+
+def check_rewards(function: Callable, name: str) -> Callable:
+    """
+    Wrap a reward function, for its errors to name it and the row.
+
+    Args:
+        function (`Callable`):
+            Reward function of TRL, asynchronous or not.
+        name (`str`):
+            Its name, for messages.
+
+    Returns:
+        `Callable`: One that raises `ValueError` where `function` raises, or where a reward is neither a finite number nor
+        `None`. That there are as many as rows is left to upstream.
+    """
+    if is_async_callable(function):
+
+        async def checked(**kwargs):
+            try:
+                rewards = await function(**kwargs)
+            except Exception as error:
+                raise UserError(_raised(name, error, await _find_row_async(function, kwargs), kwargs)) from error
+            return _check(rewards, name, kwargs)
+    else:
+
+        def checked(**kwargs):
+            try:
+                rewards = function(**kwargs)
+            except Exception as error:
+                raise UserError(_raised(name, error, _find_row(function, kwargs), kwargs)) from error
+            return _check(rewards, name, kwargs)
+
+    return checked
+
+
+def _one_row(kwargs: dict[str, Any], row: int) -> dict[str, Any]:
+    rows = len(kwargs["prompts"])
+    return {
+        key: [value[row]] if key in _OF_ROWS or (isinstance(value, list) and len(value) == rows) else value
+        for key, value in kwargs.items()
+    }
+
+
+def _find_row(function: Callable, kwargs: dict[str, Any]) -> int | None:
+    """The first row that a function raises for when it is given by itself."""
+    for row in range(len(kwargs["prompts"])):
+        try:
+            function(**_one_row(kwargs, row))
+        except Exception:
+            return row
+    return None
+
+
+async def _find_row_async(function: Callable, kwargs: dict[str, Any]) -> int | None:
+    for row in range(len(kwargs["prompts"])):
+        try:
+            await function(**_one_row(kwargs, row))
+        except Exception:
+            return row
+    return None
+
+
+def _raised(name: str, error: Exception, row: int | None, kwargs: dict[str, Any]) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"The reward function '{name}' raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})."
+    if row is None:
+        return f"{what} It does so for all {len(kwargs['prompts'])} rows together, and for none of them alone."
+    return f"{what} {_describe_row(row, kwargs)} Have it return None where a row has no reward."
+
+
+def _describe_row(row: int, kwargs: dict[str, Any]) -> str:
+    prompt, completion = (_shorten(kwargs[key][row]) for key in ("prompts", "completions"))
+    return f"It was at row {row} of {len(kwargs['prompts'])}: prompt {prompt}, completion {completion}."
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _check(rewards: Any, name: str, kwargs: dict[str, Any]) -> Sequence[Any]:
+    rows = len(kwargs["prompts"])
+    if not isinstance(rewards, Iterable) or isinstance(rewards, (str, dict)):
+        raise UserError(
+            f"The reward function '{name}' returned {_shorten(rewards)}, and not a list. Return one number for each of the "
+            f"{rows} completions, or None where a completion has no reward."
+        )
+    rewards = list(rewards)
+    for row, reward in enumerate(rewards[:rows]):
+        if reward is not None and not _is_finite(reward):
+            raise UserError(
+                f"The reward function '{name}' returned {_shorten(reward)}, which is no finite number. "
+                f"{_describe_row(row, kwargs)} Return a number, or None where a completion has no reward."
+            )
+    return rewards
+
+
+def _is_finite(reward: Any) -> bool:
+    try:
+        return math.isfinite(reward)
+    except (TypeError, ValueError):
+        return False
+
+
+class RewardsOnDevice(nn.Module):
+    """
+    A reward model, in the place that upstream calls it at, as a program of static shape on the device.
+
+    Rows are padded on the right to one length, which doubles where a text is longer, and go through the model so many at a time.
+
+    Args:
+        trainer ([`RolloutMixin`]):
+            The trainer.
+        model ([`~transformers.PreTrainedModel`]):
+            The reward model, on the device.
+        kind (`str`):
+            What its program is called.
+        length (`int`):
+            Length to begin with.
+    """
+
+    def __init__(self, trainer, model: PreTrainedModel, kind: str, length: int):
+        super().__init__()
+        # Not one of its modules.
+        self._held = trainer, model
+        self._kind, self._length = kind, length
+        model.eval()
+        model.tie_weights()
+        place_model(model, trainer.backend, trainer.chips.mesh, trainer.compiled.attention)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **others: Tensor) -> SimpleNamespace:
+        trainer, model = self._held
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
+        while self._length < input_ids.shape[1]:
+            self._length *= 2
+        missing = self._length - input_ids.shape[1]
+        pads = {"input_ids": model.config.get_text_config().pad_token_id}
+        batch = {key: pad(value, (0, missing), value=pads.get(key, 0)) for key, value in batch.items()}
+        # Upstream is in inference mode, whose tensors no program may change.
+        with torch.inference_mode(False), torch.no_grad():
+            batch = {key: value.clone() for key, value in batch.items()}
+            scores = trainer.run_passes(self._kind, model, batch, functools.partial(_score, trainer, model))
+        return SimpleNamespace(logits=scores[:, None])
+
+
+def _score(trainer, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    with trainer.models_compiled():
+        return model(**batch).logits[:, 0].float()

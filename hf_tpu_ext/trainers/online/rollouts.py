@@ -1,0 +1,355 @@
+"""Training on completions that the model writes itself: GRPO, RLOO, distillation on-policy."""
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Trainer
+
+from ...data import round_up_length, validate_buckets
+from ...errors import UserError
+from ...generation.sampling import check_generation_config
+from ..checks.datasets import named_datasets
+from ..checks.rows import naming_rows
+from ..checks.upstream import checkpointing_left_on, upstream_behind, upstream_of
+from ..configs import ExtensionArguments
+from ..run.lengths import declare_lengths
+from ..run.text import TextGeneration
+from .checkpoints import OF_PROMPTS, RolloutCheckpoints
+from .checks import check_rollouts
+
+
+# Rows of a dataset that are tokenized at once.
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass
+class RolloutArguments(ExtensionArguments):
+    """What the trainers that generate their own data take besides [`ExtensionArguments`]."""
+
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Length that prompts are padded to on XLA; a longer prompt is an error. Default: that of the longest prompt "
+            "of the datasets, rounded up unless all are as long. A streaming dataset needs it."
+        },
+    )
+
+    def __post_init__(self):
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise UserError(
+                f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
+                "example max_prompt_length=256, or leave it out."
+            )
+        super().__post_init__()
+
+
+class RolloutMixin(RolloutCheckpoints):
+    """
+    The part of a trainer that writes the completions which it is trained on.
+
+    Upstream's own code generates and compares completions, on the host and with tensors of the host: none of it is
+    compiled, and nothing of it is read from the device. What it needs of the device are programs of static shape, that of the
+    completions above all. Then the batch is padded, prompts on the left and completions on the right, and sent. Upstream's loss
+    is the step's program, as it is written.
+
+    On CUDA and CPU every method is upstream's.
+    """
+
+    generates = True
+    drops_nan_metrics = True
+    # Upstream prepares a batch on the host, before the program of the step begins.
+    methods_on_host = ("_prepare_inputs",)
+
+    # ---- Setting up ----
+
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Refuse (`ValueError`) what does not work on XLA, before a model is loaded."""
+        check_rollouts(given, upstream_of(cls).__name__)
+
+    def _declare_lengths(self) -> list[int]:
+        most = vars(self.args).get("max_prompt_length")
+        sets = named_datasets(self.train_dataset, self.eval_dataset)
+        lengths = {
+            name: list(self._prompt_lengths(dataset))
+            for name, dataset in sets.items()
+            if isinstance(dataset, datasets.Dataset)
+        }
+        streams = [name for name, dataset in sets.items() if dataset is not None and name not in lengths]
+        if streams and most is None:
+            raise UserError(
+                f"The lengths of the prompts of {streams[0]} are not known (a streaming dataset). Give the longest in tokens: "
+                f"{self._config_name}(max_prompt_length=256)."
+            )
+        for name, of_rows in lengths.items():
+            if most is not None and (longest := max(of_rows)) > most:
+                raise UserError(
+                    f"Row {of_rows.index(longest)} of {name} has a prompt of {longest} tokens, which is longer than "
+                    f"max_prompt_length={most}. Set max_prompt_length={round_up_length(longest, longest + 128)}, or leave such "
+                    "rows out with dataset.filter."
+                )
+        longest = max(map(max, lengths.values()), default=0)
+        if streams or (most is not None and vars(self).get("rollout_func") is not None):
+            # The prompts are not known, or may become others.
+            longest = most
+        if not self.pad_to_multiple_of and all(min(of_rows) == longest for of_rows in lengths.values()):
+            # Prompts of one length need no pads at all.
+            declared = longest
+        else:
+            multiple = self.pad_to_multiple_of or 1
+            declared = -(-round_up_length(longest, most or longest + 128) // multiple) * multiple
+        return self._prompt_buckets(longest, declared, lengths.get("train_dataset"))
+
+    def _prompt_buckets(self, longest: int, declared: int, of_rows: list[int] | None) -> list[int]:
+        """The lengths that prompts are padded to, of which the longest has `longest` tokens."""
+        buckets = self.args.length_buckets if isinstance(self.args, ExtensionArguments) else None
+        if not buckets:
+            return [declared]
+        if len(buckets) == 1:
+            return declare_lengths(buckets, declared, of_rows, self._train_batch_size, "random")
+        buckets = validate_buckets(buckets, max(*buckets, declared))
+        declared = next((bucket for bucket in buckets if bucket >= longest), declared)
+        return [*(bucket for bucket in buckets if bucket < declared), declared]
+
+    def _prompt_lengths(self, dataset: datasets.Dataset) -> Iterator[int]:
+        for batch in dataset.with_format(None).select_columns(["prompt"]).iter(_ROWS_AT_ONCE):
+            # Images are refused.
+            tokens, _, _ = self._tokenize_prompts(batch["prompt"])
+            yield from map(len, tokens)
+
+    def _tokenize_prompts(self, prompts: list):
+        tokenize = super()._tokenize_prompts
+        with naming_rows(
+            named_datasets(self.train_dataset, self.eval_dataset),
+            ("prompt",),
+            lambda dataset: tokenize(list(dataset["prompt"])),
+        ):
+            return tokenize(prompts)
+
+    def lengths_of_rows(self, dataset) -> list[int] | None:
+        return list(self._prompt_lengths(dataset)) if isinstance(dataset, datasets.Dataset) else None
+
+    @property
+    def generation_rows(self) -> int:
+        """Completions that are generated together, on all chips."""
+        return self.args.generation_batch_size
+
+    @property
+    def generation_batches(self) -> int:
+        """Batches that they are trained on in."""
+        return self.args.steps_per_generation
+
+    def get_train_dataloader(self):
+        prompts = self.generation_rows // self.num_generations
+        if isinstance(self.train_dataset, datasets.Dataset) and len(self.train_dataset) < prompts:
+            # Upstream would leave all of them out.
+            raise UserError(
+                f"train_dataset has {len(self.train_dataset)} rows, and a generation takes {prompts}, so there would be no step. Add "
+                "rows, or lower per_device_train_batch_size, or the number of steps of a generation (steps_per_generation)."
+            )
+        return self._make_train_dataloader()
+
+    def _make_train_dataloader(self):
+        return super().get_train_dataloader()
+
+    def rows_of_a_step(self) -> tuple[int, int]:
+        # Each generation is trained on in so many micro-steps.
+        micro_steps = self.generation_batches * self.num_iterations
+        generations = -(-self.args.gradient_accumulation_steps // micro_steps)
+        prompts = self.generation_rows // self.num_generations
+        return prompts * generations, generations * micro_steps // self.args.gradient_accumulation_steps
+
+    def _make_batches_static(self) -> None:
+        """The collator yields rows as they are: what is padded is made of them later."""
+
+    def _finish_set_up(self) -> None:
+        super()._finish_set_up()
+        if not self.backend.static_shapes:
+            return
+        if self._is_vlm:
+            raise UserError(
+                "The model comes with a processor for images, which do not work with training on completions on XLA. Pass a "
+                "tokenizer: processing_class=AutoTokenizer.from_pretrained(...)."
+            )
+        prompts = self.generation_rows // self.num_generations
+        self.compiled.changes.append(
+            f"a generation is {prompts} prompt{'s' * (prompts > 1)} (padded to {' or '.join(map(str, self.lengths))} tokens) x {self.num_generations} "
+            f"completion{'s' * (self.num_generations > 1)} of up to {self.max_completion_length} tokens, trained on "
+            f"{self.num_iterations} x in {self.generation_batches} batch{'es' * (self.generation_batches > 1)}"
+        )
+        check_generation_config(self.generation_config)
+        self._text = TextGeneration(self, self.generation_config, self.lengths)
+
+    @property
+    def step_lengths(self) -> list[int]:
+        return [length + self.max_completion_length for length in self.lengths]
+
+    @property
+    def _runs_other_passes(self) -> bool:
+        return True
+
+    def _loss_sums_tokens(self, model: nn.Module) -> bool:
+        return False
+
+    # ---- A batch ----
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        batch = super()._prepare_inputs(generation_batch)
+        if not self.backend.static_shapes:
+            self._count_tokens(batch)
+        return batch
+
+    def _count_tokens(self, batch: dict[str, Tensor]) -> None:
+        if self.status is not None and self.model.training:
+            ids, mask = join_completions(batch)
+            self.status.count({"input_ids": ids, "attention_mask": mask})
+
+    def _send_batch(
+        self, inputs: list[dict[str, Any]], beside: Mapping[Hashable, Tensor] | None = None
+    ) -> dict[Hashable, Any]:
+        phase = "rollout" if self.model.training else "eval"
+        with self.phase(phase), self._on_host():
+            batch = upstream_behind(type(self))._prepare_inputs(self, inputs)
+        self.check_ranges(batch)
+        columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
+        beside = {**self.by_length.data(columns), **(beside or {})}
+        # As long for all processes.
+        (width,) = self.backend.ranks.most([self._width_of(batch)])
+        batch = self._pad_batch(self._arrange_rows(batch), width)
+        self._count_tokens(batch)
+        rows, prompt = batch["prompt_ids"].shape
+        sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0, beside=beside)
+        self.watching.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
+        return sent
+
+    def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """A batch on the host as it is trained on, on all hosts of a slice alike."""
+        return batch
+
+    @contextmanager
+    def _on_host(self) -> Iterator[None]:
+        """Within this context, upstream's code has its tensors on the host."""
+        states = [vars(self.accelerator.state), vars(self.args.distributed_state)]
+        names = vars(self.args)
+        kept = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
+        for state in states:
+            # Hosts of a slice have the rows of all chips each, and take what the first process takes.
+            state["device"], state["process_index"] = torch.device("cpu"), self.backend.ranks.index
+        # What `args.device` is.
+        names["_setup_devices"] = torch.device("cpu")
+        try:
+            with checkpointing_left_on(type(self)):
+                yield
+        finally:
+            for state, (device, process_index) in zip(states, kept[0], strict=True):
+                state["device"], state["process_index"] = device, process_index
+            names["_setup_devices"] = kept[1]
+
+    def _width_of(self, batch: Mapping[str, Tensor | None]) -> int:
+        """The length that the prompts of a batch are padded to."""
+        return self._declared_for(int(batch["prompt_mask"].sum(1).max()), "A prompt")
+
+    def _pad_batch(self, batch: Mapping[str, Tensor | None], width: int) -> dict[str, Tensor]:
+        """Pad what upstream has padded to the longest of a batch, on the host: prompts to `width`."""
+        room, longest = self.max_completion_length, int(batch["completion_mask"].sum(1).max())
+        if longest > room:
+            raise UserError(
+                f"A completion has {longest} tokens, which is longer than max_completion_length={room}. Set "
+                f"max_completion_length={longest}, or have the rollout_func return no more."
+            )
+        return {
+            key: self._pad_tokens(key, value, width if key in OF_PROMPTS else room)
+            for key, value in batch.items()
+            if value is not None
+        }
+
+    def _pad_tokens(self, key: str, value: Tensor, length: int) -> Tensor:
+        if value.ndim != 2 or value.shape[1] == 1 != length and not key.endswith(("_ids", "_mask", "logps")):
+            # One for each row, or for all of them.
+            return value
+        missing = length - value.shape[1]
+        fill = self._pad_token_id if key.endswith("_ids") else 0
+        # Upstream's padding to a multiple may be cut off.
+        return pad(value, (missing, 0) if key in OF_PROMPTS else (0, missing), value=fill)
+
+    # ---- On the device, beside the step ----
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if not self.backend.static_shapes:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return self.generate_completions(prompt_ids)
+
+    def generate_completions(self, prompts: list[list[int]]) -> list[list[int]]:
+        """
+        Write a completion of each prompt, with the weights as they are.
+
+        Args:
+            prompts (`list[list[int]]`):
+                Tokens. A prompt is there as often as completions of it are wanted.
+
+        Returns:
+            `list[list[int]]`: The tokens of the completions, each up to and with the one that ends it.
+        """
+        for row, prompt in enumerate(prompts):
+            self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
+        of_process = self.generation_rows // self.backend.ranks.count
+        wanted = of_process if self.model.training else self.args.eval_batch_size
+        # The last batch of an evaluation is the same program.
+        copies = self.num_generations if self.model.training else 1
+        return self._text.generate(prompts, rows=wanted, copies=copies).token_ids
+
+    def _declared_for(self, tokens: int, what: str) -> int:
+        """The length that prompts of so many tokens are padded to."""
+        width = next((length for length in self.lengths if length >= tokens), None)
+        if width is None:
+            raise UserError(
+                f"{what} has {tokens} tokens, and prompts are padded to {self.lengths[-1]} on XLA. Set "
+                f"{self._config_name}(max_prompt_length={round_up_length(tokens, tokens + 128)}), or leave such rows out."
+            )
+        return width
+
+    # ---- Steps ----
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.backend.static_shapes:
+            # Upstream's `training_step` would count so, which a step that is replayed or compiled whole does not come by. It
+            # would log its own time as `step_time`, too: that of a step is known where its program has run.
+            self._step += 1
+        return loss
+
+    def _step_of_upstream(self, model, inputs, num_items_in_batch) -> Tensor:
+        # TRL's counts micro-steps, whose number is on the device here.
+        return Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+    def _get_num_items_in_batch(self, batch_samples, device) -> None:
+        # Rows that have no completion yet.
+        return None
+
+    def floating_point_ops(self, inputs) -> float:
+        # Upstream counts the tokens of `input_ids`, which there are none of, times the parameters.
+        return 0.0 if self.backend.static_shapes else super().floating_point_ops(inputs)
+
+    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs):
+        # There is no other prediction than a loss.
+        loss_only = True if self.backend.static_shapes else prediction_loss_only
+        return super().evaluation_loop(dataloader, description, loss_only, *args, **kwargs)
+
+    def _rows_counted(self, inputs) -> int:
+        state = self.accelerator.gradient_state
+        # Upstream takes a batch of prompts for a full one, but for the last, by the number of prompts.
+        last, most = state.remainder if state.end_of_dataloader else 0, self.args.eval_batch_size
+        # Rows of all processes, of which this one has the next after those of the processes before it.
+        return min(max(last - self.backend.ranks.index * most, 0), most) if last > 0 else most
+
+
+def join_completions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts and completions one after the other: their tokens, and which of them are no padding."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)

@@ -1,0 +1,179 @@
+"""Log-probs of a preference trainer's reference, computed ahead of training (`precompute_ref_log_probs`) and kept."""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from hashlib import blake2b
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import torch
+from datasets import Dataset, concatenate_datasets
+from datasets.fingerprint import Hasher
+from peft import PeftModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from ...atomic_write import write_atomically
+from ..checks.upstream import upstream_names
+
+
+# Batches whose log-probs are fetched and written together: what a run that is killed loses.
+_BATCHES_OF_A_FILE = 64
+
+
+class ReferenceLogProbsMixin:
+    """
+    The part of [`TPUDPOTrainer`] and [`TPUKTOTrainer`] that precomputes what the reference says (`precompute_ref_log_probs`).
+
+    On XLA it is a graph of its own over the declared shapes. Results are fetched for many batches at once, and kept under
+    `reference_log_probs` in the cache directory of `datasets`, by a hash of everything that they depend on: the tokens, the
+    collator, the reference's weights, the precision. A second run reads them, and a run that was killed goes on where it
+    was. On CUDA and CPU every method is upstream's.
+    """
+
+    #: Columns that upstream's `compute_ref_log_probs` computes, in this order.
+    reference_columns: tuple[str, ...]
+    # Upstream asks for them while it sets itself up, when batches have no declared shapes yet.
+    _can_run_reference = False
+
+    def _set_up(self, given) -> None:
+        # Upstream's would read all weights, those of an adapter among them: the reference goes without it, and it is
+        # drawn anew in each run.
+        with upstream_names(type(self), hash_module=self._hash_unless_static):
+            super()._set_up(given)
+
+    def _finish_set_up(self) -> None:
+        super()._finish_set_up()
+        if not (self.precompute_ref_logps and self.backend.static_shapes):
+            return
+        self._can_run_reference = True
+        # What setting up has left to do is no part of the reference's graph.
+        self.backend.flush()
+        asked = self.args.precompute_ref_batch_size
+        self.train_dataset = self._precompute_ref_logps(
+            self.train_dataset, "train", asked or self.args.per_device_train_batch_size
+        )
+        rows = asked or self.args.per_device_eval_batch_size
+        if isinstance(self.eval_dataset, dict):
+            self.eval_dataset = {
+                name: self._precompute_ref_logps(dataset, name, rows) for name, dataset in self.eval_dataset.items()
+            }
+        elif self.eval_dataset is not None:
+            self.eval_dataset = self._precompute_ref_logps(self.eval_dataset, "eval", rows)
+
+    @property
+    def _runs_other_passes(self) -> bool:
+        return not self.precompute_ref_logps
+
+    def _hash_unless_static(self, module, hash_module: Callable) -> str | None:
+        return None if self.backend.static_shapes else hash_module(module)
+
+    def _precompute_ref_logps(self, dataset, name: str, batch_size: int):
+        if not self.backend.static_shapes or not isinstance(dataset, Dataset):
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        if not self._can_run_reference:
+            return dataset
+        rows = batch_size * self.backend.num_chips
+        dataset, directory = self._rows_for_reference(dataset, name, rows)
+        directory.mkdir(parents=True, exist_ok=True)
+        starts = range(0, len(dataset), rows * _BATCHES_OF_A_FILE)
+        # The number of rows is in the name: a batch size that has changed cuts the data elsewhere.
+        files = {start: directory / f"{start}-{min(start + starts.step, len(dataset))}.arrow" for start in starts}
+        # What one host lacks, all compute.
+        absent = [start for start, path in files.items() if not path.is_file()]
+        absent = self.backend.hosts.exchange(f"reference log-probs of the {name} dataset", absent)
+        missing = {start: path for start, path in files.items() if any(start in lacked for lacked in absent)}
+        known = len(dataset) - sum(_rows_of(path) for path in missing.values())
+        with (
+            tqdm(
+                desc=f"Computing reference log probs for {name} dataset",
+                total=len(dataset),
+                initial=known,
+                unit="row",
+                disable=self.args.disable_tqdm or not missing,
+            ) as bar,
+            self.frozen.in_bfloat16(),
+            self.chips.split_activations(),
+        ):
+            for start, path in missing.items():
+                part = dataset.select(range(start, start + _rows_of(path)))
+                self._write_log_probs(path, part, rows, bar)
+        if missing:
+            self.compiled.changes.append(f"reference log-probs of the {name} dataset are kept in {directory}")
+        else:
+            self.compiled.changes.append(f"reference log-probs of the {name} dataset were found in {directory}")
+        # In memory, a few bytes a row: beside files, `datasets` would put what it makes of the rows later.
+        tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in files.values()]
+        return concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)
+
+    def _write_log_probs(self, path: Path, part: Dataset, rows: int, bar: tqdm) -> None:
+        loader = DataLoader(
+            part,
+            batch_size=rows,
+            collate_fn=partial(_collate_full, self.data_collator, rows),
+            num_workers=self.args.dataloader_num_workers,
+        )
+        computed = []
+        for batch in loader:
+            computed.append(self.compute_ref_log_probs(self.ref_model or self.model, batch))
+            bar.update(min(rows, len(part) - rows * (len(computed) - 1)))
+        fetched = self.backend.fetch(computed)
+        columns = {
+            # What completed the last batch is at the end.
+            name: torch.cat(values)[: len(part)].float().numpy()
+            for name, values in zip(self.reference_columns, zip(*fetched, strict=True), strict=True)
+            # KTO losses without a KL term have none.
+            if values[0] is not None
+        }
+        sink = pa.BufferOutputStream()
+        table = pa.table(columns)
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        write_atomically(path, sink.getvalue().to_pybytes())
+
+    def compute_ref_log_probs(self, model, inputs) -> tuple[Tensor | None, ...]:
+        if not self.backend.static_shapes:
+            return super().compute_ref_log_probs(model, inputs)
+        self.check_ranges(inputs)
+        with self.by_length.told(), self.compute_loss_context_manager(), self.models_compiled():
+            sent = self._send_rows(inputs, beside=self.data_by_length(inputs))
+            computed = super().compute_ref_log_probs(model, self.by_length.take(sent))
+            self.by_length.forget()
+        self.end_program("reference step", "reference log-probs before training")
+        return computed
+
+    def _rows_for_reference(self, dataset: Dataset, name: str, rows: int) -> tuple[Dataset, Path]:
+        """Rows for batches of `rows`, and the directory of their log-probs, by everything that they depend on."""
+        digest = blake2b(self._hash_of_reference, digest_size=16)
+        columns = sorted(column for column in dataset.column_names if column.endswith("_ids"))
+        for table in dataset.with_format("arrow", columns=columns).iter(10_000):
+            for batch in table.combine_chunks().to_batches():
+                digest.update(batch.serialize())
+        settings = (self.data_collator, self.compiled.compute_dtype, vars(self.args).get("ld_alpha"))
+        digest.update(Hasher.hash(settings).encode())
+        return dataset, Path(datasets.config.HF_DATASETS_CACHE) / "reference_log_probs" / digest.hexdigest()
+
+    @cached_property
+    def _hash_of_reference(self) -> bytes:
+        """Of all weights of the reference, which stay as they are while log-probs of it are asked for."""
+        digest = blake2b(digest_size=16)
+        model = self.ref_model or self.model
+        # The reference goes without the adapter that is trained.
+        adapters = set(model.active_adapters) if isinstance(model, PeftModel) else set()
+        weights = {key: value for key, value in model.state_dict().items() if not adapters & set(key.split("."))}
+        for key, value in sorted(self.backend.fetch(weights).items()):
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.digest()
+
+
+def _rows_of(path: Path) -> int:
+    start, end = map(int, path.stem.split("-"))
+    return end - start
+
+
+def _collate_full(collator: Callable, rows: int, examples: list[dict]) -> dict:
+    """Collate a batch that has `rows` examples. The last one of a dataset is completed by copies, for its shape to be the same."""
+    return collator(examples + examples[-1:] * (rows - len(examples)))

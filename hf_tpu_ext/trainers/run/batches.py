@@ -1,0 +1,392 @@
+"""Batches, on their way to the device."""
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...data import (
+    CollatedBatch,
+    ShapeGuard,
+    count_all,
+    count_not_padding,
+    count_rows,
+    length_of,
+    pad_columns,
+    pad_rows,
+    pad_value_of,
+)
+from ...errors import UserError
+from ...formatting import dtype_name
+from ...step.batch_length import BatchLength
+from ..checks.upstream import upstream_of
+from ..configs import TPUTrainingArguments
+from .index_ranges import IndexRanges, classes_for
+from .lengths import row_lengths
+from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
+from .training_steps import SentBatch
+
+
+logger = logging.get_logger(__name__)
+
+
+#: Models of transformers whose loss is a cross-entropy over the labels that are not -100: one for each token...
+_TOKEN_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
+#: ... or one for each row, if they are classes.
+_ROW_MODELS = classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
+# Families whose hidden states change with the columns behind a row, whatever is masked: convolutions, Fourier transforms, means
+# over parts of a row. Found by computing a row with and without padding, of each family that transformers has.
+_COMPUTES_WITH_PADDING = (
+    "canine",
+    "convbert",
+    "cpmant",
+    "fnet",
+    "funnel",
+    "mobilebert",
+    "nystromformer",
+    "reformer",
+    "yoso",
+)
+# Trainers whose loss takes `labels` as the model's does.
+_LOSSES_BY_LABELS = ("transformers.trainer", "trl.trainer.sft_trainer")
+_TRUNCATION = "tokenizer(..., truncation=True, max_length={})"
+
+
+def _why_not_scaled(rope_type: str, unscaled: int, why: str) -> str:
+    # A configuration with `longrope` has no other type.
+    other = ", or load the model with another rope_type, for example 'yarn'" if "dynamic" in rope_type else ""
+    return (
+        f"The frequencies of the model's rotary embeddings depend on the longest row of a batch (rope_type={rope_type!r}), which is "
+        f"not known where {why}. Keep to {unscaled} tokens, up to which they are always the same "
+        f"(max_length={unscaled}; with generated text, max_completion_length and the prompts together){other}."
+    )
+
+
+class PreparedBatch(dict):
+    """A batch as the code of a step gets it. Its values are attributes, too, as those of `BatchEncoding`, upstream's batches."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"The batch has no {name!r}, only {', '.join(map(repr, self))}.") from None
+
+
+class BatchesMixin:
+    """
+    The part of [`TPUTrainerMixin`] that gives batches a declared shape and sends them.
+
+    Rows that are masked out are added to the last batch where that is known to change nothing: the loss is upstream's
+    own, over the labels that are not -100, and no code looks at the rows of a batch together. Otherwise the last batch
+    keeps its own shape, which is one more program, and a line says so.
+    """
+
+    def _arrange_batches(self) -> None:
+        self._shape_guards: dict[str, ShapeGuard] = {}
+        self._last_batch_guards: dict[str, ShapeGuard] = {}
+        # Where the collator does not tell: by the first batch of a pass over data, which is full if any is.
+        self._rows_of_example: dict[str, int] = {}
+        # What a line was said about already.
+        self._said: set[str] = set()
+
+    def lengths_of_rows(self, dataset) -> list[int] | None:
+        """Lengths of a dataset's rows, by which batches are padded; `None` where they are not known without going through it."""
+        return row_lengths(dataset)
+
+    def rows_of_a_step(self) -> tuple[int, int]:
+        """Rows of the data that are trained on together, and how many optimizer steps these make."""
+        return self._train_batch_size * self.args.gradient_accumulation_steps, 1
+
+    def expect_batches(self, mode: str) -> None:
+        """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
+        limit = max(1, len(self.lengths))
+        # Of the model as it is at the first batch.
+        self._ranges: IndexRanges | None = None
+        self._rows_of_example.pop(mode, None)
+        # Whether code of the user's may, in this pass; asked where there are any.
+        self._reads_texts: bool | None = None
+        self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
+        self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
+
+    def check_ranges(self, batch: Mapping[str, Any]) -> None:
+        """Refuse (`ValueError`) a batch on the host with token ids, positions or labels that the model has no place for."""
+        if self._ranges is None:
+            owner = self._owner_of_loss
+            own_loss = self.compute_loss_func is None and owner.__module__ in _LOSSES_BY_LABELS
+            truncates = "max_length" in vars(self.args) and not isinstance(self.args, TPUTrainingArguments)
+            truncation = f"{type(self.args).__name__}(max_length={{}})" if truncates else _TRUNCATION
+            self._ranges = IndexRanges(self.model, own_loss, truncation)
+        self._ranges.check(batch)
+
+    @property
+    def _owner_of_loss(self) -> type:
+        """The class that computes the loss: upstream's, or one of the user's."""
+        return next(
+            cls
+            for cls in type(self).__mro__
+            if "compute_loss" in vars(cls) and not cls.__module__.startswith("hf_tpu_ext.")
+        )
+
+    def find_lengths_asked_for(self) -> None:
+        """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""
+        longest = max(self.step_lengths) if self.lengths else None
+        self.by_length = BatchLength([self.model, *self._other_models()], longest)
+        if self.by_length.scaled is None:
+            return
+        writes = self.predicted_text is not None or vars(self.args).get("show_samples")
+        if self.generates or (writes and "dynamic" in self.by_length.scaled[0]):
+            raise UserError(_why_not_scaled(*self.by_length.scaled, "a model writes text"))
+
+    def shape_batch(self, inputs: dict[str, Any], rows_of_example: int | None = None) -> tuple[dict[str, Any], int]:
+        """
+        Give a batch on the host a shape that a program is there for, or will be. Returns the batch, completed if that
+        is possible, and the rows that a batch should have, of which so many are one example if that is known. Ever new shapes
+        are a `ValueError`.
+        """
+        mode, wanted = (
+            ("train", self._train_batch_size) if self.model.training else ("eval", self.args.eval_batch_size)
+        )
+        rows, guards = count_rows(inputs), self._shape_guards
+        rows_of_example = rows_of_example or self._rows_of_example.setdefault(mode, max(1, rows // wanted))
+        wanted *= rows_of_example
+        if rows < wanted:
+            # Chips that compute gradients by themselves take as many rows each.
+            local = mode == "train" and self.chips.local_gradients is not None
+            reason = None if local else self.why_not_padded(mode, inputs)
+            if reason is None and rows_of_example > 1:
+                reason = f"{rows_of_example} rows are one example"
+            if reason is None:
+                inputs = pad_rows(inputs, wanted, self._pad_token_id)
+            else:
+                guards = self._last_batch_guards
+                if mode not in self._said:
+                    self._said.add(mode)
+                    what = "training" if mode == "train" else "evaluation"
+                    logger.warning(
+                        f"The last batch has {rows} of {wanted} rows and is not padded, which compiles one more {what} "
+                        f"graph: {reason}. dataloader_drop_last=True drops such batches."
+                    )
+        inputs = self._agree_on_shape(inputs)
+        guards[mode].check(inputs)
+        if mode == "train" and "columns" not in self._said and self._has_padded_columns(inputs):
+            self._say_padded(inputs)
+        return inputs, wanted
+
+    def count_examples(self, inputs: Mapping[str, Any]) -> int:
+        """Number of examples of a batch as it came from the data, once it was sent. A pair is two rows and one example."""
+        if isinstance(inputs, CollatedBatch):
+            return inputs.num_examples
+        return count_rows(inputs) // self._rows_of_example["train" if self.model.training else "eval"]
+
+    def _agree_on_shape(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Give a batch on the host the shape that those of other processes have: the greatest of their declared lengths."""
+        if self.backend.ranks.count == 1:
+            return batch
+        rows = count_rows(batch)
+        has_length = bool(self.lengths) and "input_ids" in batch
+        most, least, length = self.backend.ranks.most([rows, -rows, length_of(batch) if has_length else 0])
+        if most != -least:
+            raise UserError(
+                f"Processes have batches of {-least} to {most} rows for the same step, and this one of {rows}, but all need the same "
+                "number. Set dataloader_drop_last=True to drop last batches, or have your sampler yield as many rows to each."
+            )
+        return pad_columns(batch, length, self._pad_token_id) if has_length else batch
+
+    def _has_padded_columns(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the last column of a batch, on the host, holds no token."""
+        if not self.lengths or vars(self.args).get("packing") or "input_ids" not in batch:
+            return False
+        mask = batch.get("attention_mask")
+        is_token = batch["input_ids"] != self._pad_token_id if mask is None else mask
+        return not is_token[:, -1].any()
+
+    def _say_padded(self, batch: Mapping[str, Any]) -> None:
+        """Say what the columns of a batch are padded with, where that may change a result."""
+        self._said.add("columns")
+        # TRL's own collators pad, too.
+        reason = self._why_loss_counts_tokens() if upstream_of(type(self)) is Trainer else None
+        model = unwrap_peft_model(self.model)
+        if isinstance(model, PreTrainedModel) and model.config.model_type in _COMPUTES_WITH_PADDING:
+            reason = f"{type(model).__name__} computes with the tokens beside a token, masked or not. length_buckets pads less"
+        if (own_code := self.own_code_in_step("train")) is not None:
+            reason = f"{own_code}, which may count masked tokens"
+        if reason is None:
+            return
+        ids = batch["input_ids"]
+        padded = ", ".join(
+            f"{key} {pad_value_of(key, self._pad_token_id)}"
+            for key, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
+        )
+        logger.warning(f"Rows are padded to {ids.shape[1]} tokens ({padded}): {reason}.")
+
+    def _send_batch(
+        self, inputs: dict[str, Any], beside: Mapping[Hashable, torch.Tensor] | None = None
+    ) -> dict[Hashable, Any]:
+        """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
+        self.check_ranges(inputs)
+        ragged = {key: value for key, value in inputs.items() if not self._is_unread_text(key, value)}
+        rows_of_example = (
+            max(1, count_rows(inputs) // inputs.num_examples) if isinstance(inputs, CollatedBatch) else None
+        )
+        batch, wanted = self.shape_batch(ragged, rows_of_example)
+        # A collator of the caller's may yield more rows than it was given.
+        rows = count_rows(batch)
+        if self.status is not None and self.model.training:
+            # With the columns that all processes have agreed on, by which these are added up.
+            self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
+        if isinstance(inputs, CollatedBatch) and "input_ids" in batch:
+            columns = batch["input_ids"].shape[1]
+            self.by_length.check_columns(inputs.padded.get("input_ids", columns), columns)
+        beside = {**self.data_by_length(inputs), **(beside or {})}
+        return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0, beside=beside)
+
+    def data_by_length(self, inputs: Mapping[str, Any]) -> dict[Hashable, torch.Tensor]:
+        """What goes to the device with a batch because models ask for its length, see [`BatchLength`]."""
+        if not self.by_length.asks:
+            return {}
+        length = inputs.length if isinstance(inputs, CollatedBatch) else length_of(inputs)
+        sequences = [key for key in inputs if key.endswith("input_ids") and key != "decoder_input_ids"]
+        if self.by_length.scaled is not None and len(sequences) > 1:
+            raise UserError(_why_not_scaled(*self.by_length.scaled, f"a batch has {' and '.join(sequences)}"))
+        return self.by_length.data(length, inputs.get("position_ids"))
+
+    def _is_unread_text(self, key: str, value: Any) -> bool:
+        """Whether a column of a batch is text that upstream's collator hands on, and no code of a step looks at."""
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            return False
+        if self._reads_texts is None:
+            self._reads_texts = self.own_code_in_step("train") is not None
+        return not self._reads_texts and key not in keys_of_a_step(type(self))
+
+    def _send_rows(
+        self, batch: dict[str, Any], whole: bool = False, beside: Mapping[Hashable, torch.Tensor] | None = None
+    ) -> dict[Hashable, Any]:
+        """
+        Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip. Numbers
+        `beside` it go in the same transfer and are among what is returned.
+        """
+        self.watching.note_batch(batch)
+        given = {**batch, **(beside or {})}
+        sent = self.backend.send(given) if whole else self.backend.send_rows(given, count_rows(batch))
+        self.alike.batch_sent()
+        return sent
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.backend.static_shapes:
+            return super()._prepare_inputs(inputs)
+        sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
+        if self.backend.manual_sharding.active:
+            rows = count_rows(sent)
+            sent = {
+                key: self.backend.manual_sharding.full_to_shard(
+                    value, by_rows=value.ndim > 0 and value.shape[0] == rows
+                )
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in sent.items()
+            }
+        return PreparedBatch(self.by_length.take(sent))
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        if not self.backend.static_shapes:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        sent = batch_samples and isinstance(labels := batch_samples[0].get("labels"), torch.Tensor)
+        if sent and labels.device == device:
+            # Of an evaluation, whose batch is on its way. On the device the count is part of its program.
+            with self.chips.summed(self.accelerator):
+                return super()._get_num_items_in_batch(batch_samples, device)
+        # Counted on the host: on the device the count would be part of the first micro-step's program only.
+        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
+        if not isinstance(count, torch.Tensor):
+            return count
+        # A step that may be replayed sends it with the batch.
+        return count.float() if self.steps.compiled is not None else self.backend.send(count.float())
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        if isinstance(inputs, CollatedBatch) and inputs.num_tokens is not None:
+            (tokens,) = self.backend.ranks.total([inputs.num_tokens])
+            self.state.num_input_tokens_seen += int(tokens)
+        else:
+            with self.chips.summed(self.accelerator):
+                super()._track_num_input_tokens(inputs)
+
+    @property
+    def _count_tokens(self) -> Callable[[Mapping[str, Any]], int] | None:
+        """What counts the tokens of a batch as upstream's collator yields it, by `include_num_input_tokens_seen`."""
+        # Upstream's default, for models that are not of transformers.
+        counted = getattr(self.model, "main_input_name", "input_ids")
+        if self.args.include_num_input_tokens_seen == "no" or counted != "input_ids":
+            return None
+        if self.args.include_num_input_tokens_seen == "all":
+            return count_all
+        tokenizer = self.processing_class
+        has_pad_token = isinstance(tokenizer, PreTrainedTokenizerBase)
+        return partial(count_not_padding, tokenizer.pad_token_id if has_pad_token else None)
+
+    # ---- What rows can be added to ----
+
+    def why_not_padded(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
+        """
+        Why rows cannot be added to a batch for `"train"` or `"eval"`, as half a sentence. Without a batch, the answer
+        is about the trainer and its model.
+        """
+        own_code = self.own_code_in_step(mode)
+        if own_code is not None:
+            return f"{own_code}, which may count masked tokens"
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+                mode == "train" or not module.track_running_stats
+            ):
+                return f"{type(module).__name__} takes the mean over the rows of a batch"
+        reason = self._why_loss_counts_tokens()
+        if reason is None and batch is not None:
+            reason = self._why_targets_count(batch)
+        return reason
+
+    def own_code_in_step(self, mode: str) -> str | None:
+        """Name code of the user's that runs within a step of `"train"` or `"eval"`, as half a sentence."""
+        methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
+        if mode == "eval" and self._preprocess_on_device is not None:
+            return "preprocess_logits_for_metrics is user code"
+        return find_own_code(self, [self.model, *self._other_models()], methods)
+
+    def _why_loss_counts_tokens(self) -> str | None:
+        """Why the loss may count tokens that are masked, as half a sentence."""
+        owner = self._owner_of_loss
+        if owner is not Trainer:
+            what = "is a mean over rows" if owner is upstream_of(type(self)) else "may count masked tokens"
+            return f"the loss of {owner.__name__} {what}"
+        model = unwrap_peft_model(self.model)
+        name = type(model).__name__
+        if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
+            return f"the loss of {name} may count masked tokens"
+        for key, value in model.config.to_dict().items():
+            if "z_loss" in key and value:
+                return f"{key}={value} counts every token of a batch"
+        return None
+
+    def _why_targets_count(self, batch: Mapping[str, Any]) -> str | None:
+        """Why the targets of a batch may not be left out when they are masked, as half a sentence."""
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor):
+            return "its targets are not in `labels`" if self.model.training else None
+        if labels.is_floating_point():
+            return f"no value of `labels` ({dtype_name(labels.dtype)}) is ignored by the loss"
+        others = [key for key in batch if "label" in key and key not in ("labels", "shift_labels")]
+        if others:
+            return f"the loss may count masked values of `{others[0]}`"
+        model = unwrap_peft_model(self.model)
+        per_row = type(model).__name__ in _ROW_MODELS
+        if labels.ndim != (1 if per_row else 2):
+            return f"the loss may count masked `labels` of shape {tuple(labels.shape)}"
+        if per_row and (
+            model.config.num_labels == 1 or model.config.problem_type not in (None, "single_label_classification")
+        ):
+            return "regression: no value of `labels` is ignored by the loss"
+        return None

@@ -1,0 +1,331 @@
+"""Training on several chips: what of the run goes where."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import nn
+from transformers import TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...backends.base import Backend
+from ...errors import UserError
+from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_mesh, resolve_mesh
+from ...sharding.local_gradients import LocalGradients
+from ...sharding.per_chip import score_tokens_per_chip
+from ...step.gradients import AccumulatedGradients, StepGradients
+from ..configs import ExtensionArguments
+from .own_code import has_own_code
+
+
+logger = logging.get_logger(__name__)
+
+
+def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], backend: Backend) -> list[str]:
+    """
+    Name the settings that have no effect on a backend other than XLA, a line for each. They are the caller's
+    arguments, or the class for the defaults.
+    """
+    about_chips, about_xla = "it applies to TPU chips", "it applies to XLA; gradient_checkpointing=True works here"
+    named = {
+        "num_chips": (settings.num_chips, about_chips),
+        "mesh": (settings.mesh, about_chips),
+        "show_sharding": (settings.show_sharding or None, about_chips),
+        "scan_layers": ("on" if settings.scan_layers == "on" else None, "it applies to XLA"),
+        "attention": (
+            None if settings.attention == "auto" else settings.attention,
+            "attn_implementation chooses here",
+        ),
+        "rematerialization": (settings.rematerialization, about_xla),
+        "step_replay": (settings.step_replay or None, "steps run eagerly"),
+        "max_recompiles": (settings.max_recompiles, "nothing is compiled"),
+        "length_buckets": (settings.length_buckets, "batches are padded to their longest row"),
+        # Of trainers that write their own data.
+        "max_prompt_length": (
+            vars(settings).get("max_prompt_length"),
+            "prompts of any length are taken, and padded to the longest of their batch",
+        ),
+        "compile_step": (
+            settings.compile_step if settings.compile_step in ("step", "layers") else None,
+            "it applies to torch_tpu",
+        ),
+    }
+    return [
+        f"{name}={value} has no effect on {backend.name}: {reason}"
+        for name, (value, reason) in named.items()
+        if value is not None
+    ]
+
+
+class _OfAllChips:
+    """
+    Arguments by which a process takes `per_device_train_batch_size` rows for each of its chips, as upstream's take them for
+    each GPU of a process. The fields stay as the caller gave them.
+    """
+
+    _given_class: type[TrainingArguments]
+    _num_chips: int
+
+    @property
+    def train_batch_size(self) -> int:
+        return super().train_batch_size * self._num_chips
+
+    @property
+    def eval_batch_size(self) -> int:
+        return super().eval_batch_size * self._num_chips
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        # Copies, and what is saved, are of the caller's class. In later protocols pickle looks at the class of the object, too.
+        function, (_, *bases), *rest = super().__reduce_ex__(0)
+        return function, (self._given_class, *bases), *rest
+
+
+@cache
+def _class_of_all_chips(cls: type[TrainingArguments], num_chips: int) -> type[TrainingArguments]:
+    attributes: dict[str, Any] = {"_given_class": cls, "_num_chips": num_chips}
+    attributes |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_OfAllChips, cls), attributes)
+
+
+def count_all_chips(args: TrainingArguments, num_chips: int) -> None:
+    """
+    Make the batch of arguments that of all chips of this process, in `train_batch_size` and `eval_batch_size`.
+
+    To upstream, which sees one device, the chips are one. It reads these two for samplers, dataloaders and speeds; it
+    shows and saves the fields.
+    """
+    if num_chips > 1:
+        args.__class__ = _class_of_all_chips(type(args), num_chips)
+
+
+class Chips:
+    """
+    Spreads the runs of a trainer over chips. On one chip, and on CUDA and CPU, it does nothing. It is made before
+    upstream's `__init__`, which places the model.
+
+    `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this
+    process takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow
+    from that.
+    """
+
+    def __init__(self, trainer):
+        self._trainer, self._backend = trainer, trainer.backend
+        args, chips = trainer.compiled.args, trainer.backend.num_chips
+        # Elsewhere upstream shares the rows out, and knows no mesh.
+        processes = trainer.backend.ranks.count if trainer.backend.unknown_upstream else 1
+        #: Size of each axis.
+        self.mesh = resolve_mesh(trainer.compiled.mesh, chips * processes)
+        trainer.backend.use_mesh(self.mesh)
+        #: How the model is placed.
+        self.sharding_plan: ShardingPlan | None = None
+        #: The gradients of chips that run by themselves, in a run where they do.
+        self.local_gradients: LocalGradients | None = None
+        self._splits_activations = False
+        # Not a method: a copy of the model would come with one of the trainer.
+        self.split_output = partial(_split_output, trainer.backend)
+        #: Rows per device and accumulation, as the recipe has them.
+        self.recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
+        count_all_chips(args, chips)
+
+    def shard_training_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, gradients: StepGradients
+    ) -> None:
+        """
+        Put what a run trains with on its chips, so that the first step is like every later one: the model on the
+        device, with gradients if they persist between steps, and its optimizer, whose state may come from a
+        checkpoint.
+        """
+        if self._backend.num_chips == 1:
+            return
+        self.sharding_plan = ShardingPlan(model, self.mesh)
+        self.sharding_plan.apply(model, self._backend)
+        specs, averages, sums = self.sharding_plan.specs, self._trainer.averaging.tensors, gradients.of_parameters
+        for name, parameter in model.named_parameters():
+            for value in (sums.get(parameter), averages.get(parameter), *optimizer.state.get(parameter, {}).values()):
+                # Counters stay on the host, and factored moments where the partitioner has them.
+                place = parameter.device, parameter.shape
+                if isinstance(value, torch.Tensor) and (value.device, value.shape) == place:
+                    self._backend.shard(value, specs[name])
+
+    # ---- Fully sharded: keep the partitioner to the scheme ----
+
+    @contextmanager
+    def split_activations(self) -> Iterator[None]:
+        """
+        Within this context, keep the activations between layers split by rows, as FSDP has them.
+
+        Without it the partitioner may exchange activations instead of weights (torch_xla's own FSDPv2,
+        `torch_xla/experimental/spmd_fully_sharded_data_parallel.py`, marks the outputs of layers for the same reason).
+        """
+        if self.mesh["fsdp"] == 1 or self._splits_activations:
+            yield
+            return
+        self._splits_activations = True
+        hooks = [
+            module.register_forward_hook(self.split_output)
+            for module in self._trainer.model.modules()
+            if isinstance(module, (GradientCheckpointingLayer, nn.Embedding))
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._splits_activations = False
+
+    # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
+
+    def gradients_of(self, model: nn.Module, earlier: StepGradients | None = None) -> StepGradients:
+        """
+        The gradients of the steps of a run: on each chip by itself where that gives the same step. Sums of `earlier` ones go on.
+        """
+        self.local_gradients = None
+        accumulates = self._trainer.args.gradient_accumulation_steps > 1
+        if self._backend.num_chips > 1 and self.mesh["fsdp"] == 1:
+            reason = self._why_not_local(model)
+            callbacks = self._trainer.callback_handler.callbacks
+            if reason is None and accumulates and any(has_own_code(one, "on_substep_end") for one in callbacks):
+                reason = "a callback has code in on_substep_end, which may look at them"
+            if reason is None:
+                self.local_gradients = LocalGradients(model, self._backend, accumulates)
+                return self.local_gradients
+            if accumulates:
+                logger.warning_once(
+                    f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
+                )
+        return AccumulatedGradients(model, earlier) if accumulates else StepGradients(model)
+
+    def _why_not_local(self, model: nn.Module) -> str | None:
+        unwrapped = unwrap_peft_model(model)
+        if not self._trainer._loss_sums_tokens(unwrapped):
+            return "the loss is not a sum over tokens"
+        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
+            return "the load-balancing loss of the experts depends on the global batch"
+        own_code = self._trainer.own_code_in_step("train")
+        if own_code is not None:
+            return f"{own_code}, which may depend on the global batch"
+        return self._trainer.why_not_padded("train")
+
+    def tokens_stay_on_chips(self) -> AbstractContextManager:
+        """Context in which TRL's fused language model head scores each token on the chip that has it."""
+        return nullcontext() if self._backend.manual_sharding.active else score_tokens_per_chip(self._backend)
+
+    def over_chips(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a number over chips, where they run by themselves; elsewhere it is the sum already."""
+        return value if self.local_gradients is None else self.local_gradients.over_chips(value)
+
+    @contextmanager
+    def summed(self, accelerator: Accelerator) -> Iterator[None]:
+        """Within this context, what upstream gathers from all processes is gathered from chips that run by themselves."""
+        gathers = {}
+        if self.local_gradients is not None:
+            gathers = {"gather_for_metrics": self.over_chips}
+        elif self._backend.unknown_upstream and self._backend.ranks.count > 1:
+            # On the device, and of all rows: upstream leaves values of a last batch out by their number.
+            gather = partial(recursively_apply, self._backend.ranks.gather)
+            gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}
+        kept = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
+        vars(accelerator).update(gathers)
+        try:
+            yield
+        finally:
+            for name in gathers:
+                del vars(accelerator)[name]
+            vars(accelerator).update(kept)
+
+    def _reduce(self, value: torch.Tensor, reduction: str) -> torch.Tensor:
+        gathered = self._backend.ranks.gather(value[None])
+        return gathered.mean(0) if reduction == "mean" else gathered.sum(0)
+
+    # ---- Rows of an optimizer step ----
+
+    @property
+    def _num_workers(self) -> int:
+        return self._backend.num_chips * self._trainer.args.world_size
+
+    @property
+    def rows_per_step(self) -> int:
+        """Global batch size."""
+        args = self._trainer.args
+        return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+
+    @contextmanager
+    def rows_of_process(self) -> Iterator[None]:
+        """Within this context, `per_device_train_batch_size` is the rows of all chips of this process, as upstream takes it."""
+        args = self._trainer.args
+        rows = args.per_device_train_batch_size
+        args.per_device_train_batch_size = rows * self._backend.num_chips
+        try:
+            yield
+        finally:
+            args.per_device_train_batch_size = rows
+
+    def batch_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps about its rows, for a run on another number of chips."""
+        return {
+            "num_workers": self._num_workers,
+            "rows_per_step": self.rows_per_step,
+            "recipe_rows": self.recipe_rows,
+        }
+
+    def keep_rows_per_step(self, state: dict[str, Any]) -> None:
+        """
+        Continue a checkpoint, which keeps `state`, with the global batch size that it was written with.
+
+        On another number of chips the same recipe means another batch, and so another trajectory. If that is all that
+        has changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it
+        gets them.
+        """
+        args, workers = self._trainer.args, self._num_workers
+        rows = state.get("rows_per_step")
+        if rows is None or rows == self.rows_per_step:
+            return
+        before = f"The checkpoint was written with a global batch size of {rows}"
+        if state["recipe_rows"] != self.recipe_rows or state["num_workers"] == workers:
+            logger.warning(f"{before}; this run takes {self.rows_per_step}, as the recipe says.")
+            return
+        rows_at_once = args.train_batch_size * args.world_size
+        if rows % rows_at_once == 0:
+            args.gradient_accumulation_steps = rows // rows_at_once
+        elif rows % (workers * args.gradient_accumulation_steps) == 0:
+            args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
+            self._trainer._train_batch_size = args.train_batch_size
+        else:
+            raise UserError(
+                f"{before} on {state['num_workers']} chips, which {workers} chips cannot keep with this recipe. Set num_chips to a number "
+                f"that divides {rows}, or set another per_device_train_batch_size or gradient_accumulation_steps, by which the run goes on "
+                "with another global batch size."
+            )
+        logger.warning(
+            f"{before} on {state['num_workers']} chips. To keep it on {workers}: "
+            f"{args.per_device_train_batch_size} per chip x {args.gradient_accumulation_steps} gradient accumulation steps."
+        )
+
+    # ---- Words ----
+
+    def lines(self) -> list[str]:
+        """What a person is told about chips at start."""
+        found = []
+        if self._backend.num_chips > 1 or self._backend.splits_weights:
+            found.append(describe_mesh(self.mesh))
+        if self._backend.hosts.count > 1:
+            found.append(describe_hosts(self.mesh, self._backend.hosts.count))
+        memory, averaged = self._backend.memory_per_chip, self._trainer.averaging.average is not None
+        if memory is not None:
+            advice = advise_sharding(self._trainer.model, self.mesh, memory, averaged)
+            found += [] if advice is None else [advice]
+        if self.sharding_plan is not None and self._trainer.compiled.show_sharding:
+            found.extend(str(self.sharding_plan).splitlines())
+        return found
+
+
+def _split_output(backend: Backend, module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return backend.constrain_rows(output)
+    return (backend.constrain_rows(output[0]), *output[1:])

@@ -1,0 +1,203 @@
+"""The training steps of a run on a device that runs operators one by one, and compiles each of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from ...errors import UserError
+from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
+from ..checks.arguments import ADAMW_NAMES
+from .training_steps import SentBatch
+
+
+# Settings that take weights in one piece between steps.
+_NOT_SPLIT = (
+    "ema_decay",
+    "show_samples",
+    "predict_with_generate",
+    "sync_ref_model",
+    "kd_teacher",
+    "kd_cache",
+    "qat_weight_dtype",
+)
+
+
+def check_there(args: TrainingArguments) -> None:
+    """Refuse (`ValueError`) what does not train with torch_tpu yet."""
+    if args.fsdp:
+        raise UserError(
+            f"fsdp={args.fsdp!r} shards by accelerate, which does not know the chips of torch_tpu. Leave it out, and set mesh='fsdp', "
+            "which shards the weights over them."
+        )
+
+
+def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bool, is_quantized: bool) -> None:
+    """
+    Refuse (`ValueError`) what does not train where processes hold parts of the weights. `given` has what the trainer was given,
+    by the names of [`~transformers.Trainer`], `generates` is whether steps write text, and `is_quantized` whether the model has
+    quantized weights.
+    """
+    if generates:
+        raise UserError(
+            f"mesh={args.mesh!r} does not work with a trainer that generates text within its steps: each chip would hold parts of "
+            "the weights, and needs all of them for every token. Set mesh='data'."
+        )
+    asked = {
+        f"optim={OptimizerNames(args.optim).value}": args.optim not in ADAMW_NAMES,
+        "optimizer_cls_and_kwargs": given.get("optimizer_cls_and_kwargs") is not None,
+        "a model with quantized weights": is_quantized,
+        "optimizers=(optimizer, ...)": given.get("optimizers", (None,))[0] is not None,
+    }
+    asked |= {f"{name}={vars(args).get(name)}": bool(vars(args).get(name)) for name in _NOT_SPLIT}
+    for what, is_asked in asked.items():
+        if is_asked:
+            instead = "Set optim='adamw_torch_fused'" if what.startswith("optim=") else "Leave it out"
+            raise UserError(
+                f"{what} does not work with mesh={args.mesh!r}, of which each chip holds parts of the weights. {instead}, or set "
+                "mesh='data'."
+            )
+
+
+def check_loader(args: TrainingArguments) -> None:
+    """Refuse (`ValueError`) ways of sharing rows between processes by which these would not take the same number of batches."""
+    config = args.accelerator_config
+    for name, value in {"even_batches": False, "dispatch_batches": True, "split_batches": True}.items():
+        if vars(config)[name] is value:
+            raise UserError(
+                f"accelerator_config has {name}={value}, which does not work with torch_tpu in several processes, where each process "
+                "reads its own batches, as many as the others. Leave it out."
+            )
+
+
+class EagerSteps(TrainerCallback):
+    """
+    Owns the training steps of a trainer where they are run by upstream's loop, operator by operator.
+
+    Upstream's `training_step` runs as it is written. The loss stays on the device until a log. After the optimizer the step
+    ends, and what it had compiled is counted and explained: at the first step of each shape, and before a log, an evaluation or a
+    checkpoint, which wait for the device anyway.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.
+    compiled = why_not = None
+    replays = False
+    #: Whether programs may be compiled whole.
+    compiles_whole = False
+    #: The norm of the gradients of the step under way, where its program has clipped them.
+    grad_norm: torch.Tensor | None = None
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        # The step that has begun and not ended.
+        self._under_way: str | None = None
+        # The last step whose compiles were counted.
+        self._counted = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # What was a number before the update that is under way: of each group of the optimizer its learning rate.
+        self._rates: list[tuple[dict[str, Any], float]] = []
+        #: Numbers that the step under way has on the device, besides the batch.
+        self.data: dict[str, torch.Tensor] = {}
+
+    # ---- A run ----
+
+    def on_train_begin(self, args, state, control, optimizer, **kwargs):
+        self._counted = state.global_step
+        # Not when `train` is called: auto_find_batch_size begins again with other shapes.
+        self._trainer.expect_batches("train")
+        if self._trainer.neftune_noise_alpha is not None:
+            self._trainer.by_length.replace_noise(self._trainer.neftune_hook_handle)
+        self._trainer.watching.begin()
+        self.reset_upstream_loss()
+        if isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer.optimizer.defaults["fused"]:
+            # A tensor is taken for data.
+            self._hooks = [
+                optimizer.optimizer.register_step_pre_hook(self._send_rates),
+                optimizer.optimizer.register_step_post_hook(self._restore_rates),
+            ]
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end_run()
+
+    def end_run(self) -> None:
+        """Leave the trainer as it was before the run. Callbacks are not told of the end of one that fails."""
+        self._under_way = None
+        # PyTorch does not call the hook after an update that fails.
+        self._restore_rates()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def reset_upstream_loss(self) -> None:
+        """Set the sum of losses that upstream keeps back to 0."""
+        self._trainer._tr_loss = self._trainer.backend.send(torch.zeros(()))
+
+    # A rate of exactly 0, as in the first step of a warm-up, would be a constant, and the update another program.
+
+    def _send_rates(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
+        for group, rate in self._rates:
+            group["lr"] = self._trainer.backend.send(torch.tensor(rate, dtype=torch.float32))
+
+    def _restore_rates(self, *_) -> None:
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates = []
+
+    # ---- A step ----
+
+    def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable) -> torch.Tensor:
+        """Run a micro-step by `step`, which is upstream's and is given the other arguments. Returns the loss, on the device."""
+        trainer = self._trainer
+        if trainer.generates:
+            # What it writes is no part of the step. Upstream's step begins so, too.
+            model.train()
+            inputs = SentBatch(trainer._send_batch(inputs))
+            self.data = trainer.backend.send(trainer._step_data())
+        self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
+        loss = step(model, inputs, num_items_in_batch)
+        trainer._log_step_loss(loss, trainer.accelerator.sync_gradients)
+        if self._under_way == OPTIMIZER_STEP:
+            self._average_gradients(model)
+        return loss
+
+    def _average_gradients(self, model: nn.Module) -> None:
+        """Give all processes the mean of their gradients, once for an optimizer step."""
+        ranks = self._trainer.backend.ranks
+        # Split ones are exchanged in the backward pass, a layer at a time.
+        if ranks.count == 1 or self._trainer.backend.splits_weights:
+            return
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # Rows of one process may use an expert that those of another do not.
+        used = ranks.most([parameter.grad is not None for parameter in parameters])
+        parameters = [parameter for parameter, by_any in zip(parameters, used, strict=True) if by_any]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        means = ranks.mean([parameter.grad for parameter in parameters])
+        torch._foreach_copy_([parameter.grad for parameter in parameters], means)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._end(settle=False)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Upstream's own callback is before this one.
+        self._end(settle=control.should_log or control.should_evaluate or control.should_save)
+
+    def _end(self, settle: bool) -> None:
+        kind, self._under_way = self._under_way, None
+        if kind is None:
+            return
+        done = self._trainer.state.global_step
+        step = done if kind == OPTIMIZER_STEP else done + 1
+        where = f"step {step}" if step <= self._counted + 1 else f"steps {self._counted + 1} to {step}"
+        self._trainer.end_program(kind, where, settle=settle)
+        if settle:
+            self._counted = done

@@ -1,0 +1,233 @@
+"""The average of the weights (EMA) of a run: begun, kept up at each step, used by evaluations, saved and resumed."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ...backends.streamed import StreamedTensor, in_file_order, read_all, save_safetensors
+from ...errors import UserError
+from ...step.ema import WeightAverage, at_least_float32, in_place_of_weights
+from ...step.layer_scan import LayerStack
+from ...step.optimizer import LazyAdamW
+from ..configs import ExtensionArguments
+
+
+logger = logging.get_logger(__name__)
+
+#: Beside the weights of a model or an adapter: the averages of those that are trained, by their names in the model.
+EMA_FILE = "ema.safetensors"
+_UPDATES = "updates"
+# Share of the weights of the beginning in the last average, from which on it is worth a line.
+_MUCH_OF_THE_FIRST = 0.1
+
+
+def is_average(path: Path) -> bool:
+    """Whether a file is an average that [`Averaging`] wrote."""
+    try:
+        with safe_open(path, "pt") as file:
+            return _UPDATES in (file.metadata() or {})
+    except SafetensorError:
+        return False
+
+
+def load_average(model: nn.Module, directory: Path) -> None:
+    """
+    Load the average that a run has kept beside its weights into the model that it has trained. Raises `ValueError` where
+    there is none, or that of another model.
+    """
+    path = directory / EMA_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{directory} has no {EMA_FILE}: the run kept no average of its weights, for which it needs ema_decay, for example "
+            "ema_decay=0.999. Leave out --ema, or give a checkpoint that has one."
+        )
+    try:
+        averages = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be read ({error}). Take another checkpoint.") from error
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, average in averages.items():
+        if name not in parameters or parameters[name].shape != average.shape:
+            raise UserError(
+                f"{path} is not of the model beside it, which has no {name} of shape {tuple(average.shape)}. Take another "
+                "checkpoint."
+            )
+        parameters[name].data.copy_(average)
+
+
+class Averaging(TrainerCallback):
+    """
+    Keeps the average that `ema_decay` asks for, see [`WeightAverage`]; without it, does nothing.
+
+    [`LazyAdamW`] updates it in its own program. With another optimizer it is updated by a hook after the optimizer's step:
+    on XLA within the same program, on CUDA and CPU eagerly. It is a callback on CUDA and CPU only; on XLA [`TrainingSteps`]
+    begins it, when the layers run as they will.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+        settings ([`ExtensionArguments`] or its class):
+            The caller's arguments, or the class for the defaults.
+    """
+
+    def __init__(self, trainer, settings: ExtensionArguments | type[ExtensionArguments]):
+        self._trainer = trainer
+        self._evaluates = settings.ema_eval
+        #: The average, or `None`.
+        self.average: WeightAverage | None = None
+        if settings.ema_decay is not None:
+            self.average = WeightAverage(settings.ema_decay, settings.ema_warmup)
+        # Those of single layers, also while these run as one loop.
+        self._names: dict[nn.Parameter, str] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hook = None
+
+    def note_names(self, model: nn.Module) -> None:
+        """Note the names of parameters, before layers run as one loop."""
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+
+    # ---- A run ----
+
+    def begin(self) -> None:
+        """Begin the average of a run whose weights and optimizer are as its first step finds them."""
+        if self.average is None:
+            return
+        self._attach()
+        checkpoint = self._trainer._resumed_from
+        if checkpoint is not None and not self._load(Path(checkpoint)):
+            logger.warning(
+                f"{checkpoint} is resumed without an average of its weights, since it has no {EMA_FILE}: ema_decay "
+                "averages from here on."
+            )
+            self.average.restart()
+            self._attach()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begin()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.follow_optimizer()
+
+    def follow_optimizer(self) -> None:
+        """Go on with an optimizer that a callback has put in the place of the run's own."""
+        if self.average is not None and self._trainer._plain_optimizer is not self._optimizer:
+            self._attach()
+
+    def _attach(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._optimizer = optimizer = self._trainer._plain_optimizer
+        self.average.follow(parameter for group in optimizer.param_groups for parameter in group["params"])
+        if isinstance(optimizer, LazyAdamW):
+            optimizer.average = self.average
+        else:
+            self._hook = optimizer.register_step_post_hook(self._update)
+
+    def split(self, stack: LayerStack) -> None:
+        """Go on with the parameters of single layers, which do not run as one loop any more."""
+        for parameter in stack.stacked.values():
+            if parameter in self.tensors:
+                self.average.split(parameter, stack.parts_of(parameter))
+
+    def _update(self, *_) -> None:
+        backend, decay = self._trainer.backend, self.average.next_decay()
+        if backend.traces_steps:
+            self.average.update(backend.send(torch.tensor(1 - decay, dtype=torch.float32)))
+        else:
+            self.average.update_eagerly(decay)
+
+    @property
+    def tensors(self) -> dict[nn.Parameter, Tensor]:
+        """The averages by the parameters that they follow, in the order of the optimizer."""
+        return {} if self.average is None else self.average.values
+
+    def lines(self) -> list[str]:
+        """What a person is told about the average at start."""
+        average, steps = self.average, self._trainer.state.max_steps
+        if average is None:
+            return []
+        warmup = ", with warm-up" if average.warmup else ""
+        found = [f"EMA of the trained weights: decay {average.decay:g}{warmup}"]
+        share = average.decay**steps
+        if steps and not average.warmup and share > _MUCH_OF_THE_FIRST:
+            found.append(
+                f"ema_decay={average.decay:g} over {steps} steps leaves the weights of the beginning {share:.0%} of the average; "
+                "ema_warmup=True or a lower decay leaves them less"
+            )
+        return found
+
+    # ---- Evaluation ----
+
+    def in_evaluation(self) -> AbstractContextManager:
+        """Context of an evaluation, which is of the average if `ema_eval` says so."""
+        return in_place_of_weights(self._of_model()) if self._evaluates else nullcontext()
+
+    def _of_model(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The parameters that the model has now, each with its average."""
+        layers = self._trainer.layers
+        for parameter, value in self.tensors.items():
+            parts = layers.parts_of(parameter)
+            if parts is None or layers.is_stacked:
+                yield parameter, value
+            else:
+                yield from zip(parts, value.unbind(), strict=True)
+
+    # ---- Files ----
+
+    def _in_file(self) -> dict[str, Tensor | StreamedTensor]:
+        """What is to be saved, by name and in the order in which it is read."""
+        named = {}
+        for parameter, value in zip(self.tensors, self._trainer.backend.stream([*self.tensors.values()]), strict=True):
+            parts = self._trainer.layers.parts_of(parameter)
+            if parts is None:
+                named[self._names[parameter]] = value
+            else:
+                named |= {self._names[part]: value[index] for index, part in enumerate(parts)}
+        return in_file_order(named)
+
+    def read(self) -> None:
+        """Take part in the reads of another host, which saves the average."""
+        if self.tensors:
+            read_all(self._in_file())
+
+    def save(self, directory: str) -> None:
+        """Write the average beside a model that is saved."""
+        if self.tensors:
+            updates = {_UPDATES: str(self.average.updates)}
+            save_safetensors(self._in_file(), Path(directory) / EMA_FILE, updates)
+
+    def load_best(self, checkpoint: str) -> None:
+        """Take the average of a checkpoint whose weights were loaded at the end of a run."""
+        if self.tensors and not self._load(Path(checkpoint)):
+            logger.warning(f"{checkpoint} has no {EMA_FILE}: its weights are loaded, and there is no average of them.")
+            self.average.restart()
+
+    def _load(self, checkpoint: Path) -> bool:
+        path = checkpoint / EMA_FILE
+        if not path.is_file():
+            return False
+        average = self.average
+        with safe_open(path, "pt") as file:
+            names = set(file.keys())
+            for parameter in average.values:
+                parts = self._trainer.layers.parts_of(parameter)
+                wanted = [self._names[part] for part in ([parameter] if parts is None else parts)]
+                if absent := sorted(set(wanted) - names):
+                    raise UserError(
+                        f"{path} has no average of {absent[0]}, which this run trains. Train the same parameters as before, or "
+                        "leave ema_decay out."
+                    )
+                # In the memory of the file.
+                loaded = [file.get_tensor(name) for name in wanted]
+                whole = (loaded[0] if parts is None else torch.stack(loaded)).to(at_least_float32(parameter.dtype))
+                average.values[parameter] = self._trainer.backend.place_as(whole, parameter)
+            average.updates = int(file.metadata()[_UPDATES])
+        return True

@@ -1,0 +1,253 @@
+"""Evaluation and prediction on the compiled path."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, has_length
+
+from ...data import CollatedBatch, count_rows
+from ...step.metrics import DeviceSums
+from ...step.running_code import is_known
+from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
+from .own_code import computes_loss_by_itself, owner_of
+from .predicted_columns import as_collated, find_added, without_added
+from .predicted_text import PredictedText
+
+
+#: Predictions and batches that are held back until they are read together take no more than this.
+MOST_BYTES_HELD = 256 * 2**20
+
+
+class CompiledEvaluation:
+    """
+    The part of [`TPUTrainerMixin`] that evaluates and predicts.
+
+    On XLA the loss of an evaluation is summed on the device and read once, predictions are read for many batches at once, and
+    a batch counts by its own rows, whatever was added to complete it. On CUDA and CPU every method is upstream's.
+    """
+
+    #: Predictions that were made and read ahead of upstream's loop, while it runs.
+    _made_ahead: deque | None = None
+    #: Examples of the batch that upstream's loop is at, until it has counted the batch's loss; `None` afterwards.
+    _examples_predicted: int | None = None
+    #: Writes predictions, where they are text.
+    predicted_text: PredictedText | None = None
+    #: What cuts predictions down on the device, while they are made.
+    _preprocess_on_device: Callable | None = None
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs):
+        if not self.backend.metrics_on_device or prediction_loss_only:
+            writes = self.predicted_text is not None and not prediction_loss_only
+            with self.copies.not_made(), self._loss_in_prediction(inputs):
+                result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys, **kwargs)
+            if not writes:
+                return result
+            labels, written = inputs["labels"].to(self.args.device), self.predicted_text.of_batch(inputs)
+            return result[0], written.to(self.args.device), labels
+        if self._made_ahead is not None:
+            examples, result = self._made_ahead.popleft()
+            self._examples_predicted = None if result[0] is None else examples
+            return result
+        return self._read_predictions([self._predict(model, inputs, ignore_keys, **kwargs)])[0][1]
+
+    def _predict(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, int, int, int, dict]:
+        """
+        What upstream predicts of a batch, on the device; its examples, its rows, the rows that were computed, and columns that
+        were added.
+        """
+        result = self.evaluations.run(
+            PREDICTION_STEP, inputs, partial(self._trace_prediction, model, **kwargs), ignore_keys=ignore_keys
+        )
+        computed, added = count_rows(self.watching.batch), find_added(inputs, self.watching.batch)
+        if self.predicted_text is not None:
+            result, added = (result[0], self.predicted_text.of_batch(inputs), as_collated(inputs, "labels")), {}
+        return result, self.count_examples(inputs), find_batch_size(inputs), computed, added
+
+    def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
+        with self.copies.not_made(), self._loss_in_prediction(inputs):
+            loss_only = self.predicted_text is not None
+            loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys, **kwargs)
+        if self._preprocess_on_device is not None:
+            logits = self._preprocess_on_device(logits, labels)
+        return loss, logits, labels
+
+    @contextmanager
+    def _loss_in_prediction(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Context of a prediction of upstream's, which may compute its loss without calling `compute_loss`."""
+        if not self.backend.static_shapes:
+            yield
+            return
+        with self._loss_compiled(inputs) if computes_loss_by_itself(type(self)) else nullcontext():
+            try:
+                yield
+            finally:
+                self.by_length.forget()
+
+    def _read_predictions(self, predictions: list[tuple[Any, int, int, int, dict]]) -> list[tuple[int, tuple]]:
+        # What upstream would concatenate on the device, a program per number of batches, is put together on the host.
+        # There the rows and columns that completed a batch are cut off.
+        results, read = self.backend.fetch([result for result, *_ in predictions]), []
+        are_text = bool(vars(self.args).get("predict_with_generate"))
+        for result, (_, examples, rows, computed, added) in zip(results, predictions, strict=True):
+            loss, logits, labels = (_first_rows(value, rows, computed) for value in result)
+            read.append((examples, (loss, *without_added(logits, labels, added, self.label_names, are_text))))
+        return read
+
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
+        self.followed.take_up()
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self.backend.static_shapes:
+            # It may be another dataset than before, or another batch size.
+            self.expect_batches("eval")
+        together = self.backend.hosts.together("evaluation")
+        with together, self.models_as_run(), self.averaging.in_evaluation():
+            if not self.backend.metrics_on_device:
+                return super().evaluation_loop(dataloader, *arguments)
+            if loss_only:
+                return self._loss_loop(dataloader, metric_key_prefix)
+            return self._predicting_loop(dataloader, arguments)
+
+    def _loss_loop(self, dataloader, metric_key_prefix: str) -> EvalLoopOutput:
+        """Upstream's evaluation of the loss alone, which is read once."""
+        model = self._wrap_model(self.model, training=False)
+        model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        sums = DeviceSums(self.backend, floats=("loss", "rows"), integers=("losses",))
+        num_samples = 0
+        add_loss = partial(self._add_loss, model, sums)
+        with self.evaluations.under_way(model, sums):
+            for inputs in dataloader:
+                rows = self._rows_counted(inputs)
+                num_samples += rows
+                # The row count is sent as data, for the last batch to be the same program.
+                self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=torch.tensor(float(rows)))
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.gather_function = self.accelerator.gather_for_metrics
+        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self.metrics.tensors("eval")})
+        self.metrics.take("eval", fetched["metrics"])
+        metrics = {}
+        own = [fetched["loss"][name].item() for name in ("losses", "rows", "loss")]
+        losses, rows, loss = self.backend.ranks.total(own)
+        if losses:
+            metrics[f"{metric_key_prefix}_loss"] = loss / rows if rows else math.nan
+        # As upstream asks: a loader of the user's need not have one.
+        dataset = getattr(dataloader, "dataset", None)
+        if dataset is not None and has_length(dataset):
+            num_samples = len(dataset)
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def _rows_counted(self, inputs: Any) -> int:
+        """How often the loss of a batch counts in the mean of an evaluation."""
+        return find_batch_size(inputs)
+
+    def _add_loss(self, model, sums: DeviceSums, inputs, weight: torch.Tensor) -> None:
+        loss, _, _ = self.prediction_step(model, inputs, prediction_loss_only=True)
+        if loss is not None:
+            # Like upstream: a batch counts by its rows, and losses that are not finite are left out.
+            finite = torch.isfinite(loss)
+            sums.add(
+                loss=torch.where(finite, loss.float() * weight, torch.zeros_like(weight)),
+                rows=torch.where(finite, weight, torch.zeros_like(weight)),
+                losses=torch.ones_like(weight),
+            )
+
+    def _predicting_loop(self, dataloader, arguments: tuple) -> EvalLoopOutput:
+        """Upstream's loop, whose predictions are read for many batches at once."""
+        # Logits are cut down on the device, in the program that makes them, and not once more on the host.
+        preprocess = self.preprocess_logits_for_metrics
+        if self.predicted_text is None:
+            self._preprocess_on_device, self.preprocess_logits_for_metrics = preprocess, None
+        replaying = nullcontext()
+        if is_known(owner_of(type(self), "prediction_step").__module__):
+            self._made_ahead = deque()
+            _, _, ignore_keys, _ = arguments
+            model = self._wrap_model(self.model, training=False)
+            replaying = self.evaluations.under_way(model)
+            predict = partial(self._predict, model, ignore_keys=ignore_keys)
+            # Metrics of each batch ask the dataloader whether it is the last one.
+            several = self.backend.ranks.count > 1
+            most = 1 if self.args.batch_eval_metrics or several else self.args.eval_accumulation_steps
+            dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
+            # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.
+            self.gather_function = self.accelerator.gather_for_metrics if several else self._own_examples
+        try:
+            with replaying:
+                output = super().evaluation_loop(dataloader, *arguments)
+        finally:
+            self.preprocess_logits_for_metrics, self._preprocess_on_device = preprocess, None
+            self._made_ahead = None
+            self.gather_function = self.accelerator.gather_for_metrics
+        self.metrics.take("eval", self.backend.fetch(self.metrics.tensors("eval")))
+        return output
+
+    def _own_examples(self, value: Any) -> Any:
+        """The loss, which upstream repeats for every example of a full batch, for the examples that there are."""
+        examples, self._examples_predicted = self._examples_predicted, None
+        # Of a batch, upstream gathers the loss first. Of all else the rows are there that there are.
+        return value if examples is None else value[:examples]
+
+
+class _PredictedAhead:
+    """
+    Dataloader that yields a batch when its prediction was read, together with those of other batches: `most` at once,
+    by default as many as [`MOST_BYTES_HELD`] allows. What `predict` gives for a batch and `read` reads from the device
+    is put in `made`.
+    """
+
+    def __init__(self, dataloader, made: deque, predict: Callable, read: Callable, most: int | None):
+        self._dataloader = dataloader
+        self._made = made
+        self._predict = predict
+        self._read = read
+        self._most = most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataloader, name)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: list[Any] = []
+        predictions: list[tuple[Any, int, int, int, dict]] = []
+        held = 0
+        for batch in self._dataloader:
+            batches.append(batch)
+            predictions.append(self._predict(inputs=batch))
+            leaves = tree_leaves((batch, predictions[-1]))
+            held += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            if len(batches) == self._most or (self._most is None and held >= MOST_BYTES_HELD):
+                self._made.extend(self._read(predictions))
+                yield from map(_all_as_collated, batches)
+                batches, predictions, held = [], [], 0
+        if batches:
+            self._made.extend(self._read(predictions))
+            yield from map(_all_as_collated, batches)
+
+
+def _all_as_collated(batch: Any) -> Any:
+    """A batch as user code gets it (`include_for_metrics`)."""
+    return {key: batch.as_collated(key) for key in batch} if isinstance(batch, CollatedBatch) else batch
+
+
+def _first_rows(value: Any, rows: int, computed: int) -> Any:
+    """The first of the `computed` rows of (nested) tensors, in float32 where they are of a shorter floating-point type."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_first_rows(item, rows, computed) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value[:rows] if value.ndim and value.shape[0] == computed > rows else value
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -1,0 +1,153 @@
+"""The batches of an evaluation: traced, or replayed by the handle of their program."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...backends.program import CompiledFunction
+from ...step.metrics import DeviceSums
+from ...step.random_numbers import RandomNumbers
+from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
+from .programs import compile_for, dtypes_of, warn_traced
+from .training_steps import SentBatch
+
+
+#: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.
+EVALUATION_STEP, PREDICTION_STEP = "evaluation step", "prediction step"
+
+
+class EvaluationSteps:
+    """
+    Runs the batches of an evaluation, or of a prediction.
+
+    A batch of a shape is traced twice and then run by the handle of its program, as a training step is: also those of further
+    evaluations, until training begins or ends. It is traced where code of the user's runs in it, or in a training step.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._compiled: CompiledFunction | None = None
+        self._sums: DeviceSums | None = None
+        self._settings: Any = None
+        self._under_way = False
+        self._begin_at_batch: Callable[[], None] | None = None
+        # Why batches are traced; the reason that a line has named.
+        self._said: str | None = None
+        # Batches since the last micro-step of training, each of which draws other random numbers.
+        self._number = 0
+        # What computes the batch under way, and the names of what it is called with.
+        self._trace: Callable[..., Any] | None = None
+        self._given: tuple[str, ...] = ()
+        #: Numbers that the batch under way has on the device, besides its own.
+        self.data: dict[str, torch.Tensor] | None = None
+
+    @contextmanager
+    def under_way(self, model: nn.Module, sums: DeviceSums | None = None) -> Iterator[None]:
+        """Context of an evaluation of a model, whose losses are added to `sums`, or whose predictions are kept."""
+        # At the first batch, when upstream has prepared the model.
+        self._begin_at_batch = partial(self._begin, model, sums)
+        self._number = 0
+        self._under_way = True
+        try:
+            yield
+        finally:
+            self._under_way = False
+
+    def _begin(self, model: nn.Module, sums: DeviceSums | None) -> None:
+        self._begin_at_batch = None
+        trainer = self._trainer
+        models = [model, *trainer._other_models()]
+        self._sums = sums
+        # What cuts predictions down is not where upstream has it.
+        self._settings = dtypes_of(models), trainer._preprocess_on_device
+        if trainer.compiled.step_replay is False:
+            return
+        why_not = partial(self._why_not_replay, models)
+        if (reason := why_not()) is not None:
+            self._compiled = None
+            if reason not in (self._said, trainer.steps.why_not):
+                warn_traced(reason, training=False)
+            self._said = reason
+        elif self._compiled is None:
+            self._compiled = compile_for(
+                trainer,
+                self._run_batch,
+                models,
+                METHODS_OF_A_PREDICTION,
+                state=self._tensors,
+                why_not=why_not,
+                settings=lambda: self._settings,
+            )
+
+    def forget(self) -> None:
+        """Forget what was compiled. A run makes other tensors of the weights."""
+        self._compiled = None
+
+    def run(self, kind: str, inputs: dict[str, Any], trace: Callable, **data: Any) -> Any:
+        """
+        Run a batch, and return what `trace(inputs, **data)` makes of it. In `data` are numbers of it on the host, which are
+        sent, and other values, which are part of the program.
+        """
+        trainer = self._trainer
+        if self._under_way and self._begin_at_batch is not None:
+            self._begin_at_batch()
+        what = "evaluation" if kind == EVALUATION_STEP else "prediction"
+        run_traced = partial(trainer.end_program, kind, f"{what} after step {trainer.state.global_step}")
+        sent = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        if self._compiled is None or not self._under_way:
+            # A user may also call upstream's `prediction_step`, with the model as it is.
+            made = trace(inputs, **{**data, **trainer.backend.send(sent)})
+            run_traced()
+            return made
+        self._number += 1
+        sent["seed"] = trainer.seeds.beside(self._number)
+        with trainer.copies.not_made():
+            # Names of their own: columns of a batch have any.
+            batch = trainer._send_batch(inputs, {(kind, name): value for name, value in sent.items()})
+            data |= {name: batch.pop((kind, name)) for name in sent}
+            of_evaluation = trainer._data_of_evaluation()
+        named = {**batch, **{(kind, name): value for name, value in {**data, **of_evaluation}.items()}}
+        self._trace, self._given = trace, (*data,)
+        return self._compiled(named, run_traced, kind=kind)
+
+    def _run_batch(self, data: dict[Any, Any], kind: str) -> Any:
+        """What is compiled."""
+        numbers = {key[1]: value for key, value in data.items() if _is_number(key, kind)}
+        batch = SentBatch((key, value) for key, value in data.items() if not _is_number(key, kind))
+        self.data = {name: value for name, value in numbers.items() if name not in self._given}
+        try:
+            with RandomNumbers(numbers["seed"]):
+                return self._trace(batch, **{name: numbers[name] for name in self._given if name != "seed"})
+        finally:
+            self.data = None
+
+    # ---- What is compiled ----
+
+    def _why_not_replay(self, models: list[nn.Module]) -> str | None:
+        trainer = self._trainer
+        if (setting := draws_other_layers(models[0])) is not None:
+            return f"{setting} leaves out other layers at every step"
+        if trainer.compiled.step_replay is True:
+            return None
+        if trainer._preprocess_on_device is not None:
+            found = "preprocess_logits_for_metrics is user code"
+        else:
+            found = find_own_code(trainer, models, METHODS_OF_A_PREDICTION) or find_own_code(trainer, models)
+        return None if found is None else f"{found}; step_replay=True if it does the same at every step"
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """What a batch reads and changes, besides the model; always in the same order."""
+        sums = [] if self._sums is None else self._sums.tensors.values()
+        return [*sums, *self._trainer.metrics.changed_by("eval")]
+
+
+def _is_number(key: Any, kind: str) -> bool:
+    return isinstance(key, tuple) and key[0] == kind

@@ -1,0 +1,107 @@
+"""What the start of a run prints about it, and what its record keeps."""
+
+from collections.abc import Sized
+from dataclasses import MISSING, asdict, fields
+from importlib.metadata import version
+from importlib.util import find_spec
+from platform import python_version
+from typing import Any
+
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import unwrap_peft_model
+
+from ... import __version__
+from ...callbacks.run_lines import RunFacts
+from ...data import TokenWaste
+from ...formatting import dtype_name
+from ...quantization.bitsandbytes import find_config
+from ...quantization.packed_linear import count_parameters, names_of_packed
+from ..checks.datasets import named_datasets
+
+
+_PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
+
+
+def find_facts(trainer) -> RunFacts:
+    """What the start of a run prints, as the trainer and its datasets are by now."""
+    args, backend, compiled = trainer.args, trainer.backend, trainer.compiled
+    others = trainer.frozen.names | names_of_packed(trainer.model)
+    dtypes = {
+        dtype_name(parameter.dtype)
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.is_floating_point() and name not in others
+    }
+    quantization = find_config(trainer.model)
+    if quantization is not None:
+        dtypes.add(quantization.quantization_method())
+    compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
+    precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
+    about = (trainer.chips, trainer.frozen, trainer.averaging)
+    lines = [*(line for part in about for line in part.lines()), *compiled.changes]
+    facts = RunFacts(precision, trainer._train_batch_size, [], None, lines)
+    if backend.static_shapes and trainer.lengths:
+        facts.lengths = trainer.step_lengths
+        # Other columns hold several sequences of an example, as a pair does.
+        if trainer._train_lengths is not None and "input_ids" in trainer.train_dataset.column_names:
+            waste = TokenWaste(
+                trainer._train_lengths,
+                trainer.lengths,
+                trainer._train_batch_size,
+                args.train_sampling_strategy,
+                packing=vars(args).get("packing"),
+            )
+            facts.lengths = list(waste.pad_share_per_length)
+            facts.token_waste = waste.describe()
+            facts.token_share = 1 - waste.pad_share
+        facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
+    return facts
+
+
+def describe_run(trainer, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
+    """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
+    model, backend, config = unwrap_peft_model(trainer.model), trainer.backend, args.to_dict()
+    parameters, trained = count_parameters(trainer.model)
+    return {
+        "versions": find_versions(),
+        "arguments": config,
+        "changed": sorted(name for name in _changed_arguments(args) if name in config),
+        "model": {
+            "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
+            "parameters": parameters,
+            "trained": trained,
+        },
+        "rows": {
+            name: len(dataset)
+            for name, dataset in named_datasets(trainer.train_dataset, trainer.eval_dataset).items()
+            if isinstance(dataset, Sized)
+        },
+        "backend": {
+            "name": backend.name,
+            "device": backend.device_name,
+            "reason": backend.reason,
+            "chips": backend.num_chips * trainer.args.world_size,
+            "hosts": backend.hosts.count,
+            "processes": max(trainer.args.world_size, backend.hosts.count),
+            "memory_per_chip": backend.memory_per_chip,
+        },
+        "facts": asdict(find_facts(trainer) if facts is None else facts),
+    }
+
+
+def find_versions() -> dict[str, str]:
+    """Versions of Python, this package and those that it builds on."""
+    found = {name: version(name) for name in _PACKAGES if find_spec(name) is not None}
+    return {"python": python_version(), "hf_tpu_ext": __version__, **found}
+
+
+def _changed_arguments(args: TrainingArguments) -> list[str]:
+    """Names of the fields whose value a person has set: it is not the default."""
+    changed = []
+    for field in fields(args):
+        value = vars(args)[field.name]
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        # Upstream makes these two of what was left out.
+        if value != default and value != [] and not isinstance(value, AcceleratorConfig):
+            changed.append(field.name)
+    return changed

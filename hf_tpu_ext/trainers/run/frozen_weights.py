@@ -1,0 +1,68 @@
+"""Training beside frozen weights that take half the memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ...formatting import format_bytes
+from ...sharding import ShardingPlan
+from ...step.frozen_weights import FrozenWeights
+
+
+class ShortFrozenWeights:
+    """
+    Keeps the frozen weights of a trainer in bfloat16, see [`FrozenWeights`].
+
+    They are only while the trainer uses the model. Whoever takes it out of the trainer, to merge adapters or to save
+    it, has the dtypes that it came with.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        #: Those of the trained model and of further ones, while they are in use.
+        self.in_use: list[FrozenWeights] | None = None
+
+    @contextmanager
+    def in_bfloat16(self) -> Iterator[None]:
+        """Within this context, frozen weights are bfloat16, where that changes no number."""
+        trainer = self._trainer
+        # FSDP2 keeps the parts of a weight by their memory.
+        stays = trainer.compiled.compute_dtype != torch.bfloat16 or trainer.backend.splits_weights
+        if stays or self.in_use is not None:
+            yield
+            return
+        # A reference that follows the policy changes, whatever its parameters say.
+        others = [] if vars(trainer.args).get("sync_ref_model") else trainer._other_models()
+        self.in_use = [
+            FrozenWeights(model, trainer.backend, ShardingPlan(model, trainer.chips.mesh).specs)
+            for model in (trainer.model, *others)
+        ]
+        try:
+            for frozen in self.in_use:
+                frozen.shorten(trainer._bfloat16_holds)
+            yield
+        finally:
+            for frozen in self.in_use:
+                frozen.restore()
+            self.in_use = None
+
+    @property
+    def names(self) -> set[str]:
+        """Parameters of the trained model that are bfloat16 for the time being."""
+        return set() if self.in_use is None else self.in_use[0].names
+
+    def in_float32(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Give a state dict of the trained model, on the host, the dtypes that it has without this."""
+        return state_dict if self.in_use is None else self.in_use[0].in_float32(state_dict)
+
+    def lines(self) -> list[str]:
+        """What a person is told about frozen weights at start."""
+        num_bytes = sum(frozen.num_bytes for frozen in self.in_use or ())
+        if not num_bytes:
+            return []
+        return [
+            f"frozen weights in bfloat16 (exact): {format_bytes(num_bytes)} of HBM instead of "
+            f"{format_bytes(2 * num_bytes)}"
+        ]

@@ -1,0 +1,349 @@
+"""Training with the layers as one loop: when it is done, and what it means for the optimizer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, count
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import PreTrainedModel, TrainerControl
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...errors import UserError
+from ...quantization.packed_linear import unpacked_once
+from ...sharding import ShardingPlan
+from ...step.alike_layers import find_layers, why_not_alike
+from ...step.layer_scan import LayerStack
+from ...step.optimizer import LazyAdamW
+from .own_code import (
+    EVENTS_AT_EVERY_STEP,
+    EVENTS_OF_A_STEP,
+    find_own_code,
+    find_own_code_between_steps,
+    has_own_code,
+    is_known,
+)
+
+
+logger = logging.get_logger(__name__)
+
+#: Families for which a loop was found to give the same losses as layers one by one.
+VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+# With fewer layers there is little to gain.
+_LEAST_LAYERS = 8
+# Weights of a layer. With more, a chip takes longer than the host, and by the compiler's estimate some percent longer if layers
+# that are unrolled have stacked parameters.
+_MOST_UNROLLED = 2**22
+
+
+class LayerScan:
+    """
+    Trains the layers of a model as one loop, see [`LayerStack`].
+
+    The parameters are stacked once the optimizer was made, which then trains the stacked ones, and are given back to
+    the layers when training ends, and for as long as callbacks of the user's run. Checkpoints of the model and of the
+    optimizer are those of the layers.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        #: The layers of the run under way, or of the last one.
+        self.stack: LayerStack | None = None
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run the layers as one loop from now on, if wanted and possible. Wanted and impossible is a `ValueError`."""
+        wanted = self._trainer.compiled.scan_layers
+        if wanted == "off":
+            return
+        plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if self.stack is not None and plain is not self._stacked_groups.optimizer:
+            # Another one was made since the last run.
+            self.stack = None
+        if self.stack is None:
+            reason = self._why_not_scan(optimizer)
+            if reason is not None:
+                if wanted == "on":
+                    raise UserError(f"scan_layers='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
+                return
+            if not self._own_code_allows_scan():
+                return
+            parent, name = find_layers(self._trainer.model)
+            layers, policy = getattr(parent, name), self._trainer.compiled.rematerialization
+            by_rows, made_in_turn = self._are_by_rows(layers), unpacked_once(layers[0])
+            self.stack = LayerStack(layers, self._trainer.backend, policy, by_rows, made_in_turn)
+            self._place_of_layers = (parent._modules, name, parent._modules[name])
+            if "call_event" not in vars(self._trainer.callback_handler):
+                self._trainer.callback_handler.call_event = partial(
+                    self._call_event, self._trainer.callback_handler.call_event
+                )
+            places = {
+                id(layer.get_parameter(parameter)): (parameter, index)
+                for index, layer in enumerate(self.stack.layers)
+                for parameter, _ in layer.named_parameters()
+            }
+            self.stack.stack()
+            self._stacked_groups = _StackedGroups(optimizer, places, self.stack.stacked)
+            self._put_stack()
+        elif not self.is_stacked:
+            self._take_up_loop()
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the layers run as one loop now."""
+        if self.stack is None:
+            return False
+        modules, name, _ = self._place_of_layers
+        return modules.get(name) is self.stack
+
+    def parts_of(self, parameter: nn.Parameter) -> list[nn.Parameter] | None:
+        """The parameters of the layers that one is stacked of; `None` for another one."""
+        return None if self.stack is None else self.stack.parts_of(parameter)
+
+    def _put_stack(self) -> None:
+        modules, name, _ = self._place_of_layers
+        modules[name] = self.stack
+        if self._trainer.backend.num_chips > 1:
+            ShardingPlan(self.stack, self._trainer.chips.mesh).apply(self.stack, self._trainer.backend)
+        self._trainer.backend.wait()
+
+    def end(self) -> None:
+        """Give the layers their parameters back, if they run as one loop."""
+        if self.is_stacked:
+            # What is pending reads the stacked parameters.
+            self._trainer.backend.flush()
+            modules, name, layers = self._place_of_layers
+            self.stack.unstack()
+            modules[name] = layers
+            self._trainer.backend.wait()
+
+    def _are_by_rows(self, layers: nn.ModuleList) -> bool:
+        """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""
+        model = unwrap_peft_model(self._trainer.model)
+        return model.config.get_text_config().model_type in VERIFIED and all(
+            is_known(type(module).__module__) for module in layers[0].modules()
+        )
+
+    # ---- Code of the user's that may look at layers ----
+
+    def _own_code_allows_scan(self) -> bool:
+        models = [self._trainer.model, *self._trainer._other_models()]
+        found = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
+        if found is None:
+            return True
+        if self._trainer.compiled.scan_layers == "on":
+            logger.warning(
+                f"scan_layers='on': {found}, and sees one layer with stacked parameters. Leave scan_layers out if it looks at "
+                "layers."
+            )
+            return True
+        logger.warning(
+            f"scan_layers is off, layers are unrolled: {found}, which may look at them; scan_layers='on' if it does not."
+        )
+        return False
+
+    def _call_event(self, call_event: Callable, event: str, *args, **kwargs) -> TrainerControl | None:
+        # With "on", it was said that what runs at every step looks at no layers.
+        stays = EVENTS_AT_EVERY_STEP if self._trainer.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
+        callbacks = self._trainer.callback_handler.callbacks
+        if not self.is_stacked or event in stays or not any(has_own_code(callback, event) for callback in callbacks):
+            return call_event(event, *args, **kwargs)
+        with self.one_by_one():
+            return call_event(event, *args, **kwargs)
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Within this context, between two steps, every layer has its own parameters."""
+        if not self.is_stacked:
+            yield
+            return
+        self._trainer.steps.end()
+        self.end()
+        try:
+            yield
+        finally:
+            self._take_up_loop()
+
+    @contextmanager
+    def as_a_loop(self) -> Iterator[None]:
+        """Within this context layers run as a loop, where a callback of the user's has them for the time being."""
+        left = self.stack is not None and not self.is_stacked
+        if left:
+            self._take_up_loop()
+        yield
+        if left:
+            self.end()
+
+    def _take_up_loop(self) -> None:
+        """Stack the layers again, unless they are not alike any more."""
+        if self.stack is None or self.is_stacked:
+            return
+        modules, name, layers = self._place_of_layers
+        reason = "the list of layers has changed"
+        if modules.get(name) is layers and list(layers) == self.stack.layers:
+            reason = self._why_layers_differ(layers)
+        if reason is None:
+            self.stack.stack()
+            self._put_stack()
+            return
+        logger.warning(f"scan_layers is off from here on, layers are unrolled: {reason}.")
+        self._stacked_groups.split()
+        self._trainer.averaging.split(self.stack)
+        self.stack, self._trainer.compiled.scan_layers = None, "off"
+        self._trainer.steps.make_gradients()
+        self._trainer.backend.wait()
+
+    def _why_layers_differ(self, layers: nn.ModuleList) -> str | None:
+        config = unwrap_peft_model(self._trainer.model).config
+        for setting in ("output_hidden_states", "output_attentions"):
+            if vars(config).get(setting):
+                return f"{setting}=True needs an output of every layer"
+        if self._trainer.backend.programs.aliased(list(layers.parameters())):
+            return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
+        return why_not_alike(layers, self._trainer.chips.split_output)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context, the model has the modules of all layers, though not their parameters: PEFT goes by modules."""
+        if self.stack is None:
+            yield
+            return
+        modules, name, layers = self._place_of_layers
+        before, modules[name] = modules[name], layers
+        try:
+            yield
+        finally:
+            modules[name] = before
+
+    def _why_not_scan(self, optimizer: torch.optim.Optimizer) -> str | None:
+        if self._trainer.compiled.rematerialization not in ("none", "full", "dots"):
+            return "the scan rematerializes layers as a whole, and rematerialization names modules of them"
+        if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
+            return "the scan rematerializes every layer, and every_n_layers asks for some"
+        if not isinstance(optimizer, LazyAdamW):
+            return f"{type(optimizer).__name__} may look at parameters as a whole (optim='adamw_torch' does not)"
+        model = unwrap_peft_model(self._trainer.model)
+        if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
+            return "the model has no list of layers, or several"
+        layers = getattr(*found)
+        config = model.config.get_text_config()
+        if len(set(vars(config).get("layer_types") or ["all"])) > 1:
+            return "the layers are of several types"
+        if (reason := self._why_layers_differ(layers)) is not None:
+            return reason
+        if (name := _name_in_two_groups(layers, optimizer)) is not None:
+            return f"{name} of the layers is in several parameter groups of the optimizer"
+        if self._trainer.compiled.scan_layers != "auto":
+            return None
+        if config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS:
+            return f"scan_layers='auto' does not scan {config.model_type} with {len(layers)} layers"
+        size = sum(parameter.numel() for parameter in layers[0].parameters())
+        if self._trainer.compiled.rematerialization == "none" and size > _MOST_UNROLLED:
+            return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
+        return None
+
+
+class _StackedGroups:
+    """
+    Makes an optimizer without state train stacked parameters, and keeps its state dict that of the single ones.
+    `places` has the name and layer of each of these, by its `id`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, places: dict[int, tuple[str, int]], stacked: dict[str, nn.Parameter]
+    ):
+        self.optimizer = optimizer
+        self._singles = [list(group["params"]) for group in optimizer.param_groups]
+        #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
+        self._parts: list[tuple[int, int | None]] = []
+        first = 0
+        for group in optimizer.param_groups:
+            trained: list[nn.Parameter] = []
+            positions: dict[str, int] = {}
+            for parameter in group["params"]:
+                name, index = places.get(id(parameter), (None, None))
+                if name is None:
+                    trained.append(parameter)
+                    self._parts.append((first + len(trained) - 1, None))
+                    continue
+                if name not in positions:
+                    positions[name] = first + len(trained)
+                    trained.append(stacked[name])
+                self._parts.append((positions[name], index))
+            group["params"] = trained
+            first += len(trained)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._split),
+            optimizer.register_load_state_dict_pre_hook(self._stack, prepend=True),
+        ]
+
+    def split(self) -> None:
+        """Make the optimizer train the single parameters, with their parts of its state."""
+        for hook in self._hooks:
+            hook.remove()
+        state = self.optimizer.state
+        of_stacked = [
+            state.pop(parameter, {}) for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
+        for parameter, (position, index) in zip(chain.from_iterable(self._singles), self._parts, strict=True):
+            state[parameter] = _part(of_stacked[position], index)
+        for group, singles in zip(self.optimizer.param_groups, self._singles, strict=True):
+            group["params"] = singles
+
+    def _split(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = state_dict["state"]
+        split = {
+            number: _part(state[position], index)
+            for number, (position, index) in enumerate(self._parts)
+            if position in state
+        }
+        return {"state": split, "param_groups": _numbered(state_dict["param_groups"], self._singles)}
+
+    def _stack(self, _, state_dict: dict[str, Any]) -> dict[str, Any]:
+        parts: dict[int, list[dict[str, Any]]] = {}
+        for number, (position, _) in enumerate(self._parts):
+            if number in state_dict["state"]:
+                parts.setdefault(position, []).append(state_dict["state"][number])
+        single = {position for position, index in self._parts if index is None}
+        stacked = [group["params"] for group in self.optimizer.param_groups]
+        trained = list(chain.from_iterable(stacked))
+
+        def stack(position: int, name: str) -> torch.Tensor:
+            found = [part[name] for part in parts[position]]
+            if position in single or not found[0].ndim:
+                return found[0]
+            # The host holds one at a time.
+            return self.optimizer.place(torch.stack(found), trained[position])
+
+        state = {position: {name: stack(position, name) for name in found[0]} for position, found in parts.items()}
+        return {"state": state, "param_groups": _numbered(state_dict["param_groups"], stacked)}
+
+
+def _part(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.Tensor]:
+    """The state of a single parameter, a copy of its part of a stacked one's."""
+    return {
+        name: value.clone() if index is None or not value.ndim else value[index].clone()
+        for name, value in state.items()
+    }
+
+
+def _name_in_two_groups(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -> str | None:
+    group_of = {
+        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+    for name, _ in layers[0].named_parameters():
+        if len({group_of.get(id(layer.get_parameter(name))) for layer in layers}) > 1:
+            return name
+    return None
+
+
+def _numbered(groups: list[dict[str, Any]], parameters: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
+    """Groups of a state dict, which has numbers for parameters: those of an optimizer that trains others."""
+    numbers = count()
+    return [
+        {**group, "params": [next(numbers) for _ in trained]}
+        for group, trained in zip(groups, parameters, strict=True)
+    ]

@@ -1,0 +1,125 @@
+"""Which lengths batches are padded to, and with what."""
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from ...data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
+from ...errors import UserError
+from ..checks.datasets import named_datasets
+from ..configs import ExtensionArguments, TPUTrainingArguments
+
+
+#: A single number in `length_buckets` up to this one is a count of buckets, not a length.
+MOST_BUCKETS = 32
+# Columns that have a value for each token, but are no sequence of their own.
+_NOT_TOKENS = ("position_ids", "segment_ids", "token_type_ids")
+
+
+def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The pad token id of a tokenizer. One that has none is a `ValueError`."""
+    if tokenizer.pad_token_id is None:
+        raise UserError(
+            "The tokenizer has no pad token, and batches are padded to a fixed length on XLA. Set one, for example "
+            "tokenizer.pad_token = tokenizer.eos_token, and pass it as processing_class=tokenizer."
+        )
+    return tokenizer.pad_token_id
+
+
+def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
+    """
+    Lengths of a prepared dataset's rows, as a trainer that truncates them to `longest` sees them; `None` where they
+    are not known without going through the data.
+
+    They are those of the `input_ids` column, or of `labels` where these are more, as an encoder-decoder model may have them; or of columns of completions that end in `_ids`, as `chosen_ids` and
+    `rejected_ids`, of which the longest counts, behind the prompt if there are `prompt_ids`.
+    """
+    if not isinstance(dataset, datasets.Dataset) or not len(dataset):
+        return None
+    columns = [name for name in dataset.column_names if name.endswith("_ids") and name not in _NOT_TOKENS]
+    if "input_ids" in columns:
+        columns = ["input_ids"]
+        labels = dataset.data.schema.field("labels").type if "labels" in dataset.column_names else None
+        if labels is not None and pa.types.is_list(labels) and pa.types.is_integer(labels.value_type):
+            columns.append("labels")
+    if not columns:
+        return None
+    table = dataset.with_format("arrow", columns=columns)[:]
+    lengths = {name: pc.list_value_length(table[name]) for name in columns}
+    prompts = lengths.pop("prompt_ids", None)
+    rows = pc.max_element_wise(*lengths.values()) if lengths else prompts
+    if lengths and prompts is not None:
+        rows = pc.add(rows, prompts)
+    return (rows if longest is None else pc.min_element_wise(rows, longest)).to_pylist()
+
+
+def longest_kept(args: TrainingArguments) -> int | None:
+    """The length in tokens that a trainer truncates rows to; `None` where rows are taken as they are."""
+    return None if isinstance(args, TPUTrainingArguments) else vars(args).get("max_length")
+
+
+def lengths_for(
+    args: TrainingArguments,
+    train_lengths: list[int] | None,
+    train,
+    evaluated,
+    batch_size: int,
+    positions: int | None = None,
+) -> list[int]:
+    """
+    Decide the lengths that the batches of a trainer are padded to, from those of the rows of the training data, if
+    known, and from the data. Returns distinct lengths, ascending; none where nothing is known, and batches keep what
+    the collator gives them. Rows that fit into the `positions` of a model are not padded beyond them.
+    """
+    kept = longest_kept(args)
+    eval_lengths = [
+        length for rows in named_datasets(None, evaluated).values() for length in row_lengths(rows, kept) or ()
+    ]
+    lengths = eval_lengths or None if train is None else train_lengths
+    max_length = vars(args).get("max_length")
+    if max_length is None and lengths is not None:
+        # Rows of one length need no pads at all.
+        longest = max(lengths)
+        max_length = longest if min(lengths) == longest else round_up_length(longest, longest + 128)
+    if max_length is None:
+        # Whatever the collator yields; the first other shape is an error.
+        return []
+    buckets = args.length_buckets if isinstance(args, ExtensionArguments) else None
+    declared = declare_lengths(buckets, max_length, lengths, batch_size, args.train_sampling_strategy)
+    # Rows to evaluate on may be longer.
+    longest = max(eval_lengths, default=0)
+    if longest > declared[-1]:
+        declared = [*declared, round_up_length(longest, longest + 128)]
+    fits = positions is not None and lengths is not None and max(*lengths, longest) <= positions
+    return sorted({min(length, positions) for length in declared}) if fits else declared
+
+
+def declare_lengths(
+    length_buckets: list[int] | None,
+    max_length: int,
+    train_lengths: list[int] | None,
+    batch_size: int,
+    train_sampling_strategy: str,
+) -> list[int]:
+    """
+    Decide the lengths that batches are padded to. Returns distinct lengths, ascending.
+
+    Without buckets it is the length of the longest row, rounded up, so that a `max_length` far above the data costs
+    nothing. `max_length` itself is always among them, for rows that only an evaluation set has; a length that does not
+    occur is never compiled. Buckets that are not usable, or that are to be chosen from data whose lengths are not
+    known, are a `ValueError`.
+    """
+    if not length_buckets:
+        fitting = [] if train_lengths is None else [round_up_length(max(train_lengths), max_length)]
+        return sorted({*fitting, max_length})
+    if len(length_buckets) == 1 and 0 < length_buckets[0] <= MOST_BUCKETS:
+        if train_lengths is None:
+            raise UserError(
+                f"length_buckets={length_buckets[0]} chooses the lengths from the training data, whose lengths are not "
+                "known (a streaming dataset). Give the lengths themselves, for example "
+                f"length_buckets={[max_length // 4, max_length // 2, max_length]}."
+            )
+        longest = batch_lengths(train_lengths, batch_size, train_sampling_strategy)
+        return sorted({*percentile_buckets(longest, length_buckets[0], max_length), max_length})
+    return sorted({*validate_buckets(length_buckets, max_length), max_length})

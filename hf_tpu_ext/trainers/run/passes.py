@@ -1,0 +1,107 @@
+"""Passes of a model without gradients, beside the training steps: each kind is a compiled program."""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...backends.program import CompiledFunction
+from ...step.random_numbers import RandomNumbers
+from .own_code import draws_other_layers, find_own_code
+from .programs import compile_for
+
+
+#: What upstream computes log-probabilities with.
+_METHODS_OF_A_PASS = ("_get_per_token_logps_and_entropies",)
+# A name beside the columns of a batch.
+_SEED = ("a number of the pass", "seed")
+
+
+class Passes:
+    """
+    Runs what a trainer computes with models between its training steps, such as the log-probabilities of completions.
+
+    A pass is a program of its own. Of each kind and shape two are traced, and from then on it is run by the handle of its program,
+    unless code of the user's runs in it.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._compiled: dict[Hashable, CompiledFunction | None] = {}
+        # What computes the pass under way.
+        self._trace: Callable[[dict[str, Tensor]], Any] | None = None
+
+    def forget(self) -> None:
+        """Forget what was compiled. A run makes other tensors of the weights."""
+        self._compiled.clear()
+
+    def run(
+        self,
+        kind: str,
+        model: nn.Module,
+        batch: dict[str, Tensor],
+        seed: Tensor,
+        trace: Callable[[dict[str, Tensor]], Any],
+    ) -> Any:
+        """
+        Run a pass, and return what `trace(batch)` makes, on the device.
+
+        Args:
+            kind (`str`):
+                What it is for. Passes of one kind are of one model, whose adapters are the same.
+            model (`torch.nn.Module`):
+                The model.
+            batch (`dict[str, torch.Tensor]`):
+                What it is given, on the device.
+            seed (`torch.Tensor` of shape `()`, int32):
+                What its random numbers follow from, on the device.
+            trace (`Callable`):
+                Computes it.
+        """
+        trainer = self._trainer
+        run_traced = partial(trainer.end_program, kind, f"step {trainer.state.global_step + 1}")
+        key = kind, model.training
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(model)
+        compiled = self._compiled[key]
+        self._trace = trace
+        data = {**batch, _SEED: seed}
+        if compiled is not None:
+            return compiled(data, run_traced, kind=kind)
+        made = self._compute(data, kind)
+        run_traced()
+        return made
+
+    def _compute(self, data: dict[Hashable, Tensor], kind: str) -> Any:
+        """What is compiled."""
+        with RandomNumbers(data[_SEED]):
+            return self._trace({name: value for name, value in data.items() if name != _SEED})
+
+    def _compile(self, model: nn.Module) -> CompiledFunction | None:
+        """What runs passes of a model; `None` where every pass is to be traced."""
+        why_not = partial(self._why_not_replay, model)
+        if self._trainer.compiled.step_replay is False or why_not() is not None:
+            # A line has said so of the steps.
+            return None
+        # They change nothing.
+        return compile_for(
+            self._trainer,
+            self._compute,
+            [model],
+            _METHODS_OF_A_PASS,
+            state=list,
+            why_not=why_not,
+            training=model.training,
+        )
+
+    def _why_not_replay(self, model: nn.Module) -> str | None:
+        if (setting := draws_other_layers(model)) is not None:
+            return f"{setting} leaves out other layers at every pass"
+        if self._trainer.compiled.step_replay is True:
+            return None
+        return find_own_code(self._trainer, [model], _METHODS_OF_A_PASS)

@@ -1,0 +1,121 @@
+"""Predictions that are text: what a model goes on with after the prompt of each row, in place of its logits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...errors import UserError
+from .text import TextGeneration
+
+
+logger = logging.get_logger(__name__)
+
+# What upstream pads predictions with, and marks tokens without a label with.
+_NOTHING = -100
+
+
+@dataclass
+class PredictedTextArguments:
+    """What the trainers take that evaluate text which the model writes."""
+
+    predict_with_generate: bool = field(
+        default=False,
+        metadata={
+            "help": "Predict text in place of logits, as Seq2SeqTrainer does: compute_metrics and predict() get the tokens that the "
+            "model goes on with after the prompt of each row, which is what comes before its first label."
+        },
+    )
+    generation_max_new_tokens: int = field(
+        default=128,
+        metadata={"help": "How many tokens predict_with_generate generates at most."},
+    )
+
+    def __post_init__(self):
+        if self.generation_max_new_tokens < 1:
+            raise UserError(
+                f"generation_max_new_tokens={self.generation_max_new_tokens} is not positive. Give the number of tokens to write at "
+                "most, for example generation_max_new_tokens=128."
+            )
+        if not self.predict_with_generate and self.generation_max_new_tokens != type(self).generation_max_new_tokens:
+            raise UserError(
+                f"generation_max_new_tokens={self.generation_max_new_tokens} has no effect without text to predict. Set "
+                "predict_with_generate=True, or leave it out."
+            )
+        super().__post_init__()
+
+
+class PredictedText:
+    """
+    Writes what a trainer predicts, with the weights that its model has now, by [`TextGeneration`].
+
+    The model's own `generation_config` says how. A batch is written at once, and read once.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer, whose arguments are [`PredictedTextArguments`].
+
+    Raises:
+        `ValueError`: The rows of an evaluation are several sequences each.
+    """
+
+    def __init__(self, trainer):
+        args = trainer.args
+        packs = vars(args).get("packing") if vars(args).get("eval_packing") is None else args.eval_packing
+        if packs or vars(args).get("padding_free"):
+            raise UserError(
+                "predict_with_generate=True writes on after the prompt of each row, and packed rows have several. Set "
+                "eval_packing=False and padding_free=False."
+            )
+        model = unwrap_peft_model(trainer.model)
+        if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
+            raise UserError(
+                f"predict_with_generate=True of {type(args).__name__} writes on after a prompt, and {type(model).__name__} is an "
+                "encoder-decoder model. Train it by class TPUSeq2SeqTrainer(TPUTrainerMixin, Seq2SeqTrainer): ... with "
+                "Seq2SeqTrainingArguments(predict_with_generate=True); TPUTrainerMixin is in hf_tpu_ext.trainers."
+            )
+        if trainer.compute_metrics is None:
+            logger.warning(
+                "predict_with_generate=True has no effect on evaluate() without compute_metrics, only on predict()."
+            )
+        self._trainer = trainer
+        config = GenerationConfig(max_new_tokens=args.generation_max_new_tokens, pad_token_id=trainer._pad_token_id)
+        self._text = TextGeneration(trainer, config, trainer.lengths if trainer.backend.static_shapes else ())
+
+    def of_batch(self, inputs: Mapping[str, Any]) -> Tensor:
+        """
+        Write what follows the prompts of a batch, whose `input_ids` and `labels` are of shape `(rows, length)`.
+
+        Returns:
+            `torch.Tensor` of shape `(rows, generation_max_new_tokens)`, int64: The tokens, and -100 after the end of a text.
+
+        Raises:
+            `ValueError`: A row has no prompt.
+        """
+        prompts = [_prompt_of(row, inputs) for row in range(len(inputs["input_ids"]))]
+        # The last batch of an evaluation is the same program.
+        written = self._text.generate(prompts, rows=self._trainer.args.eval_batch_size).token_ids
+        longest = torch.zeros(self._trainer.args.generation_max_new_tokens, dtype=torch.int64)
+        rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in written]
+        return pad_sequence([*rows, longest], batch_first=True, padding_value=_NOTHING)[:-1]
+
+
+def _prompt_of(row: int, inputs: Mapping[str, Any]) -> list[int]:
+    tokens, labels = inputs["input_ids"][row], inputs["labels"][row]
+    if "attention_mask" in inputs:
+        is_token = inputs["attention_mask"][row].bool()
+        tokens, labels = tokens[is_token], labels[is_token]
+    labelled = (labels != _NOTHING).tolist()
+    prompt = tokens[: labelled.index(True)] if any(labelled) else tokens
+    if not len(prompt):
+        raise UserError(
+            f"predict_with_generate=True: row {row} of a batch has a label at its first token, so there is no prompt to write on "
+            "after. Give labels of -100 to prompts; of SFT, completion_only_loss=True or assistant_only_loss=True does so."
+        )
+    return prompt.tolist()

@@ -1,0 +1,111 @@
+"""Functions of a trainer that run as compiled programs, and what guards these."""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...backends.program import CompiledFunction
+from ...step.fingerprint import StepFingerprint
+from ...step.python_state import PythonState
+from .own_code import HOOKS_OF_ALL_MODULES, METHODS_OF_A_STEP, attributes_of_a_step, namespaces_of_a_step
+
+
+logger = logging.get_logger(__name__)
+
+
+def warn_traced(reason: str, training: bool = True) -> None:
+    """Say that steps are traced each time, or batches of an evaluation, and why, as half a sentence."""
+    what = "Step replay is off, every step" if training else "Replay of evaluation is off, every batch"
+    logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
+
+
+def dtypes_of(models: Sequence[nn.Module]) -> tuple[torch.dtype, ...]:
+    """Dtypes of all parameters. Frozen weights are short while they are in use."""
+    return tuple(parameter.dtype for model in models for parameter in model.parameters())
+
+
+def compile_for(
+    trainer,
+    function: Callable[..., Any],
+    models: Sequence[nn.Module],
+    methods: tuple[str, ...],
+    state: Callable[[], list[torch.Tensor]],
+    why_not: Callable[[], str | None],
+    settings: Callable[[], Hashable] | None = None,
+    training: bool = False,
+    on_change: Callable[[], None] | None = None,
+) -> CompiledFunction:
+    """
+    Compile a function of a trainer, see [`~hf_tpu_ext.backends.program.CompiledFunction`].
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+        function (`Callable`):
+            What is compiled.
+        models (`Sequence[torch.nn.Module]`):
+            Models that it runs, the first of which is that of the run.
+        methods (`tuple[str, ...]`):
+            Methods of the trainer whose code runs in it.
+        state (`Callable[[], list[torch.Tensor]]`):
+            Lists what it reads and writes besides the models, always in the same order.
+        why_not (`Callable[[], str | None]`):
+            Says, after a change, why each call is to be traced, as half a sentence.
+        settings (`Callable[[], Hashable]`, *optional*):
+            What else it depends on. By default the dtypes of the models.
+        training (`bool`, *optional*, defaults to `False`):
+            Whether it trains the model.
+        on_change (`Callable[[], None]`, *optional*):
+            Called when something has changed that it depends on, before that is noted.
+    """
+    own = partial(dtypes_of, models) if settings is None else settings
+
+    def note(given: list[torch.Tensor]) -> PythonState:
+        if on_change is not None:
+            on_change()
+        return note_python_state(trainer, models, trainer.backend.programs.memory_of, given, methods)
+
+    trusts_code = trainer.compiled.step_replay is True
+    fingerprint = StepFingerprint(
+        models, note, lambda: (own(), trainer.settings_of_programs()), why_not, training, trusts_code
+    )
+    return trainer.backend.programs.compile(
+        function,
+        lambda: [*fingerprint.tensors, *state()],
+        fingerprint,
+        trainer.copies.context,
+        draws_on_host=trusts_code,
+        warn=partial(warn_traced, training=training),
+    )
+
+
+def note_python_state(
+    trainer,
+    models: Sequence[nn.Module],
+    memory_of: Callable[[list[torch.Tensor]], Any],
+    given: list[torch.Tensor],
+    methods: tuple[str, ...] = METHODS_OF_A_STEP,
+) -> PythonState:
+    """
+    Note what Python may read in `methods` of a trainer, besides the values of the tensors that are given. `memory_of` is as in
+    [`PythonState`].
+    """
+    roots: dict[str, Any] = {}
+    for model in models:
+        unwrapped = unwrap_peft_model(model)
+        if isinstance(unwrapped, PreTrainedModel):
+            # Each module has it, too.
+            roots.setdefault("model.config", unwrapped.config)
+    roots |= {"model" if index == 0 else f"further model {index}": model for index, model in enumerate(models)}
+    roots |= HOOKS_OF_ALL_MODULES
+    attributes = {"trainer": (trainer, attributes_of_a_step(trainer, methods))}
+    if methods is METHODS_OF_A_STEP:
+        hooks = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        attributes["optimizer"] = trainer._plain_optimizer, hooks
+    return PythonState(roots, attributes, namespaces_of_a_step(trainer, models), given, memory_of)

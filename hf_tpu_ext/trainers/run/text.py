@@ -1,0 +1,134 @@
+"""Text that the model of a trainer generates, in the middle of a run or outside of one."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...generation import Generated, Generator
+from ...generation.sampling import count_until_end, find_ends
+from .own_code import find_own_code
+from .programs import compile_for, warn_traced
+
+
+logger = logging.get_logger(__name__)
+
+# The only method of a trainer whose code runs while text is generated.
+_METHODS = ("compute_loss_context_manager",)
+
+
+class TextGeneration:
+    """
+    Generates completions with the weights that a trainer's model has now, in programs of static shape.
+
+    They are run by their handle from the third time on, as steps are. Where functions are compiled, they are compiled whole. Both,
+    unless code of the user's runs in the model. Where shapes are not static, upstream's
+    `generate` makes the tokens, and no log-probabilities.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+        config ([`~transformers.GenerationConfig`]):
+            As in [`Generator`].
+        prompt_lengths (`Sequence[int]`, *optional*):
+            As in [`Generator`]. By default the length of the longest prompt of each call.
+    """
+
+    def __init__(self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int] = ()):
+        self._trainer, self._config, self._lengths = trainer, config, list(prompt_lengths)
+        self.generator: Generator | None = None
+        self._made_for: tuple | None = None
+        self._known: list[int] = []
+        self._said: str | None = None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seed: int | None = None, rows: int | None = None, copies: int = 1
+    ) -> Generated:
+        """As [`Generator.generate`]. By programs of `rows` rows, where fewer prompts than that are to be one of them."""
+        model = self._trainer.model
+        was_training = model.training
+        try:
+            if not self._trainer.backend.static_shapes:
+                return self._generate_eagerly(prompts)
+            missing = 0 if rows is None else max(0, rows - len(prompts))
+            made = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed, copies)
+            return Generated(made.token_ids[: len(prompts)], made.log_probs[: len(prompts)])
+        finally:
+            # What replays programs has it in evaluation mode from the start.
+            model.train(was_training)
+
+    def _generate_by_programs(self, prompts: Sequence[Sequence[int]], seed: int | None, copies: int) -> Generated:
+        trainer = self._trainer
+        lengths = self._lengths or [max(map(len, prompts))]
+        # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
+        compiles = trainer.backend.compiles_functions and self._may_compile()
+        settings = unwrap_peft_model(trainer.model).generation_config.to_dict(), trainer.settings_of_programs()
+        made_for = lengths, settings, compiles
+        if made_for != self._made_for:
+            self._made_for = made_for
+            self.generator = Generator(trainer.model, trainer.backend, self._config, lengths, self._run, compiles)
+            self._known = []
+        with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
+            self._follow_model()
+            with trainer.copies.not_made():
+                return self.generator.generate(prompts, seed, copies)
+
+    def _generate_eagerly(self, prompts: Sequence[Sequence[int]]) -> Generated:
+        model, config = self._trainer.model.eval(), self._config
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids, mask = (
+            pad_sequence(each, batch_first=True, padding_value=value, padding_side="left").to(
+                self._trainer.args.device
+            )
+            for each, value in ((rows, config.pad_token_id or 0), ([torch.ones_like(row) for row in rows], 0))
+        )
+        with torch.no_grad(), self._trainer.compute_loss_context_manager():
+            made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
+        ends = find_ends(unwrap_peft_model(model)._prepare_generation_config(config)[0])
+        return Generated([row[: count_until_end(row, ends)] for row in made.tolist()], [])
+
+    def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Any]) -> Any:
+        where = f"{name} after step {self._trainer.state.global_step}"
+        return self._trainer.end_program(name, where, run=run, shape=shape)
+
+    def _may_compile(self) -> bool:
+        """Whether programs may be compiled whole. A line says why not."""
+        if not self._trainer.steps.compiles_whole:
+            return False
+        reason = find_own_code(self._trainer, [self._trainer.model], _METHODS)
+        if reason not in (None, self._said):
+            self._said = reason
+            logger.warning(f"Text is generated by operators: {reason}, which may do something else each time.")
+        return reason is None
+
+    # ---- Replay ----
+
+    def _follow_model(self) -> None:
+        """Forget what was recorded where the model has other tensors now: a run stacks those of the layers."""
+        trainer = self._trainer
+        models = [trainer.model]
+        known = [id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())]
+        if trainer.compiled.step_replay is False or known == self._known:
+            return
+        self._known, self.generator.compiled = known, None
+        why_not = partial(self._why_not_replay, models)
+        if (reason := why_not()) is not None:
+            if reason not in (self._said, trainer.steps.why_not):
+                warn_traced(reason, training=False)
+            self._said = reason
+            return
+        self.generator.compiled = compile_for(
+            trainer, self.generator.trace, models, _METHODS, state=self.generator.tensors, why_not=why_not
+        )
+
+    def _why_not_replay(self, models: list[nn.Module]) -> str | None:
+        if self._trainer.compiled.step_replay is True:
+            return None
+        found = find_own_code(self._trainer, models, _METHODS)
+        return None if found is None else f"{found}; step_replay=True if it does the same at every step"

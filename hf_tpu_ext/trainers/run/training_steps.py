@@ -1,0 +1,355 @@
+"""The training steps of a run: each is one compiled program, or its stages one by one where code of the user's runs between them."""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from ...backends.program import CompiledFunction, StateLost
+from ...step.activation_checkpointing import rematerialize
+from ...step.gradients import StepGradients
+from ...step.optimizer import LazyAdamW
+from ...step.random_numbers import RandomNumbers
+from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
+from ..checkpoint.files import newest_checkpoint
+from .own_code import (
+    METHODS_OF_A_STEP,
+    draws_other_layers,
+    find_code_between_stages,
+    find_own_code,
+    has_own_code,
+    places_between_stages,
+)
+from .programs import compile_for, warn_traced
+
+
+# How the names of numbers begin, beside the columns of a batch.
+_NUMBER = "a number of the step"
+
+
+class SentBatch(dict):
+    """A batch that is on the device."""
+
+
+def _is_number(key: Hashable) -> bool:
+    return isinstance(key, tuple) and key[0] == _NUMBER
+
+
+class TrainingSteps(TrainerCallback):
+    """
+    Owns the training steps of a trainer on XLA.
+
+    Upstream's loop calls `training_step`. There the whole step is run as one program, see
+    [`~hf_tpu_ext.step.train_step.train_step`]: traced, or by its handle. What upstream calls afterwards, to clip and to update,
+    finds the work done. Where code of the user's runs between the backward pass and the update, or the optimizer is another than
+    AdamW, upstream's loop calls the stages one by one, each step is traced, and its program ends at `on_step_end`, or at
+    `on_substep_end` with gradient accumulation. This object is the first of the callbacks, so that all others find a step that has
+    ended.
+
+    A program that is run by its handle runs no Python of the model, the loss or the optimizer. What Python of known packages may
+    have read is compared at each step. Where code of the user's runs inside a step, it is traced; `step_replay=True` says that this
+    code does the same at every step.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        #: The steps of the run under way, or `None` where their stages run one by one.
+        self.compiled: CompiledFunction | None = None
+        #: Why the steps of the last run were traced.
+        self.why_not: str | None = None
+        #: Numbers that the step under way has on the device, besides the batch.
+        self.data: dict[str, torch.Tensor] = {}
+        #: The norm of the gradients of the step under way, once it is known.
+        self.grad_norm: torch.Tensor | None = None
+        #: Where gradients are between micro-steps.
+        self.gradients: StepGradients | None = None
+        # What the optimizer updates in the steps of this state.
+        self._updated: Sequence[Any] | None = None
+        # The step whose stages run one by one, and which has not ended.
+        self._under_way: str | None = None
+        self._forward_backward: Callable[..., torch.Tensor] | None = None
+        # Where code of the user's may run between the stages of a step, as it was when that was looked at last.
+        self._places: Hashable = None
+        # Whether code of the user's runs between micro-steps.
+        self._shows_gradients = False
+        self._rematerialized: list[nn.Module] = []
+
+    @property
+    def replays(self) -> bool:
+        """Whether the step under way, or the last one, is run by the handle of its program."""
+        return self.compiled is not None and self.compiled.replays
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._trainer._plain_optimizer
+
+    # ---- A run ----
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
+        trainer = self._trainer
+        # Not when `train` is called: auto_find_batch_size begins again with other shapes.
+        trainer.expect_batches("train")
+        if trainer.neftune_noise_alpha is not None:
+            trainer.by_length.replace_noise(trainer.neftune_hook_handle)
+        with trainer.layers.in_place():
+            self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
+        with trainer.layers.as_a_loop():
+            self._begin_run(model, optimizer.optimizer)
+
+    def _begin_run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        trainer = self._trainer
+        trainer.evaluations.forget()
+        if isinstance(optimizer, LazyAdamW):
+            optimizer.create_state()
+        trainer.averaging.begin()
+        self.make_gradients()
+        trainer.copies.separate(model)
+        self._compile(model)
+        trainer.watching.begin()
+        self.reset_upstream_loss()
+        trainer.backend.wait()
+
+    def make_gradients(self) -> None:
+        """Make the gradients of the model what they are between the steps of this run, and split the state over chips."""
+        chips, model = self._trainer.chips, self._trainer.model
+        self.gradients = chips.gradients_of(model, self.gradients)
+        chips.shard_training_state(model, self._optimizer, self.gradients)
+
+    def reset_upstream_loss(self) -> None:
+        """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
+        zero = torch.zeros(())
+        self._trainer._tr_loss = self._trainer.backend.send(zero) if self.compiled is None else zero
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end_run()
+
+    def end_run(self) -> None:
+        """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
+        trainer = self._trainer
+        self._under_way = self.compiled = self.grad_norm = self._forward_backward = None
+        trainer.evaluations.forget()
+        if self.gradients is not None:
+            for parameter in trainer.model.parameters():
+                parameter.grad = None
+            self.gradients = trainer.chips.local_gradients = None
+            if isinstance(self._optimizer, LazyAdamW):
+                self._optimizer.is_done = False
+        for module in self._rematerialized:
+            del module.forward
+        self._rematerialized = []
+
+    # ---- A step ----
+
+    def run(self, model, inputs, num_items_in_batch, forward_backward: Callable) -> torch.Tensor:
+        """
+        Run a micro-step, all of it or its first stages. `forward_backward` is called with the arguments of upstream's
+        `training_step`, the tensors of which are on the device. Returned is what upstream adds to the loss that it would log: 0
+        where [`LossLog`] keeps the loss.
+        """
+        trainer = self._trainer
+        self.gradients.take_back()
+        self._follow_optimizer()
+        self.grad_norm = None
+        numbers = {**trainer._step_data(), "seed": trainer.seeds.next()}
+        closing = trainer.accelerator.sync_gradients
+        if self.compiled is None:
+            return self._run_stages(model, inputs, num_items_in_batch, numbers, closing, forward_backward)
+        if not model.training:
+            # Upstream does so at each step.
+            model.train()
+        if closing:
+            numbers["update"] = self._optimizer.numbers()
+        numbers["num_items_in_batch"] = num_items_in_batch
+        # Fewer at the end of an epoch; upstream divides some losses by it.
+        numbers["accumulation"] = trainer.current_gradient_accumulation_steps
+        with trainer.copies.not_made():
+            # Names of their own: columns of a batch have any.
+            named = {(_NUMBER, name): value for name, value in numbers.items()}
+            tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+            data = named | trainer._send_batch(inputs, tensors)
+        self._forward_backward = forward_backward
+        try:
+            results = self.compiled(data, partial(trainer.end_program, *self._name(closing)), closing=closing)
+        except StateLost as error:
+            error.add_note(self._how_to_go_on())
+            raise
+        if closing:
+            self.grad_norm = results["grad_norm"]
+            self._optimizer.is_done = True
+            self._optimizer.count()
+            self._check_updates()
+        elif self._shows_gradients:
+            self.gradients.show()
+        return torch.zeros(())
+
+    def _check_updates(self) -> None:
+        """What is counted as updated holds for every program of this state: none may update other parameters."""
+        before, self._updated = self._updated, self._optimizer.updated
+        if before is not None and before is not self._updated and before != self._updated:
+            self.compiled.refuse("the step updates other parameters than before")
+
+    def _name(self, closing: bool) -> tuple[str, str]:
+        """What a step does, and where in the run it is."""
+        return OPTIMIZER_STEP if closing else MICRO_STEP, f"step {self._trainer.state.global_step + 1}"
+
+    def _train_step(self, data: dict[Any, Any], closing: bool) -> dict[str, torch.Tensor]:
+        """What is compiled."""
+        trainer = self._trainer
+        numbers = {key[1]: value for key, value in data.items() if _is_number(key)}
+        batch = SentBatch((key, value) for key, value in data.items() if not _is_number(key))
+        self.data = numbers
+        if self.compiled.traced is not None:
+            # Nothing else looks at what has changed.
+            self._follow_model()
+        with RandomNumbers(numbers["seed"]):
+            return train_step(
+                self._compute_gradients,
+                self.gradients,
+                trainer._log_step_loss,
+                trainer.clip_gradients,
+                self._optimizer.update,
+                trainer.model,
+                batch,
+                numbers,
+                closing,
+            )
+
+    def _compute_gradients(self, model: nn.Module, batch: dict[str, Any], numbers: dict[str, Any]) -> torch.Tensor:
+        return self._forward_backward(model, batch, numbers["num_items_in_batch"])
+
+    # ---- A step whose stages run one by one ----
+
+    def _run_stages(
+        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, forward_backward: Callable
+    ) -> torch.Tensor:
+        """The stages up to the backward pass. The others are called by upstream's loop."""
+        trainer, send = self._trainer, self._trainer.backend.send
+        if not self.gradients.are_of(model):
+            self.make_gradients()
+        self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
+        self.data, num_items_in_batch = send(numbers), send(num_items_in_batch)
+        with trainer.copies.not_made(), RandomNumbers(self.data["seed"]), self.gradients.micro_step(closing):
+            loss = self.gradients.over_chips(forward_backward(model, inputs, num_items_in_batch))
+        if not closing:
+            self.gradients.show()
+        if not trainer._override_returns_loss:
+            trainer._log_step_loss(loss, closing)
+        return loss
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.end()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.end()
+
+    def end(self) -> None:
+        """End the step that is under way, if there is one: run its program, and tell those who watch."""
+        kind, self._under_way = self._under_way, None
+        if kind is None:
+            return
+        if kind == OPTIMIZER_STEP:
+            self.gradients.drop()
+        done = self._trainer.state.global_step
+        self._trainer.end_program(kind, f"step {done if kind == OPTIMIZER_STEP else done + 1}")
+
+    # ---- Compiling ----
+
+    def _compile(self, model: nn.Module) -> None:
+        trainer = self._trainer
+        models = [model, *trainer._other_models()]
+        self.why_not = self._why_not(models)
+        wanted = trainer.compiled.step_replay
+        if self.why_not is not None and wanted is not False:
+            warn_traced(self.why_not)
+        self._note_places(places_between_stages(trainer))
+        if self._why_stages() is not None:
+            return
+        self.compiled = compile_for(
+            trainer,
+            self._train_step,
+            models,
+            METHODS_OF_A_STEP,
+            state=self._tensors,
+            why_not=partial(self._why_not, models),
+            settings=self._settings,
+            training=True,
+            on_change=self._follow_model,
+        )
+        if wanted is False or self.why_not is not None:
+            # A line has said so.
+            self.compiled.traced = self.why_not or "step_replay=False"
+
+    def _why_stages(self) -> str | None:
+        """Why the stages of a step run one by one."""
+        if not isinstance(self._optimizer, LazyAdamW):
+            return (
+                f"{type(self._optimizer).__name__} takes its learning rate as a Python number (optim=adamw_torch does "
+                "not)"
+            )
+        return find_code_between_stages(self._trainer)
+
+    def _why_not(self, models: Sequence[nn.Module]) -> str | None:
+        if (reason := self._why_stages()) is not None:
+            return reason
+        if (setting := draws_other_layers(models[0])) is not None:
+            return f"{setting} leaves out other layers at every step"
+        if self._trainer.compiled.step_replay is True or (found := find_own_code(self._trainer, models)) is None:
+            return None
+        return f"{found}; step_replay=True if it does the same at every step"
+
+    def _follow_optimizer(self) -> None:
+        """Go on with an optimizer that a callback has put in the place of the run's own, and with callbacks that it has added."""
+        trainer = self._trainer
+        trainer.averaging.follow_optimizer()
+        if self.compiled is None:
+            return
+        places = places_between_stages(trainer)
+        if places == self._places:
+            return
+        self._note_places(places)
+        if (reason := self._why_stages()) is None:
+            self._optimizer.create_state()
+            return
+        self.compiled = None
+        self.reset_upstream_loss()
+        if not isinstance(self._optimizer, LazyAdamW):
+            reason = f"the optimizer was replaced by {type(self._optimizer).__name__}"
+        warn_traced(reason)
+
+    def _note_places(self, places: Hashable) -> None:
+        self._places = places
+        callbacks = self._trainer.callback_handler.callbacks
+        self._shows_gradients = any(has_own_code(callback, "on_substep_end") for callback in callbacks)
+
+    def _follow_model(self) -> None:
+        """Keep the gradients of what is trained now, and expect other updates."""
+        self._updated = None
+        if not self.gradients.are_of(self._trainer.model):
+            self.make_gradients()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """What a step reads and changes, besides the model; always in the same order."""
+        trainer = self._trainer
+        tensors = [*self.gradients.tensors, *trainer.loss_log.tensors.values(), *trainer.metrics.changed_by("train")]
+        for state in self._optimizer.state.values():
+            tensors += [state["exp_avg"], state["exp_avg_sq"]]
+        tensors += trainer.averaging.tensors.values()
+        tensors += trainer._state_of_steps()
+        return tensors
+
+    def _settings(self) -> Any:
+        callbacks = self._trainer.callback_handler.callbacks
+        return id(self._optimizer), self._optimizer.settings(), tuple(map(id, callbacks))
+
+    def _how_to_go_on(self) -> str:
+        newest = newest_checkpoint(self._trainer._get_output_dir(None))
+        if newest is None:
+            return "There is no checkpoint to resume from: begin anew, with save_steps below the steps that a failure may cost."
+        return f"Resume from {newest}: trainer.train(resume_from_checkpoint={newest!r}), or `resume_from_checkpoint: true` in the recipe."

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning, with a teacher or with few bits."""

@@ -1,0 +1,223 @@
+"""Fine-tuning that also learns from a teacher."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
+
+from ...distillation.cache import TeacherCache
+from ...distillation.cache_format import MAKE
+from ...distillation.collator import cached_teacher, collate_with_teacher
+from ...distillation.fused_head import Distillation, Head, TokenTerms, distill
+from ...distillation.losses import TopK
+from ...distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
+from ...errors import UserError
+from ...quantization.fake_quantized import without_rounding
+from ...sharding.per_chip import ShardToFull
+from ...step.attention import static_masks
+from ...step.autocast import matmul_dtype
+from ...step.looped_head import head_computed_by
+from ..checks.datasets import named_datasets
+from ..configs import TPUSFTConfig
+
+
+#: Names of what is logged on top, each the mean over the tokens of a batch.
+KD_METRICS = ("ce_loss", "kd_loss", "teacher_coverage", "teacher_agreement")
+
+
+def distills(args: Any) -> bool:
+    """Whether arguments ask for a teacher."""
+    return isinstance(args, TPUSFTConfig) and (args.kd_teacher is not None or args.kd_cache is not None)
+
+
+class DistillationMixin:
+    """
+    The part of [`TPUSFTTrainer`] that learns from a teacher: `(1 - kd_alpha) * CE + kd_alpha * T**2 * KD`
+    (https://huggingface.co/papers/1503.02531), both over the tokens with a label and normalised alike.
+
+    It goes where TRL computes the log-probabilities of a batch, so that both terms and the metrics come from one pass
+    over the logits, on XLA, CUDA and CPU alike.
+    """
+
+    teacher: Teacher | None = None
+
+    def _prepare_teacher(self) -> None:
+        args = self.args
+        self._check_loss()
+        if self.backend.unknown_upstream and self.backend.ranks.count > 1 and args.kd_cache is not None:
+            raise UserError(
+                f"kd_cache={args.kd_cache!r} is read by one process only with torch_tpu, and here are {self.backend.ranks.count}. Set "
+                "num_chips=1, or set kd_teacher=MODEL and leave kd_cache out."
+            )
+        self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
+        if args.kd_cache is not None:
+            self._open_cache()
+            self.teacher = cached_teacher
+        elif args.kd_teacher == "base":
+            if not isinstance(self.model, PeftModel):
+                raise UserError(
+                    "kd_teacher='base' is the student with its adapters switched off, but this student has none. Train with LoRA "
+                    "(use_peft: true, or peft_config=LoraConfig(...)), or name the model to learn from: kd_teacher=MODEL. A student that "
+                    "is rounded (qat_weight_dtype) can learn from its own base by that name."
+                )
+            self._check_top_k(unwrap_peft_model(self.model))
+            self.teacher = anchor_teacher
+        else:
+            self.teacher = OnlineTeacher(
+                self._load_teacher(args.kd_teacher), self.backend, self.chips.mesh, self.compiled.attention
+            )
+
+    def _check_loss(self) -> None:
+        if self.compute_loss_func is not None:
+            # What upstream computes beside it, for metrics, has no gradient, and it need not hold a cross-entropy.
+            raise UserError(
+                "Distillation mixes the teacher's loss with plain cross-entropy, and compute_loss_func replaces that. Leave "
+                "compute_loss_func out, or leave kd_teacher and kd_cache out."
+            )
+
+    def _load_teacher(self, name: str) -> torch.nn.Module:
+        student = unwrap_peft_model(self.model)
+        if name == student.name_or_path and not isinstance(self.model, PeftModel) and self.rounding is None:
+            raise UserError(
+                f"kd_teacher={name!r} is the student itself. Set kd_teacher to another model, or train with LoRA (use_peft: true) and "
+                "set kd_teacher='base', which holds the student to its base."
+            )
+        check_vocabulary(AutoTokenizer.from_pretrained(name), self._tokenizer, name)
+        self._check_top_k(student)
+        # In bfloat16 compute as it is stored, usually half the size of the student's weights.
+        in_full = self.compiled.compute_dtype is None and not self.args.bf16
+        dtype = student.get_output_embeddings().weight.dtype if in_full else "auto"
+        teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        self._check_top_k(teacher)
+        return teacher
+
+    def _check_top_k(self, model: PreTrainedModel) -> None:
+        top_k, vocab_size = self.args.kd_top_k, model.get_output_embeddings().weight.shape[0]
+        if top_k is not None and top_k > vocab_size:
+            raise UserError(
+                f"kd_top_k={top_k}, but the vocabulary of {model.name_or_path!r} has {vocab_size} tokens. Set kd_top_k to "
+                f"1...{vocab_size}, or leave it out for all tokens."
+            )
+
+    def _open_cache(self) -> None:
+        args = self.args
+        if args.packing or args.eval_packing:
+            raise UserError(
+                "packing=True joins sequences to rows, and a teacher's cache is looked up by the sequence. Set packing=False "
+                "and eval_packing=False; length_buckets keeps the padding low."
+            )
+        cache = TeacherCache(args.kd_cache, preload=args.kd_preload)
+        self._check_teacher_of(cache)
+        vocab_size = unwrap_peft_model(self.model).get_output_embeddings().weight.shape[0]
+        warnings = cache.check(args.kd_temperature, args.kd_top_k, self._tokenizer, args.max_length, vocab_size)
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
+            if isinstance(dataset, Dataset):
+                cache.check_dataset(dataset, name)
+        manifest = cache.manifest
+        top_k = manifest.top_k if args.kd_top_k is None else args.kd_top_k
+        self.data_collator = partial(collate_with_teacher, self.data_collator, cache, args.kd_temperature, top_k)
+        coverage = manifest.coverage[manifest.temperatures.index(args.kd_temperature)]
+        self.compiled.changes.append(
+            f"teacher {manifest.teacher} from {args.kd_cache}: its top {top_k} tokens, "
+            f"{coverage:.1%} of its mass at temperature {args.kd_temperature:g}"
+        )
+        self.compiled.changes.extend(warnings)
+
+    def _check_teacher_of(self, cache: TeacherCache) -> None:
+        student = unwrap_peft_model(self.model).name_or_path
+        asked = student if self.args.kd_teacher == "base" else self.args.kd_teacher
+        if asked not in (None, cache.manifest.teacher):
+            raise UserError(
+                f"kd_teacher={self.args.kd_teacher!r}, but kd_cache={self.args.kd_cache!r} was made by "
+                f"{cache.manifest.teacher!r}. Leave kd_teacher out to use the cache as it is, or build another one: {MAKE} "
+                f"DIR --kd_teacher {self.args.kd_teacher}"
+            )
+        if cache.manifest.teacher == student and not isinstance(self.model, PeftModel) and self.rounding is None:
+            raise UserError(
+                f"kd_cache={self.args.kd_cache!r} was made by {student!r}, the student itself. "
+                "Train with LoRA (use_peft: true), which such a cache holds to its base, or build a cache of another teacher: "
+                f"{MAKE} DIR --kd_teacher MODEL"
+            )
+
+    @property
+    def _runs_other_passes(self) -> bool:
+        return distills(self.args) and self.args.kd_cache is None
+
+    def _other_models(self) -> list[torch.nn.Module]:
+        models = super()._other_models()
+        return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.teacher is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # It may have been set since.
+        self._check_loss()
+        mode = "train" if self.model.training else "eval"
+        scored = inputs["labels"][:, 1:].flatten() != -100
+        masks = (
+            static_masks(inputs.get("segment_ids"), not self.backend.traces_steps)
+            if self.backend.static_shapes
+            else nullcontext()
+        )
+        # The student's own base is a teacher as it was before it was rounded.
+        with masks, torch.no_grad(), without_rounding(self.rounding):
+            teacher = self.teacher(self.model, inputs)
+        seen: list[TokenTerms] = []
+
+        def score(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
+            terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, seen)
+            return terms.log_probs, terms.entropy, None, None, terms.is_top1
+
+        with head_computed_by(score), self.metrics.deferred():
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = result if return_outputs else (result, None)
+            loss = self._mix(loss, seen[0], scored, num_items_in_batch, mode)
+        return (loss, outputs) if return_outputs else loss
+
+    def _compare(
+        self, student: Head, targets: Tensor, teacher: Head | TopK, scored: Tensor, seen: list[TokenTerms]
+    ) -> TokenTerms:
+        tokens = teacher[0].shape[0]
+        chips = self.backend.num_chips
+        by_chip = chips > 1 and tokens == student.hidden.shape[0] * chips
+        if by_chip:
+            teacher = teacher.full_to_shard(self.backend)
+        elif tokens != student.hidden.shape[0]:
+            # On GPUs TRL scores the tokens with a label only.
+            teacher = TopK(*(value[scored] for value in teacher))
+        terms = distill(student, targets, teacher, self._distillation, self.backend, matmul_dtype(student.hidden))
+        seen.append(TokenTerms(*(ShardToFull.apply(term, self.backend) for term in terms)) if by_chip else terms)
+        return terms
+
+    def _mix(
+        self, loss: Tensor, terms: TokenTerms, scored: Tensor, num_items_in_batch: Tensor | int | None, mode: str
+    ) -> Tensor:
+        alpha, temperature = self.args.kd_alpha, self.args.kd_temperature
+        mask = scored if terms.kd.shape == scored.shape else torch.ones_like(terms.kd, dtype=torch.bool)
+
+        def total(term: Tensor) -> Tensor:
+            return torch.where(mask, term, torch.zeros_like(term)).sum()
+
+        ce, kd = -total(terms.log_probs), total(terms.kd)
+        num_tokens = scored.sum() if num_items_in_batch is None else num_items_in_batch
+        if isinstance(num_tokens, Tensor):
+            num_tokens = num_tokens.clamp(min=1)
+        # Of all processes, as upstream counts them, whose gradients are averaged.
+        processes = self.backend.ranks.count
+        shares = processes if num_items_in_batch is not None and self.args.average_tokens_across_devices else 1
+        # Upstream's loss holds the cross-entropy in full.
+        mixed = loss + alpha * shares * (temperature**2 * kd - ce) / num_tokens
+        sums = (ce, kd, total(terms.coverage), total(terms.agreement), scored.sum())
+        *sums, tokens = (self.chips.over_chips(value.detach()) for value in sums)
+        if processes > 1:
+            *sums, tokens = (mean * processes for mean in self.backend.ranks.mean([*sums, tokens]))
+        for name, value in zip(KD_METRICS, sums, strict=True):
+            mean = value / tokens.clamp(min=1)
+            self._metrics[mode][name].append(mean if self.backend.metrics_on_device else mean.item())
+        return mixed

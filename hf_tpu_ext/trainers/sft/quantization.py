@@ -1,0 +1,150 @@
+"""Quantization-aware training: a model learns with the weights that it will have after rounding."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...errors import UserError
+from ...formatting import count
+from ...quantization.rounding import Rounding
+from ...quantization.trained_for import TrainedFor
+from ...step.looped_head import head_wrapped_by
+from ..configs import TPUSFTConfig
+
+
+logger = logging.get_logger(__name__)
+
+
+class QuantizationMixin:
+    """
+    The part of [`TPUSFTTrainer`] that rounds weights in the forward pass, as the `qat_` fields of [`TPUSFTConfig`] say.
+
+    While the trainer uses the model, to train, to evaluate, to answer samples, its layers compute with rounded weights. Whoever
+    takes it out of the trainer has the model that it came with, and its trained weights in full.
+    """
+
+    #: How layers round, `None` where they do not.
+    rounding: Rounding | None = None
+
+    def _prepare_fake_quantization(self) -> None:
+        args = self.args
+        if not isinstance(args, TPUSFTConfig) or args.qat_weight_dtype is None:
+            return
+        base = unwrap_peft_model(self.model)
+        if vars(base).get("is_quantized"):
+            raise UserError(
+                f"qat_weight_dtype={args.qat_weight_dtype!r} rounds weights that are trained in full, and those of the model "
+                "are quantized already. Leave out load_in_4bit, load_in_8bit and quantization_config."
+            )
+        self._trained_for = TrainedFor(
+            args.qat_weight_dtype,
+            args.qat_group_size,
+            args.qat_activation_dtype,
+            args.qat_quantize_embedding,
+            args.qat_adapters,
+            args.qat_scale,
+        )
+        self._fake_quantization = self._trained_for.fake_quantization(self.model)
+        self._layers_round = False
+        self.rounding = self._fake_quantization.rounding
+        self.rounding.on = not args.qat_fake_quant_after_n_steps
+        self.compiled.changes += self._describe_fake_quantization()
+        if args.qat_fake_quant_after_n_steps:
+            self.add_callback(_RoundLater(self, args.qat_fake_quant_after_n_steps))
+
+    def write_model(self, output_dir: str, state_dict) -> None:
+        super().write_model(output_dir, state_dict)
+        if self.rounding is not None and self.args.should_save:
+            self._trained_for.write(output_dir)
+
+    def _describe_fake_quantization(self) -> list[str]:
+        args, found = self.args, self._fake_quantization
+        what = f"weights of {count(len(found.linears), 'linear layer')} in {args.qat_weight_dtype}"
+        lines = [f"fake quantization: {what}, groups of {args.qat_group_size}"]
+        if args.qat_scale != "max":
+            lines[0] += f", scales by {args.qat_scale}"
+        if args.qat_activation_dtype is not None:
+            lines[0] += f", activations in {args.qat_activation_dtype}"
+        if found.inside:
+            lines[0] += f", adapters inside the rounding of {len(found.inside)}"
+        if args.qat_fake_quant_after_n_steps:
+            lines[0] += f", after step {args.qat_fake_quant_after_n_steps}"
+        if found.experts:
+            lines.append(f"not rounded, since they are no linear layers: {', '.join(found.experts)}")
+        if not self._has_adapters and args.qat_adapters != "inside":
+            lines.append(f"qat_adapters={args.qat_adapters!r} has no effect: there are no adapters (use_peft: true)")
+        if any(dropout.p for module in found.inside.values() for dropout in _dropouts_of(module)):
+            lines.append(
+                "lora_dropout has no effect with qat_adapters='inside': adapters are part of the rounded weight"
+            )
+        return lines
+
+    @property
+    def _has_adapters(self) -> bool:
+        return unwrap_peft_model(self.model) is not self.model
+
+    def settings_of_programs(self) -> Hashable:
+        return self.rounding is not None and self.rounding.on
+
+    @contextmanager
+    def models_as_run(self) -> Iterator[None]:
+        with super().models_as_run(), ExitStack() as context:
+            # An evaluation in the middle of training finds them so.
+            if self.rounding is not None and not self._layers_round:
+                context.enter_context(self._fake_quantization.applied())
+                self._layers_round = True
+                context.callback(setattr, self, "_layers_round", False)
+            yield
+
+    @contextmanager
+    def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+        with super().models_compiled(segment_ids), self._head_rounded():
+            yield
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.backend.static_shapes:
+            # Within, what computes the head is chosen first.
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self._head_rounded():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @contextmanager
+    def _head_rounded(self) -> Iterator[None]:
+        if self.rounding is None or not self._layers_round or self._fake_quantization.head is None:
+            yield
+            return
+        with head_wrapped_by(self._fake_quantization.rounding_head):
+            yield
+
+
+def _dropouts_of(module: torch.nn.Module) -> list[torch.nn.Dropout]:
+    return [inner for inner in module.lora_dropout.values() if isinstance(inner, torch.nn.Dropout)]
+
+
+class _RoundLater(TrainerCallback):
+    """Rounds from a step on, which is another program: the one more that is compiled is expected."""
+
+    def __init__(self, trainer, after: int):
+        self._trainer, self._after = trainer, after
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._after >= state.max_steps:
+            logger.warning(
+                f"qat_fake_quant_after_n_steps={self._after} leaves none of the {count(state.max_steps, 'step')} of this run to "
+                "train with rounded weights, and evaluations are of weights in full. Set it lower, or train for more steps."
+            )
+        # A run that is resumed may evaluate before a step, or have none left: as the last step before was.
+        self._round(state.global_step > self._after)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._round(state.global_step >= self._after)
+
+    def _round(self, rounds: bool) -> None:
+        if rounds != self._trainer.rounding.on:
+            self._trainer.rounding.on = rounds
+            if self._trainer.backend.static_shapes:
+                self._trainer.watch.expect_others()

@@ -1,0 +1,109 @@
+"""Supervised fine-tuning."""
+
+from datasets import Dataset
+from transformers import GenerationConfig, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from ...callbacks.samples import ShowSamples
+from ...data import PackedCollator
+from ...errors import UserError
+from ..checkpoint.saving import UPSTREAM_METRICS
+from ..checks.datasets import check_dataset, named_datasets
+from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
+from ..configs import ExtensionArguments, TPUSFTConfig
+from ..mixin import TPUTrainerMixin
+from ..run.text import TextGeneration
+from .distillation import KD_METRICS, DistillationMixin, distills
+from .quantization import QuantizationMixin
+
+
+class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTrainer):
+    """
+    [`~trl.SFTTrainer`] that trains on TPU, GPU and CPU with the same arguments.
+
+    Takes everything that [`~trl.SFTTrainer`] takes, a plain [`~trl.SFTConfig`] included, and logs the same metrics with
+    the same values. Arguments are not changed. On XLA the batches of a data collator are padded to the declared lengths.
+
+    Example:
+
+    ```python
+    >>> from hf_tpu_ext import TPUSFTTrainer as SFTTrainer
+    >>> from datasets import load_dataset
+
+    >>> trainer = SFTTrainer(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Raises:
+        `ValueError`: A setting or a dataset does not work; the message says what to do instead.
+    """
+
+    evaluation_metrics = (
+        UPSTREAM_METRICS,
+        ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss", *KD_METRICS),
+    )
+
+    def _complete_arguments(self, args, model) -> TrainingArguments:
+        if isinstance(args, TrainingArguments) and not isinstance(args, SFTConfig):
+            # Upstream would do so after the arguments were pointed to the device, and find another one.
+            config_cls = TPUSFTConfig if isinstance(args, ExtensionArguments) else SFTConfig
+            return config_cls(**{**args.to_dict(), "hub_token": args.hub_token})
+        return super()._complete_arguments(args, model)
+
+    def _check_data(self, given) -> None:
+        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+            check_dataset(dataset, name, given["args"], has_formatting_func=given.get("formatting_func") is not None)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        prepare = super()._prepare_dataset
+        settings = (processing_class, args, packing, formatting_func, dataset_name)
+        # What a function of the user's makes text of is its own.
+        columns = () if formatting_func is not None else (*TEXT_OR_MESSAGES, args.dataset_text_field)
+        with naming_rows({f"the {dataset_name} dataset": dataset}, columns, lambda row: prepare(row, *settings)):
+            return prepare(dataset, *settings)
+
+    def _finish_set_up(self) -> None:
+        self._prepare_fake_quantization()
+        if distills(self.args):
+            self._prepare_teacher()
+        if isinstance(self.args, TPUSFTConfig) and self.args.show_samples:
+            self._show_samples(self.args.show_samples)
+
+    def _show_samples(self, count: int) -> None:
+        if not isinstance(self.eval_dataset, Dataset):
+            raise UserError(
+                f"show_samples={count} takes prompts from the evaluation set, but there is none to take them from. Pass "
+                "one eval_dataset (eval_strategy: steps in a recipe), or leave show_samples out."
+            )
+        rows = [self.eval_dataset[index] for index in range(min(count, len(self.eval_dataset)))]
+        config = GenerationConfig(
+            max_new_tokens=ShowSamples.max_new_tokens, do_sample=False, pad_token_id=self._pad_token_id
+        )
+        text = TextGeneration(self, config)
+        self.add_callback(ShowSamples(self._tokenizer, rows, lambda prompts: text.generate(prompts).token_ids))
+
+    def _more_metrics(self) -> tuple[str, ...]:
+        return KD_METRICS if distills(self.args) else ()
+
+    # ---- Static shapes ----
+
+    _config_name = TPUSFTConfig.__name__
+
+    def _make_batches_static(self) -> None:
+        if self.padding_free:
+            # Upstream would flatten the batch into one row of another length each time.
+            self.data_collator = PackedCollator(self._pad_token_id, self.args.max_length, self._count_tokens)
+        else:
+            super()._make_batches_static()
+
+    # ---- Loss and metrics ----
+
+    def _why_loss_counts_tokens(self) -> None:
+        # It is a sum over the tokens with a label, whatever the model.
+        return None
+
+    def _loss_sums_tokens(self, model) -> bool:
+        return self.model_accepts_loss_kwargs and self.compute_loss_func is None
