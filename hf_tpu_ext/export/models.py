@@ -30,9 +30,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_toke
 from transformers.utils import CONFIG_NAME, logging
 
 from ..errors import UserError
+from ..trainers.checkpoint.average_file import load_average
 from ..trainers.checkpoint.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
 from ..trainers.checkpoint.files import MANIFEST_NAME, find_damage
-from ..trainers.run.ema import load_average
 
 
 @dataclass(frozen=True)

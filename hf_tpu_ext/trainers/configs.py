@@ -15,7 +15,6 @@ from ..quantization.fake_quantized import ADAPTERS
 from ..quantization.rounding import ACTIVATION_DTYPES, SCALES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
 from ..step.attention import ATTENTIONS
-from .run.predicted_text import PredictedTextArguments
 
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
@@ -219,6 +218,36 @@ class ExtensionArguments:
 
 
 @describe_fields
+@dataclass
+class PredictedTextArguments:
+    """What the trainers take that evaluate text which the model writes."""
+
+    predict_with_generate: bool = field(
+        default=False,
+        metadata={
+            "help": "Predict text in place of logits, as Seq2SeqTrainer does: compute_metrics and predict() get the tokens that the "
+            "model goes on with after the prompt of each row, which is what comes before its first label."
+        },
+    )
+    generation_max_new_tokens: int = field(
+        default=128,
+        metadata={"help": "How many tokens predict_with_generate generates at most."},
+    )
+
+    def __post_init__(self):
+        if self.generation_max_new_tokens < 1:
+            raise UserError(
+                f"generation_max_new_tokens={self.generation_max_new_tokens} is not positive. Give the number of tokens to write at "
+                "most, for example generation_max_new_tokens=128."
+            )
+        if not self.predict_with_generate and self.generation_max_new_tokens != type(self).generation_max_new_tokens:
+            raise UserError(
+                f"generation_max_new_tokens={self.generation_max_new_tokens} has no effect without text to predict. Set "
+                "predict_with_generate=True, or leave it out."
+            )
+        super().__post_init__()
+
+
 @dataclass
 class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
     """[`~trl.SFTConfig`] with the settings of [`ExtensionArguments`] and [`PredictedTextArguments`], and with those below."""

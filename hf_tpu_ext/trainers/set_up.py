@@ -33,7 +33,7 @@ from .checks.arguments import (
 from .checks.followed_arguments import FollowedArguments
 from .checks.settings import check_architecture, check_processes, check_settings, check_split_by_upstream
 from .checks.upstream import check_trainer, loads_model
-from .configs import ExtensionArguments
+from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips, unused_settings
 from .run.eager_steps import EagerSteps, check_loader, check_split, check_there
 from .run.ema import Averaging
@@ -45,7 +45,7 @@ from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.metrics import DeferredMetrics
 from .run.own_code import owner_of
-from .run.predicted_text import PredictedText, PredictedTextArguments
+from .run.predicted_text import PredictedText
 from .run.training_steps import TrainingSteps
 from .run.watch import TrainerWatch
 from .run.weight_copies import WeightCopies

@@ -31,7 +31,7 @@ OURS = {
 NAMES = {name for cls in OURS for name in vars(cls) if not name.startswith("__")}
 SOURCES = [ast.parse(inspect.getsource(cls)) for cls in OURS]
 # With those of the objects that the trainer hands its work to.
-PACKAGE = [ast.parse(file.read_text(encoding="utf-8")) for file in Path(trainers.__file__).parent.glob("*.py")]
+PACKAGE = [ast.parse(file.read_text(encoding="utf-8")) for file in Path(trainers.__file__).parent.rglob("*.py")]
 
 
 # ---- Hooks ----

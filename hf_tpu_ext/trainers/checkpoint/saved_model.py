@@ -13,7 +13,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, A
 from ...atomic_write import sync_directory
 from ...formatting import format_bytes
 from ...quantization.trained_for import QUANTIZATION_FILE
-from ..run.ema import EMA_FILE, is_average
+from .average_file import EMA_FILE, is_average
 from .base_record import BASE_FILE
 from .files import next_aside
 from .run_lock import locked

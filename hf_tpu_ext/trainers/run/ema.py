@@ -5,8 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -16,50 +15,14 @@ from ...errors import UserError
 from ...step.ema import WeightAverage, at_least_float32, in_place_of_weights
 from ...step.layer_scan import LayerStack
 from ...step.optimizer import LazyAdamW
+from ..checkpoint.average_file import EMA_FILE, UPDATES
 from ..configs import ExtensionArguments
 
 
 logger = logging.get_logger(__name__)
 
-#: Beside the weights of a model or an adapter: the averages of those that are trained, by their names in the model.
-EMA_FILE = "ema.safetensors"
-_UPDATES = "updates"
 # Share of the weights of the beginning in the last average, from which on it is worth a line.
 _MUCH_OF_THE_FIRST = 0.1
-
-
-def is_average(path: Path) -> bool:
-    """Whether a file is an average that [`Averaging`] wrote."""
-    try:
-        with safe_open(path, "pt") as file:
-            return _UPDATES in (file.metadata() or {})
-    except SafetensorError:
-        return False
-
-
-def load_average(model: nn.Module, directory: Path) -> None:
-    """
-    Load the average that a run has kept beside its weights into the model that it has trained. Raises `ValueError` where
-    there is none, or that of another model.
-    """
-    path = directory / EMA_FILE
-    if not path.is_file():
-        raise UserError(
-            f"{directory} has no {EMA_FILE}: the run kept no average of its weights, for which it needs ema_decay, for example "
-            "ema_decay=0.999. Leave out --ema, or give a checkpoint that has one."
-        )
-    try:
-        averages = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} cannot be read ({error}). Take another checkpoint.") from error
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, average in averages.items():
-        if name not in parameters or parameters[name].shape != average.shape:
-            raise UserError(
-                f"{path} is not of the model beside it, which has no {name} of shape {tuple(average.shape)}. Take another "
-                "checkpoint."
-            )
-        parameters[name].data.copy_(average)
 
 
 class Averaging(TrainerCallback):
@@ -201,7 +164,7 @@ class Averaging(TrainerCallback):
     def save(self, directory: str) -> None:
         """Write the average beside a model that is saved."""
         if self.tensors:
-            updates = {_UPDATES: str(self.average.updates)}
+            updates = {UPDATES: str(self.average.updates)}
             save_safetensors(self._in_file(), Path(directory) / EMA_FILE, updates)
 
     def load_best(self, checkpoint: str) -> None:
@@ -229,5 +192,5 @@ class Averaging(TrainerCallback):
                 loaded = [file.get_tensor(name) for name in wanted]
                 whole = (loaded[0] if parts is None else torch.stack(loaded)).to(at_least_float32(parameter.dtype))
                 average.values[parameter] = self._trainer.backend.place_as(whole, parameter)
-            average.updates = int(file.metadata()[_UPDATES])
+            average.updates = int(file.metadata()[UPDATES])
         return True

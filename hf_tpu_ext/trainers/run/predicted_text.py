@@ -1,7 +1,6 @@
 """Predictions that are text: what a model goes on with after the prompt of each row, in place of its logits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,36 +18,6 @@ logger = logging.get_logger(__name__)
 
 # What upstream pads predictions with, and marks tokens without a label with.
 _NOTHING = -100
-
-
-@dataclass
-class PredictedTextArguments:
-    """What the trainers take that evaluate text which the model writes."""
-
-    predict_with_generate: bool = field(
-        default=False,
-        metadata={
-            "help": "Predict text in place of logits, as Seq2SeqTrainer does: compute_metrics and predict() get the tokens that the "
-            "model goes on with after the prompt of each row, which is what comes before its first label."
-        },
-    )
-    generation_max_new_tokens: int = field(
-        default=128,
-        metadata={"help": "How many tokens predict_with_generate generates at most."},
-    )
-
-    def __post_init__(self):
-        if self.generation_max_new_tokens < 1:
-            raise UserError(
-                f"generation_max_new_tokens={self.generation_max_new_tokens} is not positive. Give the number of tokens to write at "
-                "most, for example generation_max_new_tokens=128."
-            )
-        if not self.predict_with_generate and self.generation_max_new_tokens != type(self).generation_max_new_tokens:
-            raise UserError(
-                f"generation_max_new_tokens={self.generation_max_new_tokens} has no effect without text to predict. Set "
-                "predict_with_generate=True, or leave it out."
-            )
-        super().__post_init__()
 
 
 class PredictedText:
