@@ -177,7 +177,7 @@ class StepStatus(TrainerCallback):
 
     # ---- What a log shows ----
 
-    def take(self) -> dict[str, float]:
+    def take_speed(self) -> dict[str, float]:
         """What was measured since the last call, by its name in a log; empty if no step has ended since."""
         if not self._steps:
             return {}
@@ -196,15 +196,17 @@ class StepStatus(TrainerCallback):
             if (flops := self._count_flops(counts)) is not None:
                 peak = self._backend.chip.flops_per_second * self._backend.num_chips * self._backend.ranks.count
                 logs["mfu"] = round(flops / in_steps / peak, 4)
-        for phase in PHASES:
-            if phase in spent:
-                logs[f"phase/{phase}"] = round(spent[phase] / (1 if phase in BESIDES_STEPS else self._steps), 6)
         if (peak := self._backend.peak_memory()) is not None:
             logs["peak_memory_gib"] = round(peak / 2**30, 3)
         for shape, count in counts.items():
             self.batches[shape] = self.batches.get(shape, BatchCount()) + count
         self._window, self._steps = {}, 0
         return logs
+
+    def take_phases(self) -> dict[str, float]:
+        """Seconds of each phase since training began, by its name in the last log of a run."""
+        spent = self.clock.until_now()
+        return {f"phase/{phase}": round(spent[phase], 6) for phase in PHASES if phase in spent}
 
     def _count_flops(self, counts: dict[tuple[int, ...], BatchCount]) -> float | None:
         if self._flops is None:

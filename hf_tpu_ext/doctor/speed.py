@@ -147,10 +147,8 @@ def _train(
         callbacks=[times],
     )
     trainer.train()
-    logs = trainer.state.log_history
-    peak = max((entry["peak_memory_gib"] for entry in logs if "peak_memory_gib" in entry), default=None)
-    losses = [entry["loss"] for entry in logs if "loss" in entry]
-    return losses, times, None if peak is None else round(peak * 2**30)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, times, backend.peak_memory()
 
 
 def write_recipe(directory: Path) -> Path:

@@ -157,7 +157,9 @@ class ExtensionArguments:
     )
     step_status: bool = field(
         default=True,
-        metadata={"help": "Show in logs the time of a step by phase, tokens per second, utilization and memory."},
+        metadata={
+            "help": "Show in logs the time of a step, tokens per second, utilization and memory, and at the end the time by phase."
+        },
     )
     run_report: bool = field(
         default=True,

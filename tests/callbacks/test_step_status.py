@@ -85,11 +85,11 @@ def test_tokens_of_a_batch(batch, tokens, padded):
         status.on_step_begin(None, None, None)
         status.count(batch)
         status.on_step_end(None, None, None)
-    logs = status.take()
+    logs = status.take_speed()
     (count,) = status.batches.values()
     assert (count.batches, count.tokens, count.padded_tokens) == (2, 2 * tokens, 2 * padded)
     assert logs["padded_tokens_per_second"] / logs["tokens_per_second"] == pytest.approx(padded / tokens, rel=1e-3)
-    assert status.take() == {}, "no step since"
+    assert status.take_speed() == {}, "no step since"
 
 
 def test_batches_without_tokens_are_timed_only():
@@ -98,7 +98,7 @@ def test_batches_without_tokens_are_timed_only():
     status.on_step_begin(None, None, None)
     status.count({"pixel_values": torch.ones(2, 3, 4, 4)})
     status.on_step_end(None, None, None)
-    logs = status.take()
+    logs = status.take_speed()
     assert logs["step_time"] > 0 and not any("tokens" in name for name in logs)
 
 

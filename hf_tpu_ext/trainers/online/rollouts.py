@@ -63,6 +63,7 @@ class RolloutMixin(RolloutCheckpoints):
 
     generates = True
     drops_nan_metrics = True
+    timed_upstream = ("step_time",)
     # Upstream prepares a batch on the host, before the program of the step begins.
     methods_on_host = ("_prepare_inputs",)
 

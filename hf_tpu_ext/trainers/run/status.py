@@ -28,6 +28,8 @@ class StatusMixin:
 
     #: What times the steps, or `None` with `step_status=False`.
     status: StepStatus | None = None
+    #: What is measured here and has a place in `state.log_history` upstream, too.
+    timed_upstream: tuple[str, ...] = ()
 
     def start_status(self) -> None:
         """Time the steps of the runs to come."""
@@ -50,7 +52,7 @@ class StatusMixin:
         )
 
     def phase(self, name: str) -> AbstractContextManager:
-        """Context that is a phase of a step, by its name in logs after `phase/`."""
+        """Context that is a phase of a step, by its name in the last log after `phase/`."""
         return nullcontext() if self.status is None else self.status.clock.phase(name)
 
     def begin_read(self) -> None:
@@ -149,15 +151,24 @@ class StatusMixin:
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def log(self, logs, start_time=None) -> None:
-        if self.status is not None and "loss" in logs:
-            logs.update(self.status.take())
+        measured = {}
+        if self.status is not None:
+            measured = self.status.take_speed() if "loss" in logs else {}
+            measured |= self.status.take_phases() if "train_runtime" in logs else {}
+        shown, history = {**logs, **measured}, self.state.log_history
+        before = len(history)
         pending = self.is_in_train and self.state.global_step > self._globalstep_last_logged
         if pending and self.model.training and self.backend.metrics_on_device:
             # Called by a callback: upstream shows the metrics so far, and begins anew.
             with self.copies.not_made():
                 self.metrics.take("train", self.backend.fetch(self.metrics.tensors("train"), self.begin_read))
         with self.phase("log"):
-            super().log(logs, start_time)
+            super().log(shown, start_time)
+        # Callbacks have shown how fast the machine was. The history and the result of a run are upstream's.
+        for entry in history[before:]:
+            for name in measured.keys() - set(self.timed_upstream):
+                entry.pop(name, None)
+        logs.update({name: value for name, value in shown.items() if name not in measured})
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **kwargs):
         self.followed.take_up()
