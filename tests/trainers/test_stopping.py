@@ -13,6 +13,7 @@ import pytest
 import torch
 import two_processes
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TrainingPreempted
 from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step, find_damage
@@ -369,10 +370,20 @@ def test_torchrun_that_is_told_to_stop_leaves_what_it_leaves_with_upstreams_trai
     assert left["0"] - left["1"] == {"manifest.json", "run_state.json"} and left["1"] <= left["0"]
 
 
-def test_upstreams_own_handler_is_replaced(make, capfd):
-    before = signal.getsignal(signal.SIGTERM)
-    trainer = make("jit", enable_jit_checkpoint=True, max_steps=1, eval_strategy="no", save_strategy="no")
-    assert signal.getsignal(signal.SIGTERM) == before
-    trainer.train()
+def test_upstreams_own_handler_gives_way(make, capfd):
+    before, during = signal.getsignal(signal.SIGTERM), []
+
+    class Handler(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            during.append(signal.getsignal(signal.SIGTERM))
+
+    config = dict(enable_jit_checkpoint=True, eval_strategy="no", save_strategy="no")
+    trainer = make("jit", [Handler(), StopAt("on_step_end", 2)], max_steps=3, **config)
+    (upstreams,) = [found for found in trainer.callback_handler.callbacks if isinstance(found, JITCheckpointCallback)]
+    assert trainer.args.enable_jit_checkpoint
+    assert signal.getsignal(signal.SIGTERM) == upstreams.jit_manager._sigterm_handler
+    with pytest.raises(TrainingPreempted) as stopped:
+        trainer.train()
+    assert set(during) == {trainer.preemption._on_signal} and stopped.value.step == 2
     assert signal.getsignal(signal.SIGTERM) == before
     assert "enable_jit_checkpoint has no effect" in capfd.readouterr().out

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
@@ -71,9 +72,8 @@ class SavingMixin:
     stops_when_told = True
 
     def _arrange_saving(self) -> None:
-        """Before upstream's `__init__`, where its own handler of signals is set."""
+        """Before upstream's `__init__`."""
         if self.compiled.args.enable_jit_checkpoint:
-            self.compiled.args.enable_jit_checkpoint = False
             self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
         ranks = self.backend.ranks
@@ -266,7 +266,13 @@ class SavingMixin:
 
     def stopping_when_told(self) -> AbstractContextManager:
         """Context in which a signal stops the run."""
-        return self.preemption.listen() if self.stops_when_told else nullcontext()
+        if not self.stops_when_told:
+            return nullcontext()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, JITCheckpointCallback):
+                # Puts back the handler that upstream's has replaced, which a second signal is for.
+                callback.on_train_end(self.args, self.state, self.control)
+        return self.preemption.listen()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         if self.preemption.reason is not None:
