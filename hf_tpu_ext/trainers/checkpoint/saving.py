@@ -268,10 +268,10 @@ class SavingMixin:
         """Context in which a signal stops the run."""
         if not self.stops_when_told:
             return nullcontext()
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, JITCheckpointCallback):
-                # Puts back the handler that upstream's has replaced, which a second signal is for.
-                callback.on_train_end(self.args, self.state, self.control)
+        if (upstreams := self.pop_callback(JITCheckpointCallback)) is not None:
+            # It puts back the handler of signals that it has replaced, which a second signal is for. Left where it is, it would
+            # run between the backward pass and the update of each step.
+            upstreams.on_train_end(self.args, self.state, self.control)
         return self.preemption.listen()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
