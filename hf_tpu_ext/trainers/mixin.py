@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -377,7 +377,7 @@ class TPUTrainerMixin(
     # ---- Checkpoints ----
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        with self.alike.deciding():
+        with self.agreement.deciding(self.state.global_step, lambda: self.control):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _init_training_state(
@@ -397,7 +397,7 @@ class TPUTrainerMixin(
         self.followed.take_up()
         with only_run_in(self.args.output_dir, self.backend.hosts, self._writes_run, self.backend.ranks):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
-            self.alike.check_beginning()
+            self.agreement.check_beginning(named_datasets(self.train_dataset, self.eval_dataset))
             if self._writes_run:
                 writes_record = any(isinstance(callback, RunRecord) for callback in self.callback_handler.callbacks)
                 set_aside(self._get_output_dir(trial), checkpoint, writes_record)
@@ -405,7 +405,10 @@ class TPUTrainerMixin(
                 self.backend.hosts.together("training"),
                 self.stopping_when_told(),
                 self.models_as_run(),
-                self.copies.real(),
+                self.copies.real(
+                    [self, *self.callback_handler.callbacks],
+                    [self.compute_metrics, self.preprocess_logits_for_metrics, self.compute_loss_func],
+                ),
             ):
                 try:
                     return super().train(checkpoint, trial, *args, **kwargs)
@@ -417,8 +420,17 @@ class TPUTrainerMixin(
         """Within this context models compute as they do in programs: what training, evaluation and predictions share."""
         adapted = [self.model] if self.backend.traces_steps else []
         told = self.by_length.told() if self.backend.static_shapes else nullcontext()
-        with told, self.frozen.in_bfloat16(), self.chips.split_activations(), adapters_scaled_inside(adapted):
+        with told, self.frozen_in_bfloat16(), self.chips.split_activations(), adapters_scaled_inside(adapted):
             yield
+
+    def frozen_in_bfloat16(self) -> AbstractContextManager:
+        """Within this context frozen weights take half the memory, where that changes no number."""
+        # FSDP2 keeps the parts of a weight by their memory.
+        if self.compiled.compute_dtype != torch.bfloat16 or self.backend.splits_weights:
+            return nullcontext()
+        # A reference that follows the policy changes, whatever its parameters say.
+        others = [] if vars(self.args).get("sync_ref_model") else self._other_models()
+        return self.frozen.in_bfloat16([self.model, *others], self.chips.mesh, self._bfloat16_holds)
 
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""

@@ -40,7 +40,7 @@ from .run.ema import Averaging
 from .run.evaluation_steps import EvaluationSteps
 from .run.facts import find_facts
 from .run.frozen_weights import ShortFrozenWeights
-from .run.hosts import AlikeHosts, check_settings_alike
+from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.metrics import DeferredMetrics
@@ -100,9 +100,9 @@ class SetUpMixin:
         if self.backend.ranks.index > 0:
             # The first warns of what is the same in all.
             logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
-        check_settings_alike(self.backend, args)
+        check_same_settings(self.backend, args)
         #: What all hosts of a slice have to have in common.
-        self.alike = AlikeHosts(self)
+        self.agreement = HostAgreement(self.backend)
         self._arrange_batches()
         self.chips = Chips(self)
         if self.backend.splits_weights:
@@ -111,16 +111,16 @@ class SetUpMixin:
         #: What random numbers of programs follow from.
         self.seeds = RandomSeeds(args.seed)
         self.layers = LayerScan(self)
-        self.copies = WeightCopies(self)
-        self.frozen = ShortFrozenWeights(self)
-        self.averaging = Averaging(self, extension)
+        self.copies = WeightCopies(self.backend)
+        self.frozen = ShortFrozenWeights(self.backend)
+        self.averaging = Averaging(self.backend, self.layers, lambda: self._plain_optimizer, extension)
         check_architecture(args, given.arguments)
         given.arguments["args"] = self.compiled.args
         # By name, of an optimizer that is given. Otherwise nothing holds on to what they are on the host.
         self._parameters_before: dict[str, nn.Parameter] = {}
         self._follows_optimizer = given.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(*given.args, **given.kwargs)
-        self.alike.take_random_state()
+        self.agreement.take_random_state()
         #: Metrics of upstream's loss, on the device until a log.
         self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
         if self.backend.traces_steps:
@@ -236,7 +236,7 @@ class SetUpMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
-            self.alike.note_model("weights", model)
+            self.agreement.note_model("weights", model)
             self.backend.ranks.take_from_first(model)
             if self._follows_optimizer and self.chips.sharding_plan is None:
                 self._parameters_before = dict(model.named_parameters())

@@ -8,7 +8,7 @@ from fixes import assert_fixes
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends.hosts import Hosts, HostsDisagree
 from hf_tpu_ext.trainers.checkpoint.files import check_all_see, check_shared
-from hf_tpu_ext.trainers.run.hosts import AlikeHosts, check_settings_alike
+from hf_tpu_ext.trainers.run.hosts import HostAgreement, check_same_settings
 
 
 class TwoHosts(Hosts):
@@ -58,9 +58,9 @@ def test_settings_that_differ():
     with pytest.raises(
         HostsDisagree, match=r"Hosts differ, and would not train the same model\. .*argument .* on host 0,"
     ):
-        check_settings_alike(backend, args)
+        check_same_settings(backend, args)
     # The same command.
-    check_settings_alike(SimpleNamespace(hosts=TwoHosts()), args)
+    check_same_settings(SimpleNamespace(hosts=TwoHosts()), args)
 
 
 def test_programs_that_differ(xla):
@@ -80,8 +80,7 @@ def test_programs_that_differ(xla):
 def test_rows_that_differ():
     def compare(hosts):
         hosts.sent = 7
-        trainer = SimpleNamespace(backend=SimpleNamespace(hosts=hosts))
-        return AlikeHosts._compare_sent(SimpleNamespace(_trainer=trainer), "the first batch", [True])
+        return HostAgreement(SimpleNamespace(hosts=hosts))._compare_sent("the first batch", [True])
 
     words = "Host 1 has sent other data to its chips than host 0 up to the first batch.*Give every host the same files"
     with pytest.raises(HostsDisagree, match=words):

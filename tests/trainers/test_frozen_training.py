@@ -164,7 +164,7 @@ def test_weights_that_were_changed_between_runs_are_not_rounded(train):
 
 def test_inexact_weights_and_float32_computation_stay_float32(runs, train):
     for trainer in (runs.ours(lora={}, bf16=True, train=False), train(bf16=False, train=False)):
-        with trainer.frozen.in_bfloat16():
+        with trainer.frozen_in_bfloat16():
             assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
             assert trainer.frozen.lines() == []
 

@@ -90,7 +90,7 @@ def test_a_synchronized_reference_is_not_rounded(xla, models):
         with torch.no_grad():
             for parameter in trainer.ref_model.parameters():
                 parameter.copy_(parameter.bfloat16().float())
-        with trainer.frozen.in_bfloat16():
+        with trainer.frozen_in_bfloat16():
             assert trainer.ref_model.lm_head.weight.dtype == dtype
 
 

@@ -110,7 +110,7 @@ class SavingMixin:
         if self.args.load_best_model_at_end:
             check_shared(self.args.output_dir, hosts)
         find = partial(find_on_hosts, resume_from_checkpoint, self.args.output_dir, hosts)
-        self._resumed_from = checkpoint = self.backend.ranks.by_first(find)
+        self._resumed_from = self.averaging.resumed_from = checkpoint = self.backend.ranks.by_first(find)
         self._saved, self._evaluation_due = None, False
         self._names_of_base = find_frozen(self.model)
         self._made_up_at = self._random_state = None

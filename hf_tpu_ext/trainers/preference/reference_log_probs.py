@@ -94,7 +94,7 @@ class ReferenceLogProbsMixin:
                 unit="row",
                 disable=self.args.disable_tqdm or not missing,
             ) as bar,
-            self.frozen.in_bfloat16(),
+            self.frozen_in_bfloat16(),
             self.chips.split_activations(),
         ):
             for start, path in missing.items():

@@ -274,7 +274,7 @@ class BatchesMixin:
         self.watching.note_batch(batch)
         given = {**batch, **(beside or {})}
         sent = self.backend.send(given) if whole else self.backend.send_rows(given, count_rows(batch))
-        self.alike.batch_sent()
+        self.agreement.batch_sent()
         return sent
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

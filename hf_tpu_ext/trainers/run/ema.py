@@ -1,6 +1,6 @@
 """The average of the weights (EMA) of a run: begun, kept up at each step, used by evaluations, saved and resumed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ...backends.base import Backend
 from ...backends.streamed import StreamedTensor, in_file_order, read_all, save_safetensors
 from ...errors import UserError
 from ...step.ema import WeightAverage, at_least_float32, in_place_of_weights
@@ -17,6 +18,7 @@ from ...step.layer_scan import LayerStack
 from ...step.optimizer import LazyAdamW
 from ..checkpoint.average_file import EMA_FILE, UPDATES
 from ..configs import ExtensionArguments
+from .layers import LayerScan
 
 
 logger = logging.get_logger(__name__)
@@ -34,14 +36,26 @@ class Averaging(TrainerCallback):
     begins it, when the layers run as they will.
 
     Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
+        backend ([`Backend`]):
+            Where the weights are.
+        layers ([`LayerScan`]):
+            Says which parameters are those of several layers.
+        find_optimizer (`Callable[[], torch.optim.Optimizer]`):
+            The optimizer of the run, which a callback may replace.
         settings ([`ExtensionArguments`] or its class):
             The caller's arguments, or the class for the defaults.
     """
 
-    def __init__(self, trainer, settings: ExtensionArguments | type[ExtensionArguments]):
-        self._trainer = trainer
+    def __init__(
+        self,
+        backend: Backend,
+        layers: LayerScan,
+        find_optimizer: Callable[[], torch.optim.Optimizer],
+        settings: ExtensionArguments | type[ExtensionArguments],
+    ):
+        self._backend, self._layers, self._find_optimizer = backend, layers, find_optimizer
+        #: The checkpoint that the run resumes from.
+        self.resumed_from: str | None = None
         self._evaluates = settings.ema_eval
         #: The average, or `None`.
         self.average: WeightAverage | None = None
@@ -63,10 +77,9 @@ class Averaging(TrainerCallback):
         if self.average is None:
             return
         self._attach()
-        checkpoint = self._trainer._resumed_from
-        if checkpoint is not None and not self._load(Path(checkpoint)):
+        if self.resumed_from is not None and not self._load(Path(self.resumed_from)):
             logger.warning(
-                f"{checkpoint} is resumed without an average of its weights, since it has no {EMA_FILE}: ema_decay "
+                f"{self.resumed_from} is resumed without an average of its weights, since it has no {EMA_FILE}: ema_decay "
                 "averages from here on."
             )
             self.average.restart()
@@ -80,14 +93,14 @@ class Averaging(TrainerCallback):
 
     def follow_optimizer(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own."""
-        if self.average is not None and self._trainer._plain_optimizer is not self._optimizer:
+        if self.average is not None and self._find_optimizer() is not self._optimizer:
             self._attach()
 
     def _attach(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._optimizer = optimizer = self._trainer._plain_optimizer
+        self._optimizer = optimizer = self._find_optimizer()
         self.average.follow(parameter for group in optimizer.param_groups for parameter in group["params"])
         if isinstance(optimizer, LazyAdamW):
             optimizer.average = self.average
@@ -101,7 +114,7 @@ class Averaging(TrainerCallback):
                 self.average.split(parameter, stack.parts_of(parameter))
 
     def _update(self, *_) -> None:
-        backend, decay = self._trainer.backend, self.average.next_decay()
+        backend, decay = self._backend, self.average.next_decay()
         if backend.traces_steps:
             self.average.update(backend.send(torch.tensor(1 - decay, dtype=torch.float32)))
         else:
@@ -112,9 +125,9 @@ class Averaging(TrainerCallback):
         """The averages by the parameters that they follow, in the order of the optimizer."""
         return {} if self.average is None else self.average.values
 
-    def lines(self) -> list[str]:
-        """What a person is told about the average at start."""
-        average, steps = self.average, self._trainer.state.max_steps
+    def lines(self, steps: int) -> list[str]:
+        """What a person is told about the average at the start of a run of so many steps, or 0 where that is not known."""
+        average = self.average
         if average is None:
             return []
         warmup = ", with warm-up" if average.warmup else ""
@@ -135,7 +148,7 @@ class Averaging(TrainerCallback):
 
     def _of_model(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The parameters that the model has now, each with its average."""
-        layers = self._trainer.layers
+        layers = self._layers
         for parameter, value in self.tensors.items():
             parts = layers.parts_of(parameter)
             if parts is None or layers.is_stacked:
@@ -148,8 +161,8 @@ class Averaging(TrainerCallback):
     def _in_file(self) -> dict[str, Tensor | StreamedTensor]:
         """What is to be saved, by name and in the order in which it is read."""
         named = {}
-        for parameter, value in zip(self.tensors, self._trainer.backend.stream([*self.tensors.values()]), strict=True):
-            parts = self._trainer.layers.parts_of(parameter)
+        for parameter, value in zip(self.tensors, self._backend.stream([*self.tensors.values()]), strict=True):
+            parts = self._layers.parts_of(parameter)
             if parts is None:
                 named[self._names[parameter]] = value
             else:
@@ -181,7 +194,7 @@ class Averaging(TrainerCallback):
         with safe_open(path, "pt") as file:
             names = set(file.keys())
             for parameter in average.values:
-                parts = self._trainer.layers.parts_of(parameter)
+                parts = self._layers.parts_of(parameter)
                 wanted = [self._names[part] for part in ([parameter] if parts is None else parts)]
                 if absent := sorted(set(wanted) - names):
                     raise UserError(
@@ -191,6 +204,6 @@ class Averaging(TrainerCallback):
                 # In the memory of the file.
                 loaded = [file.get_tensor(name) for name in wanted]
                 whole = (loaded[0] if parts is None else torch.stack(loaded)).to(at_least_float32(parameter.dtype))
-                average.values[parameter] = self._trainer.backend.place_as(whole, parameter)
+                average.values[parameter] = self._backend.place_as(whole, parameter)
             average.updates = int(file.metadata()[UPDATES])
         return True

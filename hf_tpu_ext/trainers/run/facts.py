@@ -37,8 +37,8 @@ def find_facts(trainer) -> RunFacts:
         dtypes.add(quantization.quantization_method())
     compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
     precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-    about = (trainer.chips, trainer.frozen, trainer.averaging)
-    lines = [*(line for part in about for line in part.lines()), *compiled.changes]
+    lines = [*trainer.chips.lines(), *trainer.frozen.lines(), *trainer.averaging.lines(trainer.state.max_steps)]
+    lines += compiled.changes
     facts = RunFacts(precision, trainer._train_batch_size, [], None, lines)
     if backend.static_shapes and trainer.lengths:
         facts.lengths = trainer.step_lengths

@@ -1,11 +1,11 @@
 """Training beside frozen weights that take half the memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...backends.base import Backend
 from ...formatting import format_bytes
 from ...sharding import ShardingPlan
 from ...step.frozen_weights import FrozenWeights
@@ -19,29 +19,26 @@ class ShortFrozenWeights:
     it, has the dtypes that it came with.
     """
 
-    def __init__(self, trainer):
-        self._trainer = trainer
+    def __init__(self, backend: Backend):
+        self._backend = backend
         #: Those of the trained model and of further ones, while they are in use.
         self.in_use: list[FrozenWeights] | None = None
 
     @contextmanager
-    def in_bfloat16(self) -> Iterator[None]:
-        """Within this context, frozen weights are bfloat16, where that changes no number."""
-        trainer = self._trainer
-        # FSDP2 keeps the parts of a weight by their memory.
-        stays = trainer.compiled.compute_dtype != torch.bfloat16 or trainer.backend.splits_weights
-        if stays or self.in_use is not None:
+    def in_bfloat16(
+        self, models: Sequence[nn.Module], mesh: dict[str, int], holds: Callable[[Sequence[Tensor]], list[bool]]
+    ) -> Iterator[None]:
+        """
+        Within this context, frozen weights of models, the first of which is the trained one, are bfloat16 where `holds` says that
+        bfloat16 holds them exactly.
+        """
+        if self.in_use is not None:
             yield
             return
-        # A reference that follows the policy changes, whatever its parameters say.
-        others = [] if vars(trainer.args).get("sync_ref_model") else trainer._other_models()
-        self.in_use = [
-            FrozenWeights(model, trainer.backend, ShardingPlan(model, trainer.chips.mesh).specs)
-            for model in (trainer.model, *others)
-        ]
+        self.in_use = [FrozenWeights(model, self._backend, ShardingPlan(model, mesh).specs) for model in models]
         try:
             for frozen in self.in_use:
-                frozen.shorten(trainer._bfloat16_holds)
+                frozen.shorten(holds)
             yield
         finally:
             for frozen in self.in_use:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerControl, TrainingArguments
 
 from ...backends.base import Backend
 from ...backends.compile_cache import compiler_settings
 from ...backends.hosts import HostsDisagree
 from ...redaction import redact
 from ..checkpoint.base_record import sample_of
-from ..checks.datasets import named_datasets
 from .facts import find_versions
 
 
@@ -29,7 +28,7 @@ _BLOCKS = 64
 _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-def check_settings_alike(backend: Backend, args: TrainingArguments) -> None:
+def check_same_settings(backend: Backend, args: TrainingArguments) -> None:
     """
     Compare package versions, arguments and the compiler's environment variables between hosts, before anything is done
     on the chips. A difference is named on all hosts ([`~hf_tpu_ext.backends.hosts.HostsDisagree`], a `ValueError`).
@@ -69,25 +68,25 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-class AlikeHosts:
+class HostAgreement:
     """
     Keeps the hosts of a slice together: what they begin a run with, send to their chips and decide. On one host it does
     nothing.
 
     Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
+        backend ([`Backend`]):
+            Whose hosts they are.
     """
 
-    def __init__(self, trainer):
-        self._trainer = trainer
+    def __init__(self, backend: Backend):
+        self._backend = backend
         # Hashes of models, by a name for messages.
         self._models: dict[str, str] = {}
         self._sent_first = False
 
     @property
     def _several(self) -> bool:
-        return self._trainer.backend.hosts.count > 1
+        return self._backend.hosts.count > 1
 
     def note_model(self, name: str, model: nn.Module) -> None:
         """Note the weights of a model, while they are on the host."""
@@ -108,7 +107,7 @@ class AlikeHosts:
         if not self._several:
             return
         kind, keys, *more = np.random.get_state()
-        python, numpy, pytorch = self._trainer.backend.hosts.of_first(
+        python, numpy, pytorch = self._backend.hosts.of_first(
             "the random state of the first host",
             [random.getstate(), [kind, keys.tolist(), *more], torch.get_rng_state().tolist()],
         )
@@ -117,13 +116,11 @@ class AlikeHosts:
         np.random.set_state(tuple(numpy))
         torch.set_rng_state(torch.tensor(pytorch, dtype=torch.uint8))
 
-    def check_beginning(self) -> None:
-        """Compare what a run begins with: models, datasets, and the random state of the host."""
+    def check_beginning(self, datasets: Mapping[str, Any]) -> None:
+        """Compare what a run begins with: models, datasets by their names, and the random state of the host."""
         self._sent_first = False
         if not self._several:
             return
-        trainer = self._trainer
-        datasets = named_datasets(trainer.train_dataset, trainer.eval_dataset)
         mine = {
             "model": self._models,
             "data:": {name: _hash_rows(dataset) for name, dataset in datasets.items()},
@@ -133,7 +130,7 @@ class AlikeHosts:
                 "PyTorch": _hash(torch.get_rng_state().numpy().tobytes()),
             },
         }
-        _compare(trainer.backend, "the comparison of data", mine)
+        _compare(self._backend, "the comparison of data", mine)
 
     def batch_sent(self) -> None:
         """Compare the first batch of a run, before it is trained on. Others are compared when their step ends."""
@@ -142,7 +139,7 @@ class AlikeHosts:
             self._compare_sent("the first batch", None)
 
     def _compare_sent(self, what: str, decisions: list[bool] | None) -> list[bool] | None:
-        hosts = self._trainer.backend.hosts
+        hosts = self._backend.hosts
         of_hosts = hosts.exchange(what, [decisions, hosts.sent])
         sums = [sent for _, sent in of_hosts]
         if len(set(sums)) > 1:
@@ -155,23 +152,22 @@ class AlikeHosts:
         return of_hosts[0][0]
 
     @contextmanager
-    def deciding(self) -> Iterator[None]:
+    def deciding(self, step: int, control: Callable[[], TrainerControl]) -> Iterator[None]:
         """
         Context of logging, evaluation and saving after a step. What is due, and whether training stops, the first host
-        decides for all: callbacks may go by a clock.
+        decides for all: callbacks may go by a clock. `control` gives what says so, which a callback may replace.
         """
         if not self._several:
             yield
             return
-        where = f"step {self._trainer.state.global_step}"
-        self._decide(where)
-        acts = any(vars(self._trainer.control)[name] for name in _DECISIONS[2:])
+        where = f"step {step}"
+        self._decide(where, control())
+        acts = any(vars(control())[name] for name in _DECISIONS[2:])
         yield
         if acts:
-            self._decide(f"the end of {where}")
+            self._decide(f"the end of {where}", control())
 
-    def _decide(self, where: str) -> None:
-        control = self._trainer.control
+    def _decide(self, where: str, control: TrainerControl) -> None:
         mine = [bool(vars(control)[name]) for name in _DECISIONS]
         vars(control).update(zip(_DECISIONS, self._compare_sent(where, mine), strict=True))
 

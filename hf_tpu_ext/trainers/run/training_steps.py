@@ -110,7 +110,7 @@ class TrainingSteps(TrainerCallback):
             optimizer.create_state()
         trainer.averaging.begin()
         self.make_gradients()
-        trainer.copies.separate(model)
+        trainer.copies.separate(model, optimizer)
         self._compile(model)
         trainer.watching.begin()
         self.reset_upstream_loss()
