@@ -117,7 +117,7 @@ def test_a_run_without_a_checkpoint_has_none_to_resume(make, runs):
     make(max_steps=1, save_strategy="no").train()
     with pytest.raises(
         ValueError,
-        match=rf"holds no complete checkpoint. Of other runs there is {runs.output_dir}/_earlier-1/checkpoint-6",
+        match=rf"No valid checkpoint found in output directory .* Of other runs there is {runs.output_dir}/_earlier-1/checkpoint-6",
     ):
         make().train(resume_from_checkpoint=True)
 

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ...atomic_write import remove_temporary, sync_directory, write_atomically
 from ...backends.hosts import Hosts, HostsDisagree
@@ -156,9 +156,13 @@ def _damage_by_manifest(checkpoint: Path) -> str | None:
         expected = {name: (checkpoint / name, entry["size"], entry["sha256"]) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST_NAME} is damaged"
+    missing = {name for name, (path, _, _) in expected.items() if not path.is_file()}
+    if missing:
+        if not _weights_are_in_other_files(checkpoint, missing, set(expected)):
+            return f"{min(missing)} is missing"
+        logger.warning(f"{checkpoint}: the weights are in other files than the run wrote, and are taken as they are.")
+        expected = {name: entry for name, entry in expected.items() if name not in missing}
     for name, (path, size, _) in expected.items():
-        if not path.is_file():
-            return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
     for name, (path, _, digest) in expected.items():
@@ -166,6 +170,23 @@ def _damage_by_manifest(checkpoint: Path) -> str | None:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 return f"{name} does not match its SHA-256"
     return None
+
+
+def _weights_are_in_other_files(checkpoint: Path, missing: set[str], known: set[str]) -> bool:
+    """
+    Whether somebody has put a model's weights into other shards after its checkpoint was written, which does not damage them: what
+    is missing are weights, and there are whole ones that the manifest does not know.
+    """
+    if any(Path(name).suffix != ".safetensors" and name != SAFE_WEIGHTS_INDEX_NAME for name in missing):
+        return False
+    index, added = checkpoint / SAFE_WEIGHTS_INDEX_NAME, [checkpoint / SAFE_WEIGHTS_NAME]
+    if not added[0].is_file() and index.is_file():
+        try:
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (ValueError, KeyError, AttributeError):
+            return False
+        added = [index, *(checkpoint / name for name in set(shards))]
+    return all(path.is_file() and path.name not in known and _damage_by_format(path) is None for path in added)
 
 
 def _damage_by_format(path: Path) -> str | None:
@@ -265,7 +286,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
         what = damage if checkpoint.is_dir() else "it is not a directory"
         kind = "damaged" if (checkpoint / MANIFEST_NAME).exists() else "not a checkpoint"
         raise UserError(
-            f"resume_from_checkpoint={resume_from_checkpoint!r} is {kind}: {what}. {hint}, or "
+            f"Can't find a valid checkpoint at {resume_from_checkpoint}, which is {kind}: {what}. {hint}, or "
             f"resume_from_checkpoint=True for the newest complete one in {output_dir!r}.{_to_accept(checkpoint)}"
         )
     for checkpoint in reversed(checkpoints_by_step(output_dir).values()):
@@ -279,7 +300,7 @@ def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) 
     )
     of_others = f"Of other runs there is {earlier[-1]}, which can be named instead of True. " if earlier else ""
     raise UserError(
-        f"resume_from_checkpoint=True, but {output_dir!r} holds no complete checkpoint. {of_others}Leave "
+        f"No valid checkpoint found in output directory ({output_dir}), and resume_from_checkpoint=True. {of_others}Leave "
         "resume_from_checkpoint out to start over, or set output_dir to the directory of the run to resume."
     )
 
