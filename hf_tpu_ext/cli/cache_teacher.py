@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
         own = " (the student's own start)" if kd_teacher == student else ""
         if ranks.index == 0:
             print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
-        with trainer.chips.split_activations():
+        with trainer.chips.split_activations(trainer.model):
             manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, ranks)
     if ranks.index == 0:
         _report(directory, manifest, recipe.path)

@@ -420,7 +420,12 @@ class TPUTrainerMixin(
         """Within this context models compute as they do in programs: what training, evaluation and predictions share."""
         adapted = [self.model] if self.backend.traces_steps else []
         told = self.by_length.told() if self.backend.static_shapes else nullcontext()
-        with told, self.frozen_in_bfloat16(), self.chips.split_activations(), adapters_scaled_inside(adapted):
+        with (
+            told,
+            self.frozen_in_bfloat16(),
+            self.chips.split_activations(self.model),
+            adapters_scaled_inside(adapted),
+        ):
             yield
 
     def frozen_in_bfloat16(self) -> AbstractContextManager:

@@ -104,7 +104,7 @@ class SetUpMixin:
         #: What all hosts of a slice have to have in common.
         self.agreement = HostAgreement(self.backend)
         self._arrange_batches()
-        self.chips = Chips(self)
+        self.chips = Chips(self.backend, self.compiled.args, self.compiled.mesh)
         if self.backend.splits_weights:
             check_split(args, given.arguments, self.generates, quantization is not None)
         self._arrange_saving()

@@ -344,16 +344,14 @@ def test_rows_of_a_checkpoint_of_more_chips():
     """12 rows of 4 chips: 5 chips cannot take them."""
 
     def check(num_chips, per_device_train_batch_size=3):
-        trainer = SimpleNamespace(
-            args=SimpleNamespace(
-                per_device_train_batch_size=per_device_train_batch_size,
-                train_batch_size=per_device_train_batch_size * num_chips,
-                world_size=1,
-                gradient_accumulation_steps=1,
-            )
+        args = SimpleNamespace(
+            per_device_train_batch_size=per_device_train_batch_size,
+            train_batch_size=per_device_train_batch_size * num_chips,
+            world_size=1,
+            gradient_accumulation_steps=1,
         )
         chips = SimpleNamespace(
-            _trainer=trainer,
+            _args=args,
             _num_workers=num_chips,
             rows_per_step=per_device_train_batch_size * num_chips,
             recipe_rows=per_device_train_batch_size,

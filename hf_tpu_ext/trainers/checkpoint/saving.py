@@ -118,7 +118,10 @@ class SavingMixin:
             state = read_run_state(checkpoint)
             evaluates = self.args.eval_strategy != IntervalStrategy.NO
             self._evaluation_due = evaluates and state.get("evaluation_due", False)
+            rows = self.args.per_device_train_batch_size
             self.chips.keep_rows_per_step(state)
+            if self.args.per_device_train_batch_size != rows:
+                self._train_batch_size = self.args.train_batch_size
             self.metrics.load_state(state)
             if self._writes_run:
                 self._resumption.compare_rows(checkpoint, state)

@@ -95,7 +95,7 @@ class ReferenceLogProbsMixin:
                 disable=self.args.disable_tqdm or not missing,
             ) as bar,
             self.frozen_in_bfloat16(),
-            self.chips.split_activations(),
+            self.chips.split_activations(self.model),
         ):
             for start, path in missing.items():
                 part = dataset.select(range(start, start + _rows_of(path)))

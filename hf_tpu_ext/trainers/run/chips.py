@@ -1,6 +1,6 @@
 """Training on several chips: what of the run goes where."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -11,7 +11,6 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...backends.base import Backend
@@ -21,7 +20,6 @@ from ...sharding.local_gradients import LocalGradients
 from ...sharding.per_chip import score_tokens_per_chip
 from ...step.gradients import AccumulatedGradients, StepGradients
 from ..configs import ExtensionArguments
-from .own_code import has_own_code
 
 
 logger = logging.get_logger(__name__)
@@ -112,40 +110,51 @@ class Chips:
     `per_device_train_batch_size` is what each chip gets, and stays as it was given. `train_batch_size` is what this
     process takes at once, the rows of all chips: sampling, `max_steps` and epochs, token counts and evaluation follow
     from that.
+
+    Args:
+        backend ([`Backend`]):
+            Where the run trains.
+        args ([`~transformers.TrainingArguments`]):
+            Those of the trainer, whose rows at once become those of all chips.
+        mesh (`str`):
+            The size of each axis, see [`~hf_tpu_ext.sharding.resolve_mesh`].
     """
 
-    def __init__(self, trainer):
-        self._trainer, self._backend = trainer, trainer.backend
-        args, chips = trainer.compiled.args, trainer.backend.num_chips
+    def __init__(self, backend: Backend, args: TrainingArguments, mesh: str):
+        self._backend, self._args = backend, args
         # Elsewhere upstream shares the rows out, and knows no mesh.
-        processes = trainer.backend.ranks.count if trainer.backend.unknown_upstream else 1
+        processes = backend.ranks.count if backend.unknown_upstream else 1
         #: Size of each axis.
-        self.mesh = resolve_mesh(trainer.compiled.mesh, chips * processes)
-        trainer.backend.use_mesh(self.mesh)
+        self.mesh = resolve_mesh(mesh, backend.num_chips * processes)
+        backend.use_mesh(self.mesh)
         #: How the model is placed.
         self.sharding_plan: ShardingPlan | None = None
         #: The gradients of chips that run by themselves, in a run where they do.
         self.local_gradients: LocalGradients | None = None
         self._splits_activations = False
         # Not a method: a copy of the model would come with one of the trainer.
-        self.split_output = partial(_split_output, trainer.backend)
+        self.split_output = partial(_split_output, backend)
         #: Rows per device and accumulation, as the recipe has them.
         self.recipe_rows = [args.per_device_train_batch_size, args.gradient_accumulation_steps]
-        count_all_chips(args, chips)
+        count_all_chips(args, backend.num_chips)
 
     def shard_training_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, gradients: StepGradients
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        gradients: StepGradients,
+        averages: Mapping[nn.Parameter, torch.Tensor],
     ) -> None:
         """
         Put what a run trains with on its chips, so that the first step is like every later one: the model on the
-        device, with gradients if they persist between steps, and its optimizer, whose state may come from a
-        checkpoint.
+        device, with gradients if they persist between steps, its optimizer, whose state may come from a checkpoint, and
+        the averages of its parameters.
         """
         if self._backend.num_chips == 1:
             return
         self.sharding_plan = ShardingPlan(model, self.mesh)
         self.sharding_plan.apply(model, self._backend)
-        specs, averages, sums = self.sharding_plan.specs, self._trainer.averaging.tensors, gradients.of_parameters
+        specs, sums = self.sharding_plan.specs, gradients.of_parameters
         for name, parameter in model.named_parameters():
             for value in (sums.get(parameter), averages.get(parameter), *optimizer.state.get(parameter, {}).values()):
                 # Counters stay on the host, and factored moments where the partitioner has them.
@@ -156,9 +165,9 @@ class Chips:
     # ---- Fully sharded: keep the partitioner to the scheme ----
 
     @contextmanager
-    def split_activations(self) -> Iterator[None]:
+    def split_activations(self, model: nn.Module) -> Iterator[None]:
         """
-        Within this context, keep the activations between layers split by rows, as FSDP has them.
+        Within this context, keep the activations between the layers of a model split by rows, as FSDP has them.
 
         Without it the partitioner may exchange activations instead of weights (torch_xla's own FSDPv2,
         `torch_xla/experimental/spmd_fully_sharded_data_parallel.py`, marks the outputs of layers for the same reason).
@@ -169,7 +178,7 @@ class Chips:
         self._splits_activations = True
         hooks = [
             module.register_forward_hook(self.split_output)
-            for module in self._trainer.model.modules()
+            for module in model.modules()
             if isinstance(module, (GradientCheckpointingLayer, nn.Embedding))
         ]
         try:
@@ -181,17 +190,17 @@ class Chips:
 
     # ---- Data parallel: each chip by itself, one reduction per optimizer step ----
 
-    def gradients_of(self, model: nn.Module, earlier: StepGradients | None = None) -> StepGradients:
+    def gradients_of(
+        self, model: nn.Module, earlier: StepGradients | None, why_not_local: Callable[[nn.Module], str | None]
+    ) -> StepGradients:
         """
-        The gradients of the steps of a run: on each chip by itself where that gives the same step. Sums of `earlier` ones go on.
+        The gradients of the steps of a run: on each chip by itself, unless `why_not_local` says why that does not give the same
+        step. Sums of `earlier` ones go on.
         """
         self.local_gradients = None
-        accumulates = self._trainer.args.gradient_accumulation_steps > 1
+        accumulates = self._args.gradient_accumulation_steps > 1
         if self._backend.num_chips > 1 and self.mesh["fsdp"] == 1:
-            reason = self._why_not_local(model)
-            callbacks = self._trainer.callback_handler.callbacks
-            if reason is None and accumulates and any(has_own_code(one, "on_substep_end") for one in callbacks):
-                reason = "a callback has code in on_substep_end, which may look at them"
+            reason = why_not_local(model)
             if reason is None:
                 self.local_gradients = LocalGradients(model, self._backend, accumulates)
                 return self.local_gradients
@@ -200,17 +209,6 @@ class Chips:
                     f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
                 )
         return AccumulatedGradients(model, earlier) if accumulates else StepGradients(model)
-
-    def _why_not_local(self, model: nn.Module) -> str | None:
-        unwrapped = unwrap_peft_model(model)
-        if not self._trainer._loss_sums_tokens(unwrapped):
-            return "the loss is not a sum over tokens"
-        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
-            return "the load-balancing loss of the experts depends on the global batch"
-        own_code = self._trainer.own_code_in_step("train")
-        if own_code is not None:
-            return f"{own_code}, which may depend on the global batch"
-        return self._trainer.why_not_padded("train")
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
@@ -247,18 +245,18 @@ class Chips:
 
     @property
     def _num_workers(self) -> int:
-        return self._backend.num_chips * self._trainer.args.world_size
+        return self._backend.num_chips * self._args.world_size
 
     @property
     def rows_per_step(self) -> int:
         """Global batch size."""
-        args = self._trainer.args
+        args = self._args
         return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
     @contextmanager
     def rows_of_process(self) -> Iterator[None]:
         """Within this context, `per_device_train_batch_size` is the rows of all chips of this process, as upstream takes it."""
-        args = self._trainer.args
+        args = self._args
         rows = args.per_device_train_batch_size
         args.per_device_train_batch_size = rows * self._backend.num_chips
         try:
@@ -276,13 +274,13 @@ class Chips:
 
     def keep_rows_per_step(self, state: dict[str, Any]) -> None:
         """
-        Continue a checkpoint, which keeps `state`, with the global batch size that it was written with.
+        Continue a checkpoint, which keeps `state`, with the global batch size that it was written with: change the arguments.
 
         On another number of chips the same recipe means another batch, and so another trajectory. If that is all that
         has changed, accumulation makes up for it, or else the rows of a chip. If the recipe asks for other rows, it
         gets them.
         """
-        args, workers = self._trainer.args, self._num_workers
+        args, workers = self._args, self._num_workers
         rows = state.get("rows_per_step")
         if rows is None or rows == self.rows_per_step:
             return
@@ -295,7 +293,6 @@ class Chips:
             args.gradient_accumulation_steps = rows // rows_at_once
         elif rows % (workers * args.gradient_accumulation_steps) == 0:
             args.per_device_train_batch_size = rows // (workers * args.gradient_accumulation_steps)
-            self._trainer._train_batch_size = args.train_batch_size
         else:
             raise UserError(
                 f"{before} on {state['num_workers']} chips, which {workers} chips cannot keep with this recipe. Set num_chips to a number "
@@ -309,18 +306,18 @@ class Chips:
 
     # ---- Words ----
 
-    def lines(self) -> list[str]:
-        """What a person is told about chips at start."""
+    def lines(self, model: nn.Module, averaged: bool, shows_plan: bool) -> list[str]:
+        """What a person is told about chips at start, for a model whose weights may be averaged."""
         found = []
         if self._backend.num_chips > 1 or self._backend.splits_weights:
             found.append(describe_mesh(self.mesh))
         if self._backend.hosts.count > 1:
             found.append(describe_hosts(self.mesh, self._backend.hosts.count))
-        memory, averaged = self._backend.memory_per_chip, self._trainer.averaging.average is not None
+        memory = self._backend.memory_per_chip
         if memory is not None:
-            advice = advise_sharding(self._trainer.model, self.mesh, memory, averaged)
+            advice = advise_sharding(model, self.mesh, memory, averaged)
             found += [] if advice is None else [advice]
-        if self.sharding_plan is not None and self._trainer.compiled.show_sharding:
+        if self.sharding_plan is not None and shows_plan:
             found.extend(str(self.sharding_plan).splitlines())
         return found
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_utils import unwrap_peft_model
 
 from ...backends.program import CompiledFunction, StateLost
 from ...step.activation_checkpointing import rematerialize
@@ -119,8 +120,24 @@ class TrainingSteps(TrainerCallback):
     def make_gradients(self) -> None:
         """Make the gradients of the model what they are between the steps of this run, and split the state over chips."""
         chips, model = self._trainer.chips, self._trainer.model
-        self.gradients = chips.gradients_of(model, self.gradients)
-        chips.shard_training_state(model, self._optimizer, self.gradients)
+        self.gradients = chips.gradients_of(model, self.gradients, self._why_not_local)
+        chips.shard_training_state(model, self._optimizer, self.gradients, self._trainer.averaging.tensors)
+
+    def _why_not_local(self, model: nn.Module) -> str | None:
+        """Why chips that compute the gradients of their rows by themselves would not give the same step."""
+        trainer, unwrapped = self._trainer, unwrap_peft_model(model)
+        if not trainer._loss_sums_tokens(unwrapped):
+            return "the loss is not a sum over tokens"
+        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
+            return "the load-balancing loss of the experts depends on the global batch"
+        if (own_code := trainer.own_code_in_step("train")) is not None:
+            return f"{own_code}, which may depend on the global batch"
+        if (reason := trainer.why_not_padded("train")) is not None:
+            return reason
+        accumulates = trainer.args.gradient_accumulation_steps > 1
+        if accumulates and any(has_own_code(one, "on_substep_end") for one in trainer.callback_handler.callbacks):
+            return "a callback has code in on_substep_end, which may look at them"
+        return None
 
     def reset_upstream_loss(self) -> None:
         """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
