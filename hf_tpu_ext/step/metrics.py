@@ -47,56 +47,54 @@ class DeviceSums:
 @dataclass(frozen=True)
 class LossWindow:
     """
-    What a [`LossLog`] held when it was read: the sum of the finite step losses, numbers of optimizer steps, and which
-    step, from 1, was the first with a loss of NaN or infinity; 0 if none was.
+    What a [`LossLog`] held when it was read: the sum of the losses, the number of optimizer steps, how many losses of micro-steps
+    were NaN or infinite, and in which step, from 1, the first was; 0 if none was.
     """
 
     total: float
     steps: int
-    finite_steps: int
+    nonfinite: int
     first_nonfinite: int
 
     @property
     def mean(self) -> float:
-        """Mean loss of the finite steps; NaN if there was none."""
-        return self.total / self.finite_steps if self.finite_steps else float("nan")
+        """Mean loss of the steps; 0 if there was none."""
+        return self.total / self.steps if self.steps else 0.0
 
 
 class LossLog:
     """
-    Sums the loss of optimizer steps on the device, and sets apart the steps whose loss is NaN or infinite.
+    Sums the losses of micro-steps on the device, as upstream's loop does on a device whose losses it can read.
 
-    Upstream adds every loss to one sum and, with its filter off (as it has to be where reading the loss would stop the
-    program), one NaN makes every later logged loss NaN.
+    Args:
+        backend ([`Backend`]):
+            The backend in use.
+        filters (`bool`):
+            Whether a loss that is NaN or infinite is replaced by a mean of those before it (`logging_nan_inf_filter`).
     """
 
-    def __init__(self, backend: Backend):
-        self._sums = DeviceSums(
-            backend, floats=("loss", "micro_loss"), integers=("steps", "finite_steps", "first_nonfinite")
-        )
+    def __init__(self, backend: Backend, filters: bool):
+        #: Whether such losses are replaced.
+        self.filters = filters
+        self._sums = DeviceSums(backend, floats=("loss",), integers=("steps", "nonfinite", "first_nonfinite"))
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The sums, to be fetched together with others."""
         return self._sums.tensors
 
-    def add(self, loss: torch.Tensor, closing: bool, accumulating: bool) -> None:
-        """
-        Count the loss of a micro-step, of shape `()`: its share of the optimizer step's, whose last micro-step is
-        `closing`. `accumulating` is whether there are several.
-        """
+    def add(self, loss: torch.Tensor, closing: bool) -> None:
+        """Add the loss of a micro-step, of shape `()`: its share of the optimizer step's, whose last micro-step is `closing`."""
         sums = self._sums.tensors
         loss = loss.detach().float()
-        if accumulating:
-            loss = sums["micro_loss"] + loss
-            self._sums.put(micro_loss=torch.zeros_like(loss) if closing else loss)
-        if not closing:
-            return
-        finite = torch.isfinite(loss)
-        step = sums["steps"] + 1
-        is_first = ~finite & (sums["first_nonfinite"] == 0)
-        self._sums.add(loss=torch.where(finite, loss, torch.zeros_like(loss)), finite_steps=finite)
-        self._sums.put(steps=step, first_nonfinite=torch.where(is_first, step, sums["first_nonfinite"]))
+        is_finite, step = torch.isfinite(loss), sums["steps"] + 1
+        is_first = ~is_finite & (sums["first_nonfinite"] == 0)
+        self._sums.put(first_nonfinite=torch.where(is_first, step, sums["first_nonfinite"]))
+        self._sums.add(
+            loss=torch.where(is_finite, loss, sums["loss"] / step) if self.filters else loss, nonfinite=~is_finite
+        )
+        if closing:
+            self._sums.put(steps=step)
 
     def drop(self) -> None:
         """Start anew."""
@@ -104,7 +102,6 @@ class LossLog:
 
     def read(self, fetched: dict[str, torch.Tensor]) -> LossWindow:
         """Take `tensors`, as they were fetched to the CPU, and start anew."""
-        names = ("loss", "steps", "finite_steps", "first_nonfinite")
-        window = LossWindow(*(fetched[name].item() for name in names))
+        window = LossWindow(*(fetched[name].item() for name in ("loss", "steps", "nonfinite", "first_nonfinite")))
         self._sums.reset()
         return window

@@ -309,11 +309,7 @@ class TPUTrainerMixin(
 
     def _log_step_loss(self, loss: torch.Tensor, closing: bool) -> None:
         (loss,) = self.backend.ranks.mean([loss])
-        self.loss_log.add(
-            loss,
-            closing=closing,
-            accumulating=self.args.gradient_accumulation_steps > 1,
-        )
+        self.loss_log.add(loss, closing)
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:

@@ -138,7 +138,7 @@ class SetUpMixin:
         if self.backend.static_shapes:
             self._prepare_static_shapes(extension.max_recompiles)
         if self.backend.metrics_on_device:
-            self.loss_log = LossLog(self.backend)
+            self.loss_log = LossLog(self.backend, args.logging_nan_inf_filter)
         if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
             self.predicted_text = PredictedText(self)
         if self.backend.static_shapes:

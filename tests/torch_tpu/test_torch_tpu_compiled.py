@@ -227,7 +227,7 @@ def test_a_nan_loss_is_reported_with_its_step(runs, caplog):
         runs.ours(logging_steps=4, **WHOLE, **config)
     finally:
         status.logger.removeHandler(caplog.handler)
-    assert f"NaN or infinite at step {first} ({5 - first} of the 4 steps since the last log)" in caplog.text
+    assert f"NaN or infinite at step {first} ({5 - first} times in the 4 steps since the last log)" in caplog.text
 
 
 @pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])

@@ -134,7 +134,7 @@ def compile_arguments(
         _model_loading(adapted, traced)
     # Pinned host memory is for CUDA transfers.
     adapted.args.dataloader_pin_memory = False
-    # Upstream's filter reads the loss of every micro-step; the trainer has its own, which reads at logs only.
+    # Upstream's loop would read the loss of every micro-step; [`LossLog`] filters on the device.
     adapted.args.logging_nan_inf_filter = False
     return adapted
 

@@ -89,15 +89,14 @@ class StatusMixin:
         # One NaN would stay in upstream's own sum for good.
         self.steps.reset_upstream_loss()
         self._total_loss_scalar += window.total
-        if window.finite_steps < window.steps:
+        if window.nonfinite:
             step = self.state.global_step - window.steps + window.first_nonfinite
-            left_out = window.steps - window.finite_steps
-            if window.finite_steps:
-                # The mean of the whole run, `train_loss`, is over all steps.
-                self._total_loss_scalar += window.mean * left_out
+            logged = "NaN or infinite, too"
+            if self.loss_log.filters:
+                logged = "the mean of those before in its place, or 0 (logging_nan_inf_filter=False logs NaN)"
             logger.warning(
-                f"The loss was NaN or infinite at step {step} ({left_out} of the {window.steps} steps since the last log); the "
-                f"logged loss is {'the mean of the others' if window.finite_steps else 'NaN'}."
+                f"The loss was NaN or infinite at step {step} ({window.nonfinite} times in the {window.steps} steps since the last "
+                f"log); the logged loss has {logged}."
             )
         read = {"loss": window.mean}
         if grad_norm is not None:
