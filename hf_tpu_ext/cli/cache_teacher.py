@@ -18,7 +18,7 @@ again to continue one that was stopped.
 
 examples:
   hf-tpu cache-teacher --config recipe.yaml --kd_teacher Qwen/Qwen3-4B --kd_cache caches/qwen3-4b
-  hf-tpu cache-teacher --config recipe.yaml --kd_top_k 64 --temperatures 1 2 4 --compact
+  hf-tpu cache-teacher --config recipe.yaml --kd_top_k 64 --temperatures 1 2 4
 """
 DEFAULT_TOP_K = 128
 
@@ -30,9 +30,6 @@ class CacheArguments:
     temperatures: list[float] | None = field(
         default=None,
         metadata={"help": "Temperatures that the cache can be used at. Default: 1 and the recipe's kd_temperature."},
-    )
-    compact: bool = field(
-        default=False, metadata={"help": "Fewer than half the bytes, with rounded log-probabilities."}
     )
     overwrite: bool = field(default=False, metadata={"help": "Start over if there is a cache with other settings."})
     batch_size: int | None = field(
@@ -228,7 +225,6 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
         temperatures=tuple(sorted({float(temperature) for temperature in temperatures})),
         max_length=training_args.max_length,
         compute_dtype=dtype_name(compute_dtype or torch.float32),
-        compact=cache_args.compact,
         dataset_hash=sequences.hash,
         sequences=len(sequences.keys),
         tokens=sum(sequences.lengths),

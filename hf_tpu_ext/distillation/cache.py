@@ -24,7 +24,6 @@ from .cache_format import (
     sequence_key,
     tokenizer_hash,
 )
-from .compact import CompactTokens
 from .losses import TopK
 
 
@@ -101,11 +100,7 @@ class TeacherCache:
         manifest = self.manifest
         shard, number = place
         found = read_sequence(self._reader(shard), number)
-        if manifest.compact:
-            ids, values = CompactTokens(*(found[name] for name in CompactTokens._fields)).unpack()
-        else:
-            ids, values = found["ids"], found["values"]
-        ids, log_probs = torch.from_numpy(ids), torch.from_numpy(values).float() / temperature
+        ids, log_probs = torch.from_numpy(found["ids"]), torch.from_numpy(found["values"]).float() / temperature
         if temperature != 1:
             column = normalised(manifest.temperatures).index(temperature)
             log_probs = log_probs - torch.from_numpy(found["normalisers"][:, column, None])

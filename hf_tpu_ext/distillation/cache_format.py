@@ -13,7 +13,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from .compact import compact_bytes_per_token
 
 
 MANIFEST = "manifest.json"
@@ -41,7 +40,6 @@ class CacheSettings:
         temperatures (`tuple[float, ...]`): Temperatures that it can be used at, ascending.
         max_length (`int`, *optional*): Length that rows were cut to.
         compute_dtype (`str`): What the teacher computed in, e.g. `"bfloat16"`.
-        compact (`bool`): Whether the compact form is used.
         dataset_hash (`str`): Hash of the keys of all sequences in their order.
         sequences (`int`): Different sequences.
         tokens (`int`): Tokens in them.
@@ -56,16 +54,14 @@ class CacheSettings:
     temperatures: tuple[float, ...]
     max_length: int | None
     compute_dtype: str
-    compact: bool
     dataset_hash: str
     sequences: int
     tokens: int
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position, which compression of the compact form comes to at most."""
-        entries = compact_bytes_per_token(self.top_k, self.vocab_size) if self.compact else 6 * self.top_k
-        return entries + 4 * len(normalised(self.temperatures)) + 2 * len(self.temperatures)
+        """Bytes of one position."""
+        return 6 * self.top_k + 4 * len(normalised(self.temperatures)) + 2 * len(self.temperatures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +153,7 @@ def find_damage(directory: Path, shard: Shard, verify: bool) -> str | None:
     return None
 
 
-def write_shard(tensors: list[dict[str, np.ndarray]], keys: list[bytes], compression: str | None) -> bytes:
+def write_shard(tensors: list[dict[str, np.ndarray]], keys: list[bytes]) -> bytes:
     """An Arrow file with a record batch of `(tokens, size)` arrays for each sequence, to be read one by one."""
     batches = [
         pa.record_batch(
@@ -171,7 +167,7 @@ def write_shard(tensors: list[dict[str, np.ndarray]], keys: list[bytes], compres
     ]
     file = pa.BufferOutputStream()
     schema = batches[0].schema.with_metadata({"keys": b"".join(keys)})
-    with pa.ipc.new_file(file, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+    with pa.ipc.new_file(file, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
     return file.getvalue().to_pybytes()
@@ -193,6 +189,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     content = _content(path)
     if content.pop("format", None) == FORMAT:
+        # Caches of earlier versions say whether they were built with --compact.
+        if content.get("settings", content).pop("compact", False):
+            raise UserError(
+                f"{path} is of a cache that was built with --compact, a form that is no longer read. Build the cache again in "
+                f"another directory: {MAKE} DIR"
+            )
         return content
     if is_of_a_cache(path):
         raise UserError(

@@ -37,7 +37,6 @@ from .cache_format import (
     shard_name,
     write_shard,
 )
-from .compact import CompactTokens
 
 
 logger = logging.get_logger(__name__)
@@ -167,15 +166,14 @@ class CacheWriter:
             ids, values, normalisers, log_tails = (tensor.numpy() for tensor in row)
             assert len(ids) == self._lengths[number]
             self._check(number, ids, values)
-            entries = (
-                CompactTokens.pack(ids, values)._asdict() if self.settings.compact else {"ids": ids, "values": values}
+            tensors.append(
+                {"ids": ids, "values": values, "normalisers": normalisers[:, stored], "log_tails": log_tails}
             )
-            tensors.append({**entries, "normalisers": normalisers[:, stored], "log_tails": log_tails})
             log_probs = values.astype(np.float32)[..., None] / np.float32(temperatures) - normalisers[:, None]
             coverage_sums += np.exp(log_probs).sum(axis=(0, 1), dtype=np.float64)
             largest_id = max(largest_id, int(ids.max()))
         keys = [self._keys[number] for number in sequences]
-        data = write_shard(tensors, keys, compression="zstd" if self.settings.compact else None)
+        data = write_shard(tensors, keys)
         number = sequences.start // self._per_shard
         shard = Shard(
             file=shard_name(number),
@@ -319,14 +317,10 @@ class CacheWriter:
             raise UserError(self._no_room(told)) from error
 
     def _no_room(self, what: str) -> str:
-        compact = dataclasses.replace(self.settings, compact=True).token_bytes
-        smaller = "a smaller --kd_top_k"
-        if not self.settings.compact:
-            smaller += f" or --compact ({compact} instead of {self.settings.token_bytes} bytes per token)"
         return (
             f"{what}: the teacher's cache in {self.directory} needs {format_bytes(self.bytes_to_write)} more, and "
             f"{format_bytes(shutil.disk_usage(self.directory).free)} are free there. Free some, give another directory "
-            f"(--output_dir DIR), or make it smaller: {smaller}."
+            f"(--output_dir DIR), or make it smaller: a smaller --kd_top_k."
         )
 
 

@@ -4,13 +4,12 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 
 ROOT = Path(__file__).parents[2]
@@ -129,20 +128,3 @@ def to_text(row: dict) -> dict[str, str]:
     """
     source = re.search(r"```python\n(.*)\n```", row["prompt"][0]["content"], re.DOTALL)[1]
     return {"text": f"# {row['completion'][0]['content']}\n{source}\n"}
-
-
-def load_pair(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
-    """
-    Load the teacher and the damaged student.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            With `model_dir`, `bits` and `group_size`.
-
-    Yields:
-        [`~transformers.PreTrainedModel`]: First the teacher, then the student, in float32 on the CPU.
-    """
-    yield AutoModelForCausalLM.from_pretrained(arguments.model_dir, dtype=torch.float32).eval()
-    student = AutoModelForCausalLM.from_pretrained(arguments.model_dir, dtype=torch.float32).eval()
-    damage(student, arguments.bits, arguments.group_size)
-    yield student

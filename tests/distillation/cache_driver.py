@@ -41,7 +41,6 @@ def make_writer(directory, model_dir, dataset, overwrite=False, sequences_per_sh
         "temperatures": (1.0, 2.0),
         "max_length": 24,
         "compute_dtype": "float32",
-        "compact": False,
         "dataset_hash": sequences.hash,
         "sequences": len(sequences.keys),
         "tokens": sum(sequences.lengths),

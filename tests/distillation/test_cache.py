@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.distillation.cache import TeacherCache
-from hf_tpu_ext.distillation.cache_format import sequence_key
+from hf_tpu_ext.distillation.cache_format import FORMAT, sequence_key
 from hf_tpu_ext.distillation.top_k import TeacherRows
 
 
@@ -172,12 +172,22 @@ def test_checksums_are_only_compared_on_request(own_cache_dir):
     [
         *((content, "is not a file of a teacher's cache") for content in ("", "{", "[]", "{}", '{"format": 2}')),
         ('{"format": "hf_tpu_ext teacher cache 1"}', "was not written by this version"),
+        (
+            f'{{"format": "{FORMAT}", "compact": true}}',
+            "is of a cache that was built with --compact, a form that is no longer read",
+        ),
     ],
 )
 def test_manifest_of_something_else(own_cache_dir, content, message):
     (own_cache_dir / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=f"manifest.json {message}"):
         TeacherCache(own_cache_dir)
+
+
+def test_a_cache_of_an_earlier_version_that_is_not_compact(own_cache_dir):
+    path = own_cache_dir / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"compact": False}))
+    TeacherCache(own_cache_dir)
 
 
 # ---- A cache of another run ----

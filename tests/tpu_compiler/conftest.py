@@ -8,19 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from schemes import Program, Run, make_inputs
+
+from hf_tpu_ext.hardware.topologies import find_topology
+from hf_tpu_ext.plan.compiler import compile_programs
+from hf_tpu_ext.plan.programs import Argument, TracedProgram
+from hf_tpu_ext.sharding.plan import PlannedParameter
 
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
-
-from schemes import Program, Run, make_inputs  # noqa: E402
-
-from hf_tpu_ext.hardware.topologies import find_topology  # noqa: E402
-from hf_tpu_ext.plan.compiler import compile_programs  # noqa: E402
-from hf_tpu_ext.plan.programs import Argument, TracedProgram  # noqa: E402
-from hf_tpu_ext.sharding.plan import PlannedParameter  # noqa: E402
-
-
 # Smaller weights are not worth it to the compiler to be summed up in parts.
 SIZES = {
     "vocab_size": 2048,
@@ -69,7 +65,7 @@ def traced(tmp_path_factory) -> dict[str, dict]:
 def runs(traced) -> dict[str, Run]:
     """Parameters of each scheme."""
     return {
-        name: Run(found["mesh"], [PlannedParameter(**values) for values in found["parameters"]], {})
+        name: Run(found["mesh"], [PlannedParameter(**values) for values in found["parameters"]])
         for name, found in traced.items()
     }
 

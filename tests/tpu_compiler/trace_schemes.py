@@ -1,5 +1,5 @@
 """
-Traces the schemes of `tests/benchmarks/schemes.py` for a plan.
+Traces the schemes of `schemes.py` for a plan.
 
     python trace_schemes.py DIRECTORY
 
@@ -12,16 +12,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from schemes import CHIPS, SCHEMES, Scheme, make_trainer
+
+from hf_tpu_ext import TPUSFTTrainer
 from hf_tpu_ext.backends.selection import select_tracing
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from schemes import CHIPS, SCHEMES, Scheme, make_trainer  # noqa: E402
-
-from hf_tpu_ext import TPUSFTTrainer  # noqa: E402
-from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
-from hf_tpu_ext.step import looped_head  # noqa: E402
+from hf_tpu_ext.plan.trace import trace_run
+from hf_tpu_ext.step import looped_head
 
 
 IN_A_LOOP = Scheme("fully sharded, LoRA, layers in a loop", "fsdp", lora=True, saving=True, scan_layers="on")

@@ -37,7 +37,6 @@ def make_cache(runs, teacher, tmp_path):
             temperatures=temperatures,
             max_length=trainer.args.max_length,
             compute_dtype="float32",
-            compact=False,
             dataset_hash=sequences.hash,
             sequences=len(sequences.keys),
             tokens=sum(sequences.lengths),

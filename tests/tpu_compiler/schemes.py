@@ -1,16 +1,6 @@
-"""
-Trains one step with each of some schemes on eight devices of the host, for the programs that XLA then dumps.
+"""Ways to spread a run over eight chips, and what their compiled programs exchange."""
 
-The functions below start it as a process of its own: the devices, and where XLA dumps to, are set before it starts.
-"""
-
-import argparse
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import load_dataset
@@ -18,7 +8,7 @@ from peft import LoraConfig
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
-from hf_tpu_ext.plan.hlo import Collective, argument_shapes, find_collectives, parse_module
+from hf_tpu_ext.plan.hlo import Collective, find_collectives, parse_module
 from hf_tpu_ext.sharding.plan import PlannedParameter
 
 
@@ -27,8 +17,6 @@ CHIPS = 8
 # more than one, since a slice of a split tensor is what makes a partitioner move it. The batch has more tokens than a
 # matrix of a layer has rows, as usual; otherwise activations are smaller than weights, and are exchanged instead.
 ROWS_PER_CHIP, LENGTH = 16, 64
-SIZES = {"vocab_size": 40960, "hidden_size": 64, "intermediate_size": 1536}
-BEFORE, AFTER = ".before_optimizations.txt", ".cpu_after_optimizations.txt"
 
 
 @dataclass(frozen=True)
@@ -86,11 +74,6 @@ class Program:
     weights: frozenset[tuple[int, ...]]
 
     @property
-    def argument_bytes(self) -> int:
-        """Bytes that a device holds when the program starts."""
-        return sum(shape.num_bytes for shape in argument_shapes(self.text))
-
-    @property
     def collectives(self) -> list[Collective]:
         """All that devices exchange."""
         return list(find_collectives(parse_module(self.text)))
@@ -132,20 +115,17 @@ class Program:
 @dataclass(frozen=True)
 class Run:
     """
-    What one scheme compiled.
+    Where the parameters of one scheme are.
 
     Args:
         mesh (`dict[str, int]`):
             Size of each axis.
         parameters (`list[PlannedParameter]`):
             The model's parameters and where they are.
-        dumps (`dict[str, Path]`):
-            Dumped HLO before optimizations, by what the program does (`"micro-step"`, `"training step"`).
     """
 
     mesh: dict[str, int]
     parameters: list[PlannedParameter]
-    dumps: dict[str, Path]
 
     @property
     def trainable(self) -> list[PlannedParameter]:
@@ -156,21 +136,6 @@ class Run:
     def split(self) -> list[PlannedParameter]:
         """Parameters of which each chip holds a part."""
         return [parameter for parameter in self.parameters if parameter.shards > 1]
-
-    def program(self, kind: str) -> Program:
-        """
-        Read a compiled program.
-
-        Args:
-            kind (`str`):
-                `"micro-step"` or `"training step"`.
-
-        Returns:
-            [`Program`]: The program of one device.
-        """
-        dump = self.dumps[kind]
-        text = dump.with_name(dump.name.replace(BEFORE, AFTER)).read_text(encoding="utf-8")
-        return Program(text, self.weight_shapes)
 
     @property
     def weight_shapes(self) -> frozenset[tuple[int, ...]]:
@@ -194,38 +159,6 @@ def make_inputs(directory: Path, **sizes) -> None:
     """
     make_model(directory / "model", **sizes)
     make_arithmetic(directory / "data")
-
-
-def train(scheme: Scheme, directory: Path) -> Run:
-    """
-    Train one step in this process, which has the devices and dumps its programs.
-
-    Args:
-        scheme ([`Scheme`]):
-            How.
-        directory (`Path`):
-            Directory of [`make_inputs`].
-
-    Returns:
-        [`Run`]: What was compiled.
-    """
-    dump, dumps = directory / "dump", {}
-
-    class Recorder(TPUSFTTrainer):
-        # XLA dumps a program while it compiles it, and a program of the step is compiled where it ends. So the file that
-        # appears in between is that program, whatever else was compiled before (placing the model, reading a log).
-        def end_program(self, kind, *args, **kwargs):
-            before = set(dump.glob(f"*{BEFORE}"))
-            program = super().end_program(kind, *args, **kwargs)
-            new = set(dump.glob(f"*{BEFORE}")) - before
-            if new:
-                assert kind not in dumps
-                (dumps[kind],) = new
-            return program
-
-    trainer = make_trainer(Recorder, scheme, directory)
-    trainer.train()
-    return Run(trainer.chips.mesh, trainer.chips.sharding_plan.parameters, dumps)
 
 
 def make_trainer(trainer_class: type[TPUSFTTrainer], scheme: Scheme, directory: Path) -> TPUSFTTrainer:
@@ -262,55 +195,3 @@ def make_trainer(trainer_class: type[TPUSFTTrainer], scheme: Scheme, directory: 
         train_dataset=load_dataset("json", data_files=str(directory / "data" / "train.jsonl"), split="train"),
         peft_config=LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0) if scheme.lora else None,
     )
-
-
-def run_schemes(names: Sequence[str], directory: Path) -> dict[str, Run]:
-    """
-    Train one step with each scheme, in a process that has the devices.
-
-    Args:
-        names (`Sequence[str]`):
-            Keys of [`SCHEMES`].
-        directory (`Path`):
-            Directory of [`make_inputs`]. The dumps are put into it, too.
-
-    Returns:
-        `dict[str, Run]`: What was compiled, by scheme.
-
-    Raises:
-        `RuntimeError`: The process failed. Its output is in the message.
-    """
-    settings = {
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": str(CHIPS),
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={directory / 'dump'} --xla_dump_hlo_as_text",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, __file__, *names, "--directory", directory]
-    done = subprocess.run(
-        command, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"Training failed:\n{done.stdout}")
-    return {
-        name: Run(
-            saved["mesh"],
-            [PlannedParameter(**parameter) for parameter in saved["parameters"]],
-            {kind: Path(path) for kind, path in saved["dumps"].items()},
-        )
-        for name, saved in json.loads((directory / "runs.json").read_text(encoding="utf-8")).items()
-    }
-
-
-def main() -> None:
-    """Train with some schemes, in this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("schemes", choices=SCHEMES, nargs="+", metavar="scheme", help=", ".join(SCHEMES))
-    parser.add_argument("--directory", type=Path, required=True, help="where the model, the rows and the dumps are")
-    arguments = parser.parse_args()
-    runs = {name: asdict(train(SCHEMES[name], arguments.directory)) for name in arguments.schemes}
-    (arguments.directory / "runs.json").write_text(json.dumps(runs, default=str), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
