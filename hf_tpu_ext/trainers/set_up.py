@@ -22,20 +22,16 @@ from ..step.program_adamw import ProgramAdamW
 from ..step.random_numbers import RandomSeeds
 from ..step.running_code import is_known
 from ..step.users_model import save_from_host
-from .checks.arguments import (
-    ADAMW_NAMES,
-    CompiledArguments,
-    bind_device,
-    compile_arguments,
-    copy_arguments,
-    set_gradient_checkpointing,
-)
-from .checks.followed_arguments import FollowedArguments
-from .checks.settings import check_architecture, check_processes, check_settings, check_split_by_upstream
+from .checks.adaptations import ADAMW_NAMES, set_gradient_checkpointing
+from .checks.answers import Place
+from .checks.device import bind_device
+from .checks.fields import adapt
+from .checks.followed import FollowedArguments
+from .checks.settings import check_architecture, check_processes, split_by
 from .checks.upstream import check_trainer, loads_model
 from .configs import ExtensionArguments, PredictedTextArguments
-from .run.chips import Chips, unused_settings
-from .run.eager_steps import EagerSteps, check_loader, check_split, check_there
+from .run.chips import Chips
+from .run.eager_steps import EagerSteps, check_split
 from .run.ema import Averaging
 from .run.evaluation_steps import EvaluationSteps
 from .run.facts import find_facts
@@ -69,13 +65,16 @@ class SetUpMixin:
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
-        check_settings(args, self.backend.static_shapes, given.arguments)
+        # What the caller changes in its arguments later is adapted in the same way.
+        adapt_arguments = partial(
+            adapt,
+            place=Place.of(self.backend, args, split_by(args)),
+            given={name: value for name, value in given.arguments.items() if name != "args"},
+            loads_model=loads_model(args, given),
+        )
+        self.compiled = adapt_arguments(args)
         quantization = None
         if self.backend.unknown_upstream:
-            if self.backend.compiles_operators:
-                check_there(args)
-                if self.backend.ranks.count > 1:
-                    check_loader(args)
             check_trainer(type(self), given.arguments)
             # Upstream ignores the argument unless it loads the model.
             quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
@@ -88,14 +87,8 @@ class SetUpMixin:
                 model.tie_weights()
         else:
             check_processes(args)
-            check_split_by_upstream(args)
-        of_host = self.backend.prepare_host()
-        self.compiled = (
-            compile_arguments(args, loads_model(args, given), self.backend.num_chips, traced=self.backend.traces_steps)
-            if self.backend.unknown_upstream
-            else CompiledArguments(copy_arguments(args), changes=unused_settings(extension, self.backend))
-        )
-        self.compiled.changes += of_host + self.backend.use_compile_cache(extension.compile_cache_dir)
+        self.compiled.changes += self.backend.prepare_host()
+        self.compiled.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
         if self.backend.ranks.index > 0:
             # The first warns of what is the same in all.
@@ -106,7 +99,7 @@ class SetUpMixin:
         self._arrange_batches()
         self.chips = Chips(self.backend, self.compiled.args, self.compiled.mesh)
         if self.backend.splits_weights:
-            check_split(args, given.arguments, self.generates, quantization is not None)
+            check_split(args.mesh, self.generates, quantization is not None)
         self._arrange_saving()
         #: What random numbers of programs follow from.
         self.seeds = RandomSeeds(args.seed)
@@ -150,7 +143,9 @@ class SetUpMixin:
         if extension.run_report:
             self.keep_record(args, lines)
         self._add_saving_callbacks()
-        self.followed = FollowedArguments(self, args)
+        self.followed = FollowedArguments(
+            args, self.compiled, adapt_arguments, not self.backend.unknown_upstream, self.chips.recipe_rows
+        )
 
     def _place_models(self) -> None:
         self._arrange_accelerator()

@@ -56,7 +56,7 @@ def test_layers_and_losses_are_recognised(tiny):
 
 @pytest.mark.parametrize("value", [True, "full_shard", "full_shard auto_wrap"])
 def test_fsdp_is_normalised_by_the_arguments(value, tmp_path):
-    """trainers/checks/arguments.py reads `fsdp_config` only."""
+    """trainers/checks/adaptations.py reads `fsdp_config` only."""
     args = SFTConfig(str(tmp_path), fsdp=value, use_cpu=True)
     assert args.fsdp is True and args.fsdp_config["xla"] is False
     assert args.fsdp_config.get("reshard_after_forward", True) is True

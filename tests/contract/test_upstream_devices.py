@@ -65,7 +65,7 @@ def test_torch_xla_can_be_switched_off(switches):
 
 @pytest.fixture
 def on_meta():
-    """accelerate's state, bound to a device as trainers/checks/arguments.py binds it to the XLA device."""
+    """accelerate's state, bound to a device as trainers/checks/device.py binds it to the XLA device."""
     AcceleratorState._reset_state(reset_partial_state=True)
     state = PartialState(cpu=True)
     state.device = torch.device("meta")
@@ -75,7 +75,7 @@ def on_meta():
 
 def test_device_of_the_state_is_taken_over(on_meta):
     accelerator = Accelerator()
-    assert accelerator.device.type == "meta", "trainers/checks/arguments.py, bind_device"
+    assert accelerator.device.type == "meta", "trainers/checks/device.py"
     assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
     assert PartialState().device.type == "meta", "the state is no longer shared by its instances"
 
@@ -268,7 +268,7 @@ def test_implementations_can_be_set(model_dir):
 
 
 def test_quantized_models_are_marked():
-    """trainers/checks/arguments.py, check_weights."""
+    """trainers/checks/adaptations.py."""
     from transformers.quantizers.base import HfQuantizer
 
     assert 'setattr(model, "is_quantized", True)' in inspect.getsource(HfQuantizer)

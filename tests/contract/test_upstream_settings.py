@@ -20,7 +20,7 @@ from trl import SFTConfig
 
 from hf_tpu_ext.cli.swap import TRAINERS
 from hf_tpu_ext.cli.trl_scripts import SCRIPTS
-from hf_tpu_ext.trainers.checks import arguments
+from hf_tpu_ext.trainers.checks import adaptations, device
 
 
 def parameters(function):
@@ -57,15 +57,16 @@ def test_defaults_that_are_replaced(stock):
         assert "activation_checkpointing" not in vars(config)
         del expected["activation_checkpointing"]
     actual = {name: vars(config)[name] for name in expected}
-    assert actual == expected, "TRL's defaults have changed; see trainers/checks/arguments.py and docs/"
+    assert actual == expected, "TRL's defaults have changed; see trainers/checks/fields.py and docs/"
 
 
 def test_arguments_that_are_set(stock):
-    set_on_copies = assigned_names(arguments) - {"distributed_state", "_n_gpu", "device"}
+    set_on_copies = assigned_names(adaptations) | assigned_names(device)
+    set_on_copies -= {"distributed_state", "_n_gpu", "device"}
     assert {"optim", "bf16", "mixed_precision", "model_init_kwargs"} <= set_on_copies
     there = set(vars(SFTConfig(str(stock.output_dir), use_cpu=True)))
     assert set_on_copies <= there, (
-        f"SFTConfig has no {set_on_copies - there} any more; see trainers/checks/arguments.py"
+        f"SFTConfig has no {set_on_copies - there} any more; see trainers/checks/adaptations.py"
     )
 
 
@@ -84,7 +85,7 @@ def test_device_is_a_cached_property(stock):
     config = stock.config()
     assert "_setup_devices" in vars(config), "TrainingArguments no longer takes the device when it is made"
     vars(config)["_setup_devices"] = torch.device("meta")
-    assert config.device.type == "meta", "trainers/checks/arguments.py, bind_device"
+    assert config.device.type == "meta", "trainers/checks/device.py"
     config._n_gpu = 0
     assert (config.n_gpu, config.world_size, config.train_batch_size) == (0, 1, 2)
     del vars(config)["_setup_devices"]
@@ -101,7 +102,7 @@ def test_bf16_is_checked_through_a_name_of_the_module(stock, monkeypatch):
 
 
 def test_optimizer_names():
-    names = arguments.ADAMW_NAMES | arguments.HOST_SCALAR_NAMES
+    names = adaptations.ADAMW_NAMES | adaptations.HOST_SCALAR_NAMES
     assert all(OptimizerNames(name.value) is name for name in names)
     config = TrainingArguments("unused", use_cpu=True, optim="adamw_torch", learning_rate=3e-4, adam_beta2=0.95)
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(config, None)

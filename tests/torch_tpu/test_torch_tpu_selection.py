@@ -11,7 +11,8 @@ import pytest
 from hf_tpu_ext.backends import select_backend, selection
 from hf_tpu_ext.backends.selection import prepare_processes
 from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
-from hf_tpu_ext.trainers.run.eager_steps import check_loader
+from hf_tpu_ext.trainers.checks.answers import Place
+from hf_tpu_ext.trainers.checks.fields import adapt
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_what_is_not_there_yet_is_refused_by_name(runs, config, words):
 def test_processes_that_would_not_take_as_many_batches_are_refused(runs, setting):
     (name,) = setting
     with pytest.raises(ValueError, match=f"accelerator_config has {name}="):
-        check_loader(runs.config(accelerator_config=setting))
+        adapt(runs.config(accelerator_config=setting), Place("tpu", traced=False, processes=2))
 
 
 def test_programs_on_disk_are_loaded_by_the_next_process(runs, tmp_path):

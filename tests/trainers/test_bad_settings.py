@@ -17,14 +17,9 @@ from transformers.training_args import ParallelMode
 from trl import RewardConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.trainers.checks.arguments import compile_arguments
-from hf_tpu_ext.trainers.checks.settings import (
-    check_architecture,
-    check_processes,
-    check_recipe,
-    check_settings,
-    check_split_by_upstream,
-)
+from hf_tpu_ext.trainers.checks.answers import Place
+from hf_tpu_ext.trainers.checks.fields import adapt
+from hf_tpu_ext.trainers.checks.settings import check_architecture, check_processes, check_recipe, split_by
 
 
 @pytest.mark.parametrize(
@@ -56,7 +51,7 @@ POSITIVE = ["is not positive", "for example"]
 )
 def test_setting_that_no_device_takes(runs, config, words, static_shapes):
     config = runs.config(**config)
-    refused(words, lambda: check_settings(config, static_shapes, {"train_dataset": runs.train_dataset}))
+    refused(words, lambda: adapt(config, Place(static_shapes=static_shapes), {"train_dataset": runs.train_dataset}))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +70,7 @@ def test_setting_that_no_device_takes(runs, config, words, static_shapes):
 )
 def test_setting_that_upstream_takes(runs, config, given):
     """It may do little: -1 micro-steps are no step."""
-    check_settings(runs.config(**config), False, {"train_dataset": runs.train_dataset, **given})
+    adapt(runs.config(**config), Place(static_shapes=False), {"train_dataset": runs.train_dataset, **given})
 
 
 @pytest.mark.parametrize("config", [dict(max_length=-5), dict(gradient_accumulation_steps=-1)], ids="-".join)
@@ -85,7 +80,7 @@ def test_setting_that_xla_does_not_take(runs, config):
 
 def test_length_of_the_general_trainer(runs, tmp_path):
     args = TPUTrainingArguments(str(tmp_path), max_length=-5, use_cpu=True, report_to="none")
-    refused([*POSITIVE, "max_length=-5"], lambda: check_settings(args, False, {}))
+    refused([*POSITIVE, "max_length=-5"], lambda: adapt(args, Place(static_shapes=False)))
 
 
 @pytest.mark.parametrize("name", ["model", "teacher_model"])
@@ -174,11 +169,9 @@ def test_what_compiles_on_other_devices_has_no_effect(runs, same_logs):
 
 def test_variable_that_compiles_on_other_devices(runs, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-    (change,) = [
-        line for line in compile_arguments(runs.config(), False, 1).changes if "ACCELERATE_DYNAMO_BACKEND" in line
-    ]
+    (change,) = [line for line in adapt(runs.config(), Place()).changes if "ACCELERATE_DYNAMO_BACKEND" in line]
     assert "has no effect" in change
-    assert not any("DYNAMO" in line for line in compile_arguments(runs.config(), False, 1).changes), "it is off by now"
+    assert not any("DYNAMO" in line for line in adapt(runs.config(), Place()).changes), "it is off by now"
 
 
 # ---- Weights that accelerate splits over processes ----
@@ -226,7 +219,7 @@ def test_what_accelerate_may_split(runs, monkeypatch, by, settings):
     config.fsdp = by == "fsdp"
     if by is not None and "zero" in by:
         config.deepspeed_plugin = SimpleNamespace(zero_stage=int(by[-1]))
-    check_split_by_upstream(config)
+    adapt(config, Place(static_shapes=False, split_by=split_by(config)))
 
 
 def test_processes_that_would_train_by_themselves(tmp_path, monkeypatch):

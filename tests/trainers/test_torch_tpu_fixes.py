@@ -8,8 +8,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from fixes import assert_fixes, refusal
 
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.trainers.checks.answers import Place
+from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.run.batches import BatchesMixin
-from hf_tpu_ext.trainers.run.eager_steps import check_loader, check_split, check_there
+from hf_tpu_ext.trainers.run.eager_steps import check_split
 from hf_tpu_ext.trainers.run.whole_steps import CompiledSteps
 from hf_tpu_ext.trainers.sft.distillation import DistillationMixin
 
@@ -19,7 +21,7 @@ LEAVE_OUT = "eave it out"
 
 def test_fsdp_of_upstream_with_torch_tpu(runs):
     def check(**config):
-        check_there(runs.config(TPUSFTConfig, **config))
+        adapt(runs.config(TPUSFTConfig, **config), Place("tpu", traced=False))
 
     assert_fixes(check, dict(fsdp="full_shard"), "Leave it out, and set mesh='fsdp'")
 
@@ -28,7 +30,8 @@ def test_fsdp_of_upstream_with_torch_tpu(runs):
     "setting", [dict(even_batches=False), dict(dispatch_batches=True), dict(split_batches=True)], ids=str
 )
 def test_loader_with_torch_tpu(runs, setting):
-    assert_fixes(lambda **config: check_loader(runs.config(accelerator_config=config)), setting, LEAVE_OUT)
+    place = Place("tpu", traced=False, processes=2)
+    assert_fixes(lambda **config: adapt(runs.config(accelerator_config=config), place), setting, LEAVE_OUT)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,8 @@ def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
     def check(**config):
         given_left = {name: config.pop(name) for name in given if name in config}
         if config["mesh"] == "fsdp":
-            check_split(runs.config(TPUSFTConfig, **config), given_left, False, False)
+            place = Place("tpu", traced=False, processes=2, splits_weights=True)
+            adapt(runs.config(TPUSFTConfig, **config), place, given_left)
 
     assert_fixes(check, {"mesh": "fsdp", **settings, **given}, *fixes)
 
@@ -58,7 +62,7 @@ def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
 def test_text_that_is_generated_by_weights_in_parts(runs):
     def check(mesh):
         if mesh == "fsdp":
-            check_split(runs.config(TPUSFTConfig, mesh=mesh), {}, True, False)
+            check_split(mesh, True, False)
 
     assert_fixes(check, {"mesh": "fsdp"}, "Set mesh='data'")
 

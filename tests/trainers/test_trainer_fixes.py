@@ -16,13 +16,16 @@ from preference import Case, rows_for, trainer_for
 from rollouts import Case as RolloutCase
 from rollouts import trainer_for as rollout_trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.step.activation_checkpointing import checkpoint_modules
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.files import find_checkpoint
+from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_dataset
+from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.preferences import check_preferences
 from hf_tpu_ext.trainers.checks.settings import check_architecture
 from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
@@ -131,23 +134,18 @@ def test_columns_of_prompts(runs):
 
 
 @pytest.mark.parametrize("name", ["use_vllm", "use_transformers_paged", "use_transformers_continuous_batching"])
-def test_ways_to_generate(name):
-    class Args:
-        pass
-
+def test_ways_to_generate(runs, name):
     def check(**settings):
-        args = Args()
-        vars(args).update(settings)
-        check_rollouts({"args": args}, "GRPOTrainer")
+        config = GRPOConfig(str(runs.output_dir), bf16=False)
+        vars(config).update(settings)
+        adapt(config, Place())
 
     assert_fixes(check, {name: True}, f"Set {name}=False")
 
 
 @pytest.mark.parametrize("name", ["tools", "environment_factory"])
 def test_tools(runs, name):
-    assert_fixes(
-        lambda **given: check_rollouts({"args": runs.config(), **given}, "GRPOTrainer"), {name: [len]}, LEAVE_OUT
-    )
+    assert_fixes(lambda **given: adapt(runs.config(), Place(), given), {name: [len]}, LEAVE_OUT)
 
 
 # ---- Trainers ----

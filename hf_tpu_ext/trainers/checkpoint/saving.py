@@ -73,8 +73,6 @@ class SavingMixin:
 
     def _arrange_saving(self) -> None:
         """Before upstream's `__init__`."""
-        if self.compiled.args.enable_jit_checkpoint:
-            self.compiled.changes.append("enable_jit_checkpoint has no effect: a signal to stop saves in any case")
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
         ranks = self.backend.ranks
         asked = ranks.stops if ranks.count > 1 else self.backend.hosts

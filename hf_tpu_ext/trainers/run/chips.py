@@ -19,46 +19,9 @@ from ...sharding import ShardingPlan, advise_sharding, describe_hosts, describe_
 from ...sharding.local_gradients import LocalGradients
 from ...sharding.per_chip import score_tokens_per_chip
 from ...step.gradients import AccumulatedGradients, StepGradients
-from ..configs import ExtensionArguments
 
 
 logger = logging.get_logger(__name__)
-
-
-def unused_settings(settings: ExtensionArguments | type[ExtensionArguments], backend: Backend) -> list[str]:
-    """
-    Name the settings that have no effect on a backend other than XLA, a line for each. They are the caller's
-    arguments, or the class for the defaults.
-    """
-    about_chips, about_xla = "it applies to TPU chips", "it applies to XLA; gradient_checkpointing=True works here"
-    named = {
-        "num_chips": (settings.num_chips, about_chips),
-        "mesh": (settings.mesh, about_chips),
-        "show_sharding": (settings.show_sharding or None, about_chips),
-        "scan_layers": ("on" if settings.scan_layers == "on" else None, "it applies to XLA"),
-        "attention": (
-            None if settings.attention == "auto" else settings.attention,
-            "attn_implementation chooses here",
-        ),
-        "rematerialization": (settings.rematerialization, about_xla),
-        "step_replay": (settings.step_replay or None, "steps run eagerly"),
-        "max_recompiles": (settings.max_recompiles, "nothing is compiled"),
-        "length_buckets": (settings.length_buckets, "batches are padded to their longest row"),
-        # Of trainers that write their own data.
-        "max_prompt_length": (
-            vars(settings).get("max_prompt_length"),
-            "prompts of any length are taken, and padded to the longest of their batch",
-        ),
-        "compile_step": (
-            settings.compile_step if settings.compile_step in ("step", "layers") else None,
-            "it applies to torch_tpu",
-        ),
-    }
-    return [
-        f"{name}={value} has no effect on {backend.name}: {reason}"
-        for name, (value, reason) in named.items()
-        if value is not None
-    ]
 
 
 class _OfAllChips:

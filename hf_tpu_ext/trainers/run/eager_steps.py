@@ -1,76 +1,32 @@
 """The training steps of a run on a device that runs operators one by one, and compiles each of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
-from transformers.training_args import OptimizerNames
+from transformers import TrainerCallback
 
 from ...errors import UserError
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
-from ..checks.arguments import ADAMW_NAMES
 from .training_steps import SentBatch
 
 
-# Settings that take weights in one piece between steps.
-_NOT_SPLIT = (
-    "ema_decay",
-    "show_samples",
-    "predict_with_generate",
-    "sync_ref_model",
-    "kd_teacher",
-    "kd_cache",
-    "qat_weight_dtype",
-)
-
-
-def check_there(args: TrainingArguments) -> None:
-    """Refuse (`ValueError`) what does not train with torch_tpu yet."""
-    if args.fsdp:
-        raise UserError(
-            f"fsdp={args.fsdp!r} shards by accelerate, which does not know the chips of torch_tpu. Leave it out, and set mesh='fsdp', "
-            "which shards the weights over them."
-        )
-
-
-def check_split(args: TrainingArguments, given: Mapping[str, Any], generates: bool, is_quantized: bool) -> None:
+def check_split(mesh: str, generates: bool, is_quantized: bool) -> None:
     """
-    Refuse (`ValueError`) what does not train where processes hold parts of the weights. `given` has what the trainer was given,
-    by the names of [`~transformers.Trainer`], `generates` is whether steps write text, and `is_quantized` whether the model has
-    quantized weights.
+    Refuse (`ValueError`) what does not train where processes hold parts of the weights, besides fields: steps that write text,
+    and a model that has quantized weights.
     """
     if generates:
         raise UserError(
-            f"mesh={args.mesh!r} does not work with a trainer that generates text within its steps: each chip would hold parts of "
+            f"mesh={mesh!r} does not work with a trainer that generates text within its steps: each chip would hold parts of "
             "the weights, and needs all of them for every token. Set mesh='data'."
         )
-    asked = {
-        f"optim={OptimizerNames(args.optim).value}": args.optim not in ADAMW_NAMES,
-        "optimizer_cls_and_kwargs": given.get("optimizer_cls_and_kwargs") is not None,
-        "a model with quantized weights": is_quantized,
-        "optimizers=(optimizer, ...)": given.get("optimizers", (None,))[0] is not None,
-    }
-    asked |= {f"{name}={vars(args).get(name)}": bool(vars(args).get(name)) for name in _NOT_SPLIT}
-    for what, is_asked in asked.items():
-        if is_asked:
-            instead = "Set optim='adamw_torch_fused'" if what.startswith("optim=") else "Leave it out"
-            raise UserError(
-                f"{what} does not work with mesh={args.mesh!r}, of which each chip holds parts of the weights. {instead}, or set "
-                "mesh='data'."
-            )
-
-
-def check_loader(args: TrainingArguments) -> None:
-    """Refuse (`ValueError`) ways of sharing rows between processes by which these would not take the same number of batches."""
-    config = args.accelerator_config
-    for name, value in {"even_batches": False, "dispatch_batches": True, "split_batches": True}.items():
-        if vars(config)[name] is value:
-            raise UserError(
-                f"accelerator_config has {name}={value}, which does not work with torch_tpu in several processes, where each process "
-                "reads its own batches, as many as the others. Leave it out."
-            )
+    if is_quantized:
+        raise UserError(
+            f"a model with quantized weights does not work with mesh={mesh!r}, of which each chip holds parts of the weights. Leave it "
+            "out, or set mesh='data'."
+        )
 
 
 class EagerSteps(TrainerCallback):

@@ -1,0 +1,458 @@
+"""
+What becomes of each field of upstream's arguments on a device that compiles: one table, whose rows are applied in its order.
+The checks before a run, the lines at its start and docs/fields.md are made of it.
+"""
+
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from peft import PeftModel
+from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+from transformers.training_args import OptimizerNames
+from trl import DPOConfig, KTOConfig, SFTConfig
+
+from ..configs import NO_DEEPSPEED
+from . import adaptations
+from .adaptations import ADAMW_NAMES, HOST_SCALAR_NAMES
+from .answers import CompiledArguments, Place, Row, Run, at, refused, replaced, without_effect, works
+
+
+# Optimizers whose class is of `torch.optim`, which takes no negative rate. Adafactor does.
+_REFUSE_NEGATIVE_RATES = ADAMW_NAMES | HOST_SCALAR_NAMES - {OptimizerNames.ADAFACTOR}
+# Losses of DPO that sort the pairs, that are one number for all of them, or that PyTorch needs as they were.
+_NOT_WEIGHTED = {"aot", "aot_unpaired", "hinge", "sft"}
+_LOSSES_OF_KTO = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
+
+
+def _never(value: Any, run: Run) -> bool:
+    return False
+
+
+def _is_set(value: Any, run: Run) -> bool:
+    return bool(value)
+
+
+def _trains(run: Run) -> bool:
+    return run.given.get("train_dataset") is not None
+
+
+def _has_adapter(run: Run) -> bool:
+    return run.given.get("peft_config") is not None or isinstance(run.given.get("model"), PeftModel)
+
+
+def _makes_optimizer(run: Run) -> bool:
+    return not (run.given.get("optimizers", (None,))[0] or run.given.get("optimizer_cls_and_kwargs"))
+
+
+def _is_no_length(max_length: int | None, run: Run) -> bool:
+    if max_length is None or max_length > 0:
+        return False
+    # An eager device takes a negative one of TRL for so many tokens to leave out at the end of each row.
+    eager = not run.place.static_shapes and isinstance(run.args, SFTConfig) and not run.args.packing
+    return max_length == 0 or not eager
+
+
+WORK = (
+    works("batches", "per_device_eval_batch_size gradient_accumulation_steps auto_find_batch_size"),
+    works("batches", "per_device_train_batch_size", follows=False),
+    works("steps", "num_train_epochs max_steps"),
+    works("schedule", "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps"),
+    works("optimizer", "weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"),
+    works("random numbers", "seed data_seed full_determinism"),
+    works("loss", "label_smoothing_factor neftune_noise_alpha", follows=False),
+    works("loss", "average_tokens_across_devices use_cache"),
+    works(
+        "data",
+        "dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
+        "dataloader_multiprocessing_context remove_unused_columns label_names train_sampling_strategy length_column_name",
+    ),
+    works("data", "accelerator_config", adapt=adaptations.share_rows),
+    works(
+        "logs",
+        "logging_strategy logging_steps logging_first_step log_level log_level_replica log_on_each_node disable_tqdm run_name project "
+        "trackio_space_id trackio_bucket_id trackio_static_space_id include_num_input_tokens_seen skip_memory_metrics debug",
+    ),
+    works("logs", "report_to", follows=False),
+    works(
+        "evaluation",
+        "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start eval_accumulation_steps prediction_loss_only "
+        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics include_for_metrics metric_for_best_model greater_is_better "
+        "load_best_model_at_end",
+    ),
+    works("evaluation", "predict_with_generate", follows=False),
+    works("evaluation", "generation_max_length generation_num_beams generation_config"),
+    works(
+        "checkpoints",
+        "output_dir save_strategy save_steps save_total_limit save_only_model resume_from_checkpoint ignore_data_skip "
+        "restore_callback_states_from_checkpoint",
+    ),
+    works("hub", "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision"),
+    works("device", "use_cpu", follows=False),
+    works("device", "bf16", follows=False, adapt=adaptations.compute_in_bfloat16),
+    works("models", "trust_remote_code teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs"),
+    works("models", "model_init_kwargs", adapt=adaptations.load_model),
+    works(
+        "text",
+        "dataset_num_proc dataset_text_field dataset_kwargs chat_template_path chat_template_kwargs eos_token pad_token "
+        "pad_to_multiple_of max_length truncation_mode packing packing_strategy eval_packing shuffle_dataset",
+    ),
+    works(
+        "losses of TRL",
+        "loss_type completion_only_loss assistant_only_loss router_aux_loss_coef beta label_smoothing loss_weights discopop_tau "
+        "f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting desirable_weight undesirable_weight "
+        "center_rewards_coefficient disable_dropout",
+    ),
+    works(
+        "reference models",
+        "precompute_ref_log_probs precompute_ref_batch_size sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    ),
+    works(
+        "losses of GRPO and RLOO",
+        "num_iterations epsilon epsilon_high delta importance_sampling_level scale_rewards reward_weights multi_objective_aggregation "
+        "mask_truncated_completions top_entropy_quantile use_bias_correction_kl off_policy_mask_threshold cast_lm_head_to_fp32 "
+        "normalize_advantages reward_clip_range entropy_coef use_adaptive_entropy entropy_target entropy_coef_min entropy_coef_max "
+        "entropy_coef_delta sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
+    ),
+    works(
+        "completions",
+        "num_generations num_generations_eval generation_batch_size steps_per_generation max_completion_length temperature top_p top_k "
+        "min_p repetition_penalty generation_kwargs log_completions log_completions_hub_repo num_completions_to_print "
+        "log_unique_prompts",
+    ),
+)
+
+REFUSED_ANYWHERE = at(
+    lambda place: True,
+    refused(
+        "per_device_train_batch_size",
+        "is not positive. Set it to 1 or more, for example per_device_train_batch_size=8.",
+        values="below 1",
+        when=lambda value, run: value < 1 and _trains(run),
+    ),
+    refused(
+        "gradient_accumulation_steps",
+        "is not positive. Set it to 1 to update the weights after every batch, or to more, for example "
+        "gradient_accumulation_steps=4.",
+        values="below 1",
+        # Upstream takes a negative number for no steps at all.
+        when=lambda value, run: _trains(run) and (value == 0 or (value < 0 and run.place.static_shapes)),
+    ),
+    refused(
+        "learning_rate",
+        "is negative, which optim={args.optim.value} does not take. Set a rate above 0, for example learning_rate=2e-5.",
+        values="below 0",
+        when=lambda value, run: (
+            value < 0 and _trains(run) and _makes_optimizer(run) and run.args.optim in _REFUSE_NEGATIVE_RATES
+        ),
+    ),
+    refused(
+        "per_device_eval_batch_size",
+        "is not positive, and eval_strategy asks for evaluations. Set it to 1 or more, for example per_device_eval_batch_size=8.",
+        values="below 1",
+        when=lambda value, run: value < 1 and run.args.eval_strategy != IntervalStrategy.NO,
+    ),
+    refused(
+        "max_length",
+        "is not positive. Set it to the longest sequence that you want to keep, in tokens, for example max_length=1024.",
+        values="below 1",
+        when=_is_no_length,
+    ),
+    refused(
+        "loss_type",
+        f"is no loss of KTO. Allowed: {', '.join(_LOSSES_OF_KTO)}.",
+        values="another one of `KTOConfig`",
+        when=lambda value, run: isinstance(run.args, KTOConfig) and value not in _LOSSES_OF_KTO,
+    ),
+    refused(
+        "use_weighting",
+        f"does not work with the losses {', '.join(sorted(_NOT_WEIGHTED))}, whose values for the pairs of a batch it cannot multiply "
+        "by their weights; here loss_type={args.loss_type}. Take that loss out of loss_type, or set use_weighting=False.",
+        values="with some losses",
+        when=lambda value, run: value and isinstance(run.args, DPOConfig) and _NOT_WEIGHTED & set(run.args.loss_type),
+    ),
+    refused(
+        "sync_ref_model",
+        "needs a reference model, and with LoRA the reference is the model without the adapter. Set sync_ref_model=False, or train "
+        "all weights.",
+        values="with LoRA",
+        when=lambda value, run: value and _has_adapter(run),
+    ),
+    refused(
+        "ref_model_sync_steps",
+        "is not positive. Set it to 1 or more, for example ref_model_sync_steps=512, or set sync_ref_model=False.",
+        values="below 1",
+        when=lambda value, run: value < 1 and run["sync_ref_model"],
+    ),
+    refused(
+        "report_to",
+        "names a service whose package is not installed; the message says which to install.",
+        values="without its package",
+        adapt=adaptations.check_integrations,
+    ),
+)
+
+REFUSED_ON_XLA = (
+    refused("fp16", "does not work on XLA: TPUs compute in bfloat16. Set bf16=True and fp16=False."),
+    refused("fp16_full_eval", "does not work on XLA. Leave it out: evaluation computes as training does."),
+    refused("deepspeed", NO_DEEPSPEED.removeprefix("deepspeed ")),
+    refused(
+        "parallelism_config",
+        "does not work on XLA, where one process drives all chips. Leave it out: mesh='fsdp' or mesh='data=2,fsdp=4' says how they "
+        "share the work.",
+    ),
+    refused(
+        "max_length",
+        "does not work on XLA, where every new length recompiles the step. Set max_length to the longest sequence that you want to "
+        "keep, in tokens, for example max_length=1024.",
+        values="`None` of `SFTConfig`",
+        when=lambda value, run: value is None and isinstance(run.args, SFTConfig),
+    ),
+    refused(
+        "use_vllm",
+        "does not work on XLA: vLLM cannot be given the weights of a model that trains on XLA. Set use_vllm=False: completions are "
+        "generated by compiled programs, with the weights in place.",
+        beside="vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_max_model_length "
+        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex "
+        "vllm_tensor_parallel_size vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    ),
+    refused(
+        "use_transformers_paged",
+        "does not work on XLA: its pages have other shapes at every call, each of which compiles. Set use_transformers_paged=False: "
+        "completions are generated with a static cache.",
+    ),
+    refused(
+        "use_transformers_continuous_batching",
+        "does not work on XLA: its batches have other shapes at every call, each of which compiles. Set "
+        "use_transformers_continuous_batching=False: completions are generated with a static cache.",
+        beside="transformers_continuous_batching_config",
+    ),
+    refused(
+        "tools environment_factory",
+        "does not work on XLA: conversations with tools have other lengths at every turn, each of which compiles. Leave it out, and "
+        "train on prompts, or use a rollout_func that runs the whole conversation.",
+        when=_is_set,
+    ),
+    refused(
+        "tf32",
+        "is refused by upstream without a GPU, when the arguments are made. Leave it out, and set bf16=True.",
+        values="`True`",
+        when=_never,
+    ),
+)
+
+REPLACED = (
+    replaced(
+        "optim",
+        "AdamW inside the step's program, where it is AdamW. `sgd`, `adagrad`, `rmsprop` and `adafactor` are PyTorch's and "
+        "transformers' own. Others, of custom kernels, are refused.",
+        beside="optim_args optim_target_modules",
+        adapt=adaptations.choose_optimizer,
+        follows=True,
+    ),
+    replaced(
+        "gradient_checkpointing activation_checkpointing",
+        "`rematerialization` of whole layers. Of their options, `selective`, `offload` and `context_fn` are refused.",
+        beside="gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+        adapt=adaptations.checkpoint_activations,
+    ),
+    *at(
+        lambda place: place.static_shapes and not place.traced,
+        refused(
+            "fsdp",
+            "shards by accelerate, which does not know the chips of torch_tpu. Leave it out, and set mesh='fsdp', which shards the "
+            "weights over them.",
+            values="with torch_tpu",
+            when=_is_set,
+        ),
+    ),
+    replaced(
+        "fsdp",
+        "`mesh='fsdp'`. Options without a meaning on XLA are refused.",
+        beside="fsdp_config",
+        adapt=adaptations.shard_over_chips,
+    ),
+    replaced(
+        "padding_free",
+        "padding to a static length (same loss); length_buckets pad less, packing=True of SFTConfig not at all",
+        becomes=False,
+    ),
+    # Upstream's loop would read the loss of every micro-step.
+    replaced(
+        "logging_nan_inf_filter",
+        "one on the device: the same numbers, and a line names the first step whose loss is not finite. With `False`, a NaN ends "
+        "with the next log; in stock every later log is NaN",
+        when=_never,
+        becomes=False,
+    ),
+)
+
+WITHOUT_EFFECT = (
+    without_effect("save_on_each_node", "the first host writes for all", becomes=False),
+    without_effect("bf16_full_eval", "with bf16=True, evaluation already computes in bfloat16", becomes=False),
+    without_effect(
+        "torch_compile",
+        "the step is compiled by XLA",
+        beside="torch_compile_backend torch_compile_mode",
+        becomes=False,
+    ),
+    without_effect("use_liger_kernel", "its kernels are for GPUs", beside="liger_kernel_config", becomes=False),
+    without_effect("torch_empty_cache_steps", "XLA plans the memory of a step when it compiles it", becomes=None),
+    without_effect("activation_offloading", "gradient_checkpointing saves memory on XLA", becomes=False),
+    without_effect(
+        "ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph local_rank",
+        "the program of a step adds up the gradients of all chips",
+    ),
+    without_effect("dataloader_pin_memory", "pinned memory is for CUDA", when=_never, becomes=False),
+    *at(lambda place: True, without_effect("enable_jit_checkpoint", "a signal to stop saves in any case")),
+    without_effect(
+        "cache_implementation",
+        "the cache of generation is static on XLA",
+        when=lambda value, run: value not in (None, "static"),
+    ),
+    without_effect("ds3_gather_for_generation", "it is for DeepSpeed, which does not run on XLA"),
+    without_effect("max_tool_calling_iterations", "tools do not work on XLA"),
+    without_effect("log_multimodal", "images do not work on XLA"),
+    without_effect(
+        "sortish_sampler", "transformers reads it no more; train_sampling_strategy='group_by_length' does that"
+    ),
+)
+
+OWN = (
+    *at(
+        lambda place: place.static_shapes and place.traced,
+        without_effect("compile_step", "it applies to torch_tpu", when=lambda value, run: value in ("step", "layers")),
+    ),
+    *at(
+        lambda place: place.static_shapes and not place.traced,
+        refused(
+            "rematerialization",
+            "does not work with torch_tpu, where layers are checkpointed as a whole. Set rematerialization='full' or "
+            "rematerialization='none'.",
+            when=lambda value, run: value == "dots",
+        ),
+        refused(
+            "attention",
+            "does not work with torch_tpu. Leave it out: attn_implementation chooses the attention there, and 'sdpa', the default, is "
+            "torch_tpu's flash kernel.",
+            when=lambda value, run: value == "splash",
+        ),
+        without_effect("attention", "steps are not traced by torch_tpu"),
+        without_effect(
+            "scan_layers step_replay",
+            "steps are not traced by torch_tpu",
+            when=lambda value, run: value in ("on", True),
+        ),
+    ),
+    *at(
+        lambda place: not place.static_shapes,
+        without_effect("num_chips mesh show_sharding", "it applies to TPU chips"),
+        without_effect("scan_layers", "it applies to XLA", when=lambda value, run: value == "on"),
+        without_effect("attention", "attn_implementation chooses here"),
+        without_effect("rematerialization", "it applies to XLA; gradient_checkpointing=True works here"),
+        without_effect("step_replay", "steps run eagerly", when=_is_set),
+        without_effect("max_recompiles", "nothing is compiled"),
+        without_effect("length_buckets", "batches are padded to their longest row"),
+        without_effect(
+            "max_prompt_length", "prompts of any length are taken, and padded to the longest of their batch"
+        ),
+        without_effect("compile_step", "it applies to torch_tpu", when=lambda value, run: value in ("step", "layers")),
+    ),
+)
+
+_IN_PARTS = "does not work with mesh={args.mesh!r}, of which each chip holds parts of the weights. "
+_SPLIT = "does not work with {by}, which splits what is trained over processes. "
+_TRAIN_WITHOUT = _SPLIT + "Leave {name} out, or train without {by}."
+_WEIGHTS_IN_PARTS = (
+    *at(
+        lambda place: place.splits_weights,
+        refused(
+            "optim",
+            _IN_PARTS + "Set optim='adamw_torch_fused', or set mesh='data'.",
+            when=lambda value, run: value not in ADAMW_NAMES,
+        ),
+        refused(
+            "ema_decay show_samples predict_with_generate sync_ref_model kd_teacher kd_cache qat_weight_dtype "
+            "optimizer_cls_and_kwargs",
+            _IN_PARTS + "Leave it out, or set mesh='data'.",
+            when=_is_set,
+        ),
+        refused(
+            "optimizers",
+            _IN_PARTS + "Leave it out, or set mesh='data'.",
+            when=lambda value, run: value is not None and value[0] is not None,
+        ),
+    ),
+    *at(lambda place: place.split_by is not None, refused("ema_decay", _TRAIN_WITHOUT)),
+    *at(
+        lambda place: place.split_by in ("fsdp", "deepspeed stage 3"),
+        refused("qat_weight_dtype show_samples predict_with_generate", _TRAIN_WITHOUT),
+    ),
+    *at(
+        lambda place: place.split_by == "fsdp",
+        refused(
+            "kd_teacher",
+            _SPLIT
+            + "Make a cache of the teacher first (hf-tpu cache-teacher --kd_teacher MODEL --kd_cache DIRECTORY), then set "
+            "kd_cache=DIRECTORY and leave kd_teacher out.",
+            # It is compared with the name of the teacher that has made the cache, and not loaded.
+            when=lambda value, run: value is not None and run["kd_cache"] is None,
+        ),
+    ),
+    # Its weights are whole in the forward pass alone, and the gradient of a head is computed later.
+    *at(
+        lambda place: place.split_by == "deepspeed stage 3",
+        refused(
+            "kd_teacher kd_cache",
+            _SPLIT
+            + "Set zero_stage: 2 in accelerate's configuration (stage in DeepSpeed's own), or train without deepspeed.",
+        ),
+    ),
+)
+
+#: Of upstream's fields.
+FIELDS: tuple[Row, ...] = WORK + REFUSED_ANYWHERE + REFUSED_ON_XLA + REPLACED + WITHOUT_EFFECT
+
+
+def adapt(
+    args: TrainingArguments,
+    place: Place,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    loads_model: bool = False,
+) -> CompiledArguments:
+    """
+    Adapt arguments to the place where they are to run, by the table.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The arguments, which are not changed.
+        place ([`Place`]):
+            Where the run is to be.
+        given (`Mapping[str, Any]`, *optional*):
+            What the trainer was given, by the names of [`~transformers.Trainer`].
+        loads_model (`bool`, *optional*, defaults to `False`):
+            Whether it loads the model by its name, or a reference, with `model_init_kwargs`.
+
+    Returns:
+        [`CompiledArguments`]: A copy that is changed, with a line for each change.
+
+    Raises:
+        `ValueError`: A value is refused. The message says what to set instead.
+    """
+    run = Run(CompiledArguments(copy_arguments(args)), place, given, loads_model)
+    for row in FIELDS + OWN + _WEIGHTS_IN_PARTS:
+        row.apply(run)
+    return run.compiled
+
+
+def copy_arguments(args: TrainingArguments) -> TrainingArguments:
+    """Copy arguments, and those of their values that upstream's trainers change in place."""
+    args = copy.copy(args)
+    args.accelerator_config = copy.copy(args.accelerator_config)
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "model_init_kwargs"):
+        if isinstance(vars(args).get(name), dict):
+            setattr(args, name, dict(vars(args)[name]))
+    return args

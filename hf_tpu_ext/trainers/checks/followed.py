@@ -1,0 +1,105 @@
+"""Arguments that are changed after the trainer was made."""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import fields
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.utils import logging
+
+from ..configs import ExtensionArguments
+from .answers import CompiledArguments
+from .fields import FIELDS
+
+
+logger = logging.get_logger(__name__)
+
+# TRL's trainers read their own fields when they are made.
+_FOLLOWED = {name for row in FIELDS if row.follows for name in row.names.split()} & {
+    field.name for field in fields(Seq2SeqTrainingArguments)
+}
+_OWN = {field.name for field in fields(ExtensionArguments)}
+# A resumed run keeps the rows of its checkpoint.
+_OF_A_CHECKPOINT = {"per_device_train_batch_size", "generation_batch_size", "steps_per_generation"}
+
+
+class _Noted:
+    """Notes what arguments are, to find what was changed since."""
+
+    def __init__(self, args: TrainingArguments):
+        self._args = args
+        self._values: dict[str, Any] = {}
+        self.changes()
+
+    def changes(self) -> dict[str, Any]:
+        """What has changed since the last time, with its present value."""
+        values, before = vars(self._args), self._values
+        self._values = {field.name: copy(values[field.name]) for field in fields(self._args) if field.name in values}
+        return {name: value for name, value in self._values.items() if name in before and before[name] != value}
+
+
+class FollowedArguments:
+    """
+    Takes up what is changed in the caller's arguments after the trainer was made.
+
+    Upstream's trainers keep the caller's object. Here a copy is adapted to the device. The caller's object is adapted anew when
+    training, an evaluation or a prediction begins, and what has changed in it is brought over.
+
+    Args:
+        callers ([`~transformers.TrainingArguments`]):
+            The caller's arguments.
+        compiled ([`CompiledArguments`]):
+            What they became when the trainer was made, with the trainer's own.
+        adapt (`Callable`):
+            Adapts the caller's arguments as they were adapted then.
+        follows_upstream (`bool`):
+            Whether upstream reads its own fields when it needs them, since nothing is prepared by them.
+        recipe_rows (`list[int]`):
+            The recipe's rows of a chip and micro-steps.
+    """
+
+    def __init__(
+        self,
+        callers: TrainingArguments,
+        compiled: CompiledArguments,
+        adapt: Callable[[TrainingArguments], CompiledArguments],
+        follows_upstream: bool,
+        recipe_rows: list[int],
+    ):
+        self._args, self._adapt, self._recipe_rows = compiled.args, adapt, recipe_rows
+        self._callers_args = callers
+        self._follows = lambda name: name not in _OWN if follows_upstream else name in _FOLLOWED
+        self._callers, self._own = _Noted(callers), _Noted(compiled.args)
+        self._said = set(compiled.changes)
+
+    def take_up(self) -> None:
+        """
+        Bring over what was changed in the caller's arguments, and name what comes too late.
+
+        Raises:
+            `ValueError`: A new value is refused. The message says what to set instead.
+        """
+        own = {name: value for name, value in self._own.changes().items() if name not in _OF_A_CHECKPOINT}
+        changed = self._callers.changes()
+        lines: list[str] = []
+        if changed:
+            adapted = self._adapt(self._callers_args)
+            lines = [line for line in adapted.changes if line not in self._said]
+            self._said.update(lines)
+            for name in filter(self._follows, changed):
+                setattr(self._args, name, vars(adapted.args)[name])
+            if "gradient_accumulation_steps" in changed:
+                self._recipe_rows[1] = changed["gradient_accumulation_steps"]
+            self._own.changes()
+        for line in lines:
+            logger.warning(f"{line}.")
+        said = {line.partition(" ")[0].partition("=")[0] for line in lines}
+        late = {
+            name: value for name, value in {**own, **changed}.items() if not self._follows(name) and name not in said
+        }
+        if late:
+            settings = ", ".join(f"{name}={value!r}" for name, value in late.items())
+            logger.warning(
+                f"{settings}: changed after the trainer was made, which has no effect. Make another trainer with it."
+            )
