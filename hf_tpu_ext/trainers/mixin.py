@@ -386,7 +386,7 @@ class TPUTrainerMixin(
                 max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
             )
 
-    def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         if self.model is None:
             # `hyperparameter_search` lets go of a trial's model. Upstream makes that of this one within the run.
             self.model = self.call_model_init(trial)
@@ -407,7 +407,7 @@ class TPUTrainerMixin(
                 ),
             ):
                 try:
-                    return super().train(checkpoint, trial, *args, **kwargs)
+                    return super().train(checkpoint, trial, ignore_keys_for_eval)
                 finally:
                     self._end_run()
 

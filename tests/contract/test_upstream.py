@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Trainer
 from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from hf_tpu_ext import trainers
-from hf_tpu_ext.trainers import TPUSFTTrainer, TPUTrainer, TPUTrainerMixin
+from hf_tpu_ext.trainers import TPUSFTTrainer, TPUTrainer
 
 
 def parameters(function):
@@ -355,50 +355,3 @@ def test_columns_of_a_prepared_dataset(stock):
     packed = stock.trainer(packing=True)
     assert packed.padding_free and "seq_lengths" in packed.train_dataset.column_names, "data/packing.py"
     assert not stock.trainer(packing=True, packing_strategy="wrapped").padding_free, "trainers/sft/trainer.py"
-
-
-# ---- Forms ----
-
-
-class TPUSeq2SeqTrainer(TPUTrainerMixin, Seq2SeqTrainer):
-    """Another trainer of upstream's, with the mixin before it."""
-
-
-def callers_form(cls, name):
-    """How a method is called on its class: whether without an object, and with what."""
-    function = inspect.getattr_static(cls, name)
-    called = inspect.signature(getattr(cls, name)).parameters.values()
-    of_class = isinstance(function, (classmethod, staticmethod))
-    return of_class, [parameter for parameter in called if of_class or parameter.name != "self"]
-
-
-def overrides():
-    for cls in [TPUSeq2SeqTrainer, *(vars(trainers)[name] for name in trainers.__all__ if name.endswith("Trainer"))]:
-        upstream = next(base for base in cls.__mro__ if not is_ours(base) and issubclass(base, Trainer))
-        for name in dir(upstream):
-            owner = next(base for base in cls.__mro__ if name in vars(base))
-            if is_ours(owner) and not name.startswith("__") and callable(getattr(upstream, name)):
-                yield pytest.param(cls, upstream, name, id=f"{cls.__name__}.{name}")
-
-
-def is_ours(cls):
-    return cls.__module__.startswith("hf_tpu_ext.") or cls is TPUSeq2SeqTrainer
-
-
-@pytest.mark.parametrize(("cls", "upstream", "name"), overrides())
-def test_an_override_is_called_as_upstreams_method_is(cls, upstream, name):
-    (of_class, taken), (upstream_of_class, expected) = callers_form(cls, name), callers_form(upstream, name)
-    if [parameter.name for parameter in expected] == ["args", "kwargs"]:
-        # TRL's hands all on.
-        upstream_of_class, expected = callers_form(Trainer, name)
-    assert of_class == upstream_of_class
-    kinds = {parameter.kind for parameter in taken}
-    names = [parameter.name for parameter in taken if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    for place, parameter in enumerate(expected):
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            assert parameter.kind in kinds, f"**{parameter.name} is dropped"
-        elif place < len(names):
-            assert names[place] == parameter.name
-        else:
-            # It is handed on, by its place and by its name.
-            assert {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD} <= kinds, f"{parameter.name} is not taken"
