@@ -1,6 +1,5 @@
 """Reward functions that are told about by row and name where they fail, and reward models that run on the device."""
 
-import functools
 import math
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
 from ...errors import UserError
-from ...sharding.plan import place_model
 
 
 # Of what one row of a batch has a value of its own.
@@ -129,30 +127,27 @@ class RewardsOnDevice(nn.Module):
     """
     A reward model, in the place that upstream calls it at, as a program of static shape on the device.
 
-    Rows are padded on the right to one length, which doubles where a text is longer, and go through the model so many at a time.
+    Rows are padded on the right to one length, which doubles where a text is longer.
 
     Args:
-        trainer ([`RolloutMixin`]):
-            The trainer.
         model ([`~transformers.PreTrainedModel`]):
             The reward model, on the device.
-        kind (`str`):
-            What its program is called.
         length (`int`):
             Length to begin with.
+        score (`Callable[[dict[str, torch.Tensor]], torch.Tensor]`):
+            Runs it over rows of that length, on the host, and returns the score of each.
     """
 
-    def __init__(self, trainer, model: PreTrainedModel, kind: str, length: int):
+    def __init__(self, model: PreTrainedModel, length: int, score: Callable[[dict[str, Tensor]], Tensor]):
         super().__init__()
         # Not one of its modules.
-        self._held = trainer, model
-        self._kind, self._length = kind, length
+        self._held = (model,)
+        self._length, self._score = length, score
         model.eval()
         model.tie_weights()
-        place_model(model, trainer.backend, trainer.chips.mesh, trainer.compiled.attention)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **others: Tensor) -> SimpleNamespace:
-        trainer, model = self._held
+        (model,) = self._held
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
         while self._length < input_ids.shape[1]:
             self._length *= 2
@@ -162,10 +157,5 @@ class RewardsOnDevice(nn.Module):
         # Upstream is in inference mode, whose tensors no program may change.
         with torch.inference_mode(False), torch.no_grad():
             batch = {key: value.clone() for key, value in batch.items()}
-            scores = trainer.run_passes(self._kind, model, batch, functools.partial(_score, trainer, model))
+            scores = self._score(batch)
         return SimpleNamespace(logits=scores[:, None])
-
-
-def _score(trainer, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    with trainer.models_compiled():
-        return model(**batch).logits[:, 0].float()

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ...data import round_up_length
 from ...errors import UserError
 from ...generation.generator import are_in_groups
+from ...sharding.plan import place_model
 from ...step.looped_head import head_wrapped_by
 from ...step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from ...step.shared_prompts import SharedPrompts, prompts_shared
@@ -24,7 +25,7 @@ from ..run.passes import Passes
 from .arguments import count_rows_of_chips
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rollouts import RolloutMixin, join_completions
-from .shared_prompts import leave_in_order, sharing_asked, shuffle_groups, why_prompts_apart
+from .shared_prompts import leave_in_order, sharing_asked, shuffle_groups, why_prompts_apart, why_rows_apart
 
 
 logger = logging.get_logger(__name__)
@@ -63,8 +64,29 @@ class RewardedMixin(RolloutMixin):
                 kind = f"{REWARD} {self.reward_func_names[index]}"
                 # Templates of another tokenizer take other tokens.
                 self.reward_funcs[index] = RewardsOnDevice(
-                    self, function, kind, round_up_length(length + 16, 2 * length)
+                    function, round_up_length(length + 16, 2 * length), partial(self._reward, kind, function)
                 )
+                place_model(function, self.backend, self.chips.mesh, self.compiled.attention)
+
+    def _reward(self, kind: str, model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+        """The score of each row of a batch on the host, by a reward model on the device."""
+
+        def score(batch: dict[str, Tensor]) -> Tensor:
+            with self.models_compiled():
+                return model(**batch).logits[:, 0].float()
+
+        return self.run_passes(kind, model, batch, score)
+
+    def _why_prompts_apart(self, model: nn.Module) -> str | None:
+        """Why a model is to read a prompt once for each of its completions, as half a sentence."""
+        rows_at_once = self.num_generations * self.backend.num_chips
+        if (
+            reason := why_rows_apart(self.args, self.num_generations, self._train_batch_size % rows_at_once)
+        ) is not None:
+            return reason
+        # It may look at the rows of a batch.
+        own_code = self.own_code_in_step("train" if self.model.training else "eval")
+        return own_code or why_prompts_apart(model, sharing_asked(self.args))
 
     def _decide_sharing(self) -> None:
         asked = sharing_asked(self.args)
@@ -76,7 +98,7 @@ class RewardedMixin(RolloutMixin):
                     f"share_prompts=on has no effect on {self.backend.name}: it is for torch_xla"
                 )
             return
-        reason = why_prompts_apart(self, self.model)
+        reason = self._why_prompts_apart(self.model)
         if reason is not None and asked == "on":
             raise UserError(f"share_prompts='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
         self.shares_prompts = reason is None
@@ -144,7 +166,7 @@ class RewardedMixin(RolloutMixin):
         if not self.backend.static_shapes:
             return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
         if input_ids.device.type == self.backend.device.type:
-            if self._group > 1 and why_prompts_apart(self, model) is None:
+            if self._group > 1 and self._why_prompts_apart(model) is None:
                 return self._score_shared(compute, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
             with head_wrapped_by(partial(_only_completions, logits_to_keep, input_ids.shape, None)):
                 return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
@@ -160,8 +182,8 @@ class RewardedMixin(RolloutMixin):
         ids, mask = join_completions(batch)
         is_reference = _with_adapter_of_reference.get() or model is self.ref_model
         kind = REFERENCE if is_reference else SCORING
-        if self.shares_prompts and self._group != self.num_generations:
-            # Another program, of rows of the same shape.
+        if not self.model.training:
+            # Another program, of rows of the same shape: prompts may be shared by fewer rows, and layers draw nothing.
             kind += OF_EVALUATION
         scored = self.run_passes(
             kind,

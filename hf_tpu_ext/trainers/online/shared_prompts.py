@@ -19,9 +19,12 @@ def sharing_asked(args: TrainingArguments) -> str:
     return args.share_prompts if isinstance(args, RewardedArguments) else RewardedArguments.share_prompts
 
 
-def why_prompts_apart(trainer, model: nn.Module) -> str | None:
-    """Why a model is to read a prompt once for each of its completions, as half a sentence."""
-    args, group, asked = trainer.args, trainer.num_generations, sharing_asked(trainer.args)
+def why_rows_apart(args: TrainingArguments, group: int, left_over: int) -> str | None:
+    """
+    Why the rows of a step do not hold whole prompts, as half a sentence. A prompt has `group` completions, and `left_over` rows
+    are none of a whole prompt on a chip.
+    """
+    asked = sharing_asked(args)
     if asked == "off":
         return "share_prompts=off"
     if args.steps_per_generation > 1 and asked == "auto":
@@ -29,13 +32,16 @@ def why_prompts_apart(trainer, model: nn.Module) -> str | None:
             f"they are shuffled over several batches with steps_per_generation={args.steps_per_generation} "
             "(share_prompts=on shuffles whole prompts)"
         )
-    if trainer._train_batch_size % (group * trainer.backend.num_chips):
+    if left_over:
         return (
             f"per_device_train_batch_size={args.per_device_train_batch_size} is no multiple of num_generations={group}"
         )
-    # It may look at the rows of a batch.
-    own_code = trainer.own_code_in_step("train" if trainer.model.training else "eval")
-    return own_code or _why_not_by_token(model) or (_why_random(model) if asked == "auto" else None)
+    return None
+
+
+def why_prompts_apart(model: nn.Module, asked: str) -> str | None:
+    """Why a model is to read a prompt once for each of its completions, as half a sentence; `asked` is `share_prompts`."""
+    return _why_not_by_token(model) or (_why_random(model) if asked == "auto" else None)
 
 
 def _why_not_by_token(model: nn.Module) -> str | None:

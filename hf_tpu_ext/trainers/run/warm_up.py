@@ -6,6 +6,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ...backends import select_backend
+from ...backends.base import Backend
 from ...backends.compile_cache import CacheUse, cache_root
 from ...backends.counters import Counters
 from ...callbacks.samples import ShowSamples
@@ -13,6 +14,7 @@ from ...errors import UserError
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..configs import ExtensionArguments
 from .every_length import EveryLengthMixin
+from .watch import TrainerWatch
 
 
 class WarmedUp(Exception):
@@ -81,7 +83,7 @@ class WarmUpMixin(EveryLengthMixin):
             num_programs += len(self.eval_rows)
         quiet = self.args.disable_tqdm or not self.is_world_process_zero()
         with tqdm(total=num_programs, desc="compiling", unit="graph", disable=quiet) as bar:
-            compiling = _Compiling(self, self.pop_callback(ShowSamples), bar)
+            compiling = _Compiling(self.backend, self.watching, self.pop_callback(ShowSamples), bar)
             self.train_every_length([compiling])
         raise WarmedUp(compiling.programs, self.backend.cache_use())
 
@@ -89,15 +91,15 @@ class WarmUpMixin(EveryLengthMixin):
 class _Compiling(TrainerCallback):
     """Notes what is spent on each program, and keeps the progress."""
 
-    def __init__(self, trainer: WarmUpMixin, samples: ShowSamples | None, bar: tqdm):
+    def __init__(self, backend: Backend, watching: TrainerWatch, samples: ShowSamples | None, bar: tqdm):
         self.programs: dict[Hashable, Counters] = {}
-        self._trainer = trainer
+        self._backend, self._watching = backend, watching
         self._samples = samples
         self._bar = bar
-        self._before = trainer.backend.counters()
+        self._before = backend.counters()
 
     def _note(self, kind: str, shape: tuple[int, ...] = ()) -> None:
-        now = self._trainer.backend.counters()
+        now = self._backend.counters()
         spent, self._before = now - self._before, now
         if (kind, shape) in self.programs:
             spent = self.programs[kind, shape] + spent
@@ -112,13 +114,13 @@ class _Compiling(TrainerCallback):
             self._note("samples")
 
     def on_substep_end(self, args, state, control, **kwargs):
-        self._note(MICRO_STEP, self._trainer.watching.batch_shape)
+        self._note(MICRO_STEP, self._watching.batch_shape)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._note(OPTIMIZER_STEP, self._trainer.watching.batch_shape)
+        self._note(OPTIMIZER_STEP, self._watching.batch_shape)
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        self._note("evaluation step", self._trainer.watching.batch_shape)
+        self._note("evaluation step", self._watching.batch_shape)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._note("logs")
