@@ -124,16 +124,19 @@ class LazyAdamW(torch.optim.AdamW):
     def update(self, numbers: torch.Tensor) -> None:
         """Update every parameter that has a gradient, and the average of the weights, by [`~LazyAdamW.numbers`] on the device."""
         counts = dict(zip(map(id, self._known), self._counts.tolist(), strict=True))
-        self.updated, rows = [], []
+        rows = [row.unbind() for row in numbers[0].unbind()]
+        self.updated = []
         for number, group in enumerate(self.param_groups):
-            first = number * numbers.shape[1] // len(self.param_groups)
+            first = number * len(rows) // len(self.param_groups)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     self.updated.append(_Update(group, parameter, state))
-                    rows.append(first + self._row_of[counts[id(state)]])
-        if self.updated:
-            self._update(self.updated, numbers[0], rows)
+                    row = rows[first + self._row_of[counts[id(state)]]]
+                    update_adamw(group, parameter, parameter.grad, state, row)
+        if self.updated and self.average is not None:
+            # All weights: those without a gradient stay as they are, and their average comes closer.
+            self.average.update(rows[0][-1])
 
     def count(self) -> None:
         """Count an update of what was updated last."""
@@ -174,28 +177,31 @@ class LazyAdamW(torch.optim.AdamW):
         for state, counter in zip(self._known, self._counters, strict=True):
             state["step"] = counter
 
-    def _update(self, updates: list["_Update"], coefficients: torch.Tensor, row_of: list[int]) -> None:
-        numbers = [row.unbind() for row in coefficients.unbind()]
-        for update, row in zip(updates, row_of, strict=True):
-            group, parameter, state = update.group, update.parameter, update.state
-            decay, step_size, correction2_sqrt, *_ = numbers[row]
-            beta1, beta2 = group["betas"]
-            # Of bfloat16 weights, too, in float32, as in PyTorch's fused AdamW: what is stored is rounded once.
-            grad, value, first, second = map(
-                _precise, (parameter.grad, parameter, state["exp_avg"], state["exp_avg_sq"])
-            )
-            # `copy_` is the one in-place operator that torch_xla does not check in Python first, at 20 to 90 microseconds
-            # each: with hundreds of parameters, a good part of the host's time for a step.
-            exp_avg = torch.lerp(first, grad, 1 - beta1)
-            exp_avg_sq = torch.addcmul(second * beta2, grad, grad, value=1 - beta2)
-            step = exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]) * step_size
-            decayed = value * decay if group["weight_decay"] else value
-            parameter.copy_(decayed - step)
-            state["exp_avg"].copy_(exp_avg)
-            state["exp_avg_sq"].copy_(exp_avg_sq)
-        if self.average is not None:
-            # All weights: those without a gradient stay as they are, and their average comes closer.
-            self.average.update(numbers[0][-1])
+
+def update_adamw(
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: dict[str, torch.Tensor],
+    numbers: Sequence[torch.Tensor],
+) -> None:
+    """
+    Update a parameter of a group and its moments, in place. The first three `numbers` are the factor of weight decay, the learning
+    rate over the first bias correction, and the square root of the second.
+    """
+    decay, step_size, correction2_sqrt, *_ = numbers
+    beta1, beta2 = group["betas"]
+    # Of bfloat16 weights, too, in float32, as in PyTorch's fused AdamW: what is stored is rounded once.
+    grad, value, first, second = map(_precise, (gradient, parameter, moments["exp_avg"], moments["exp_avg_sq"]))
+    # `copy_` is the one in-place operator that torch_xla does not check in Python first, at 20 to 90 microseconds
+    # each: with hundreds of parameters, a good part of the host's time for a step.
+    exp_avg = torch.lerp(first, grad, 1 - beta1)
+    exp_avg_sq = torch.addcmul(second * beta2, grad, grad, value=1 - beta2)
+    step = exp_avg / (exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]) * step_size
+    decayed = value * decay if group["weight_decay"] else value
+    parameter.copy_(decayed - step)
+    moments["exp_avg"].copy_(exp_avg)
+    moments["exp_avg_sq"].copy_(exp_avg_sq)
 
 
 def place_moment(backend: Backend, value: Any, parameter: torch.nn.Parameter) -> Any:

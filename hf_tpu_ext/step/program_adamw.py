@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from .optimizer import update_adamw
+
 
 # What a group says of how its update is computed.
 _HOW = ("fused", "foreach", "capturable", "differentiable")
@@ -64,11 +66,6 @@ class ProgramAdamW(torch.optim.AdamW):
         # PyTorch's own form that a tracer may follow divides 0 by 0 where the rate is 0.
         beta1, beta2 = group["betas"]
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
-            step, mean, square = state["step"], state["exp_avg"], state["exp_avg_sq"]
-            gradient = gradient.to(mean.dtype)
-            step += 1
-            mean.lerp_(gradient, 1 - beta1)
-            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            root = (square / (1 - beta2**step)).sqrt() + group["eps"]
-            decayed = parameter * (1 - rate * group["weight_decay"])
-            parameter.copy_(decayed - rate / (1 - beta1**step) * mean / root)
+            step = state["step"].add_(1)
+            numbers = 1 - rate * group["weight_decay"], rate / (1 - beta1**step), (1 - beta2**step).sqrt()
+            update_adamw(group, parameter, gradient, state, numbers)
