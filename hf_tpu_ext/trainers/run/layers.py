@@ -80,13 +80,8 @@ class LayerScan:
                 self._trainer.callback_handler.call_event = partial(
                     self._call_event, self._trainer.callback_handler.call_event
                 )
-            places = {
-                id(layer.get_parameter(parameter)): (parameter, index)
-                for index, layer in enumerate(self.stack.layers)
-                for parameter, _ in layer.named_parameters()
-            }
             self.stack.stack()
-            self._stacked_groups = _StackedGroups(optimizer, places, self.stack.stacked)
+            self._stacked_groups = _StackedGroups(optimizer, self.stack)
             self._put_stack()
         elif not self.is_stacked:
             self._take_up_loop()
@@ -247,34 +242,23 @@ class LayerScan:
 
 
 class _StackedGroups:
-    """
-    Makes an optimizer without state train stacked parameters, and keeps its state dict that of the single ones.
-    `places` has the name and layer of each of these, by its `id`.
-    """
+    """Makes an optimizer without state train the parameters of a stack, and keeps its state dict that of the layers' own."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, places: dict[int, tuple[str, int]], stacked: dict[str, nn.Parameter]
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, stack: LayerStack):
         self.optimizer = optimizer
-        self._singles = [list(group["params"]) for group in optimizer.param_groups]
+        self._singles = [group["params"] for group in optimizer.param_groups]
+        place_of = {
+            part: (whole, index)
+            for whole in stack.stacked.values()
+            for index, part in enumerate(stack.parts_of(whole))
+        }
+        places = [[place_of.get(parameter, (parameter, None)) for parameter in group] for group in self._singles]
+        for group, found in zip(optimizer.param_groups, places, strict=True):
+            group["params"] = list(dict.fromkeys(whole for whole, _ in found))
+        trained = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        number_of = {parameter: number for number, parameter in enumerate(trained)}
         #: For each single parameter, in the order of the optimizer: which one trains it, and which part of that.
-        self._parts: list[tuple[int, int | None]] = []
-        first = 0
-        for group in optimizer.param_groups:
-            trained: list[nn.Parameter] = []
-            positions: dict[str, int] = {}
-            for parameter in group["params"]:
-                name, index = places.get(id(parameter), (None, None))
-                if name is None:
-                    trained.append(parameter)
-                    self._parts.append((first + len(trained) - 1, None))
-                    continue
-                if name not in positions:
-                    positions[name] = first + len(trained)
-                    trained.append(stacked[name])
-                self._parts.append((positions[name], index))
-            group["params"] = trained
-            first += len(trained)
+        self._parts = [(number_of[whole], index) for whole, index in chain.from_iterable(places)]
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._split),
             optimizer.register_load_state_dict_pre_hook(self._stack, prepend=True),
