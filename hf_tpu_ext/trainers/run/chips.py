@@ -62,6 +62,8 @@ def count_all_chips(args: TrainingArguments, num_chips: int) -> None:
     shows and saves the fields.
     """
     if num_chips > 1:
+        # Both are properties of the class, which a value of the object cannot replace. They count `n_gpu`, but with several of
+        # these upstream wraps the model in `DataParallel`. A field with the rows of all chips would be logged and saved.
         args.__class__ = _class_of_all_chips(type(args), num_chips)
 
 

@@ -31,7 +31,8 @@ EVENTS_OF_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 EVENTS_AT_EVERY_STEP = ("on_step_begin", "on_step_end", "on_substep_end", "on_prediction_step", *EVENTS_OF_A_STEP)
 # Of whose callbacks it is known that they look at no layers.
 _PACKAGES_OF_CALLBACKS = (_OURS, "transformers")
-# Of upstream's attributes: they change at every step, or are no part of what is computed.
+# Of upstream's attributes: they change at every step, or are no part of what is computed. One that is missing here costs replay, and
+# no number. What a step writes itself is not left out unseen: the next step may read it.
 _BOOKKEEPING = {
     "_current_train_step_time",
     "_last_world_entropy",
