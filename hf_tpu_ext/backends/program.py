@@ -3,9 +3,28 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+
+
+class Form(NamedTuple):
+    """What a program depends on of a tensor that it is given."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def describe_batch(batch: Mapping[Hashable, Any]) -> dict[Hashable, Hashable]:
+    """What a program depends on of a batch, by its keys: of tensors the form, of other values all."""
+    return {key: _describe(value) for key, value in batch.items()}
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return Form(value.shape, value.dtype)
+    return (value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
 
 
 class CannotReplay(Exception):

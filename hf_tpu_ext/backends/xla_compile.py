@@ -1,6 +1,5 @@
 """`compile` on torch_xla: a function is traced twice, compared, and then run by the handle of its graph."""
 
-import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -8,7 +7,6 @@ from itertools import compress
 from operator import itemgetter
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers.utils import logging
@@ -16,7 +14,8 @@ from transformers.utils import logging
 from . import xla_graphs as graphs
 from .base import Backend
 from .hosts import HostsDisagree
-from .program import CannotReplay, CompiledFunction, Fingerprint, RealCopies, StateLost
+from .program import CannotReplay, CompiledFunction, Fingerprint, RealCopies, StateLost, describe_batch
+from .random_state import read_random_state
 
 
 logger = logging.get_logger(__name__)
@@ -139,7 +138,7 @@ class Trace:
         if len(set(self._buffers[: len(self._state)])) < len(self._state):
             raise CannotReplay("two tensors of the training state share a buffer")
         self._sent: set[int] = set()
-        self._before = host_random_state(), graphs.read_seed(), backend.counters()
+        self._before = read_random_state(), graphs.read_seed(), backend.counters()
 
     def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note tensors that were sent to the device meanwhile."""
@@ -167,7 +166,7 @@ class Trace:
             return "CPU fallback of an operator in the step"
         if spent.reads:
             return "a device-to-host sync in the step, whose value may decide what runs next"
-        if not draws_on_host and host_random_state() != random_state:
+        if not draws_on_host and read_random_state() != random_state:
             return "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"
         if graphs.read_seed() != seed:
             return (
@@ -255,7 +254,7 @@ class XLACompiledFunction(CompiledFunction):
             try:
                 state = self._state()
                 key = (*fixed.items(), self._follow_placements(state))
-                key += tuple((name, _describe(value)) for name, value in data.items())
+                key += tuple(describe_batch(data).items())
                 known = self._known.get(key)
                 if known is None or not known.checked or not self._backend.programs.keeps(known.compiles):
                     return self._trace(key, known, data, tensors, run, fixed)
@@ -416,16 +415,3 @@ class XLACompiledFunction(CompiledFunction):
         raise CannotReplay(
             f"a compiled graph could not be run ({what.splitlines()[0]}); please report this line"
         ) from error
-
-
-def host_random_state() -> tuple:
-    """State of the random number generators of Python, NumPy and PyTorch on the host, to be compared."""
-    _, keys, *rest = np.random.get_state()
-    return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
-
-
-def _describe(value: Any) -> Hashable:
-    """What a program depends on of a value that it is given: of a tensor the form, else all of it."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
-    return (value.shape, value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)

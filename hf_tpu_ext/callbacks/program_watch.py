@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..backends.base import Backend
 from ..backends.insight import Operation, SourceLine
 from ..errors import UserError
 from ..formatting import format_size
-from .recompile_cause import Cause, StepFacts, compare_facts, compare_operations
+from .recompile_cause import Cause, Facts, cause_of, compare_facts, compare_operations, count_differences
 from .source_lines import describe_line, own_line
 
 
@@ -71,7 +72,9 @@ class _Known:
     said: int = 0
     #: Place in the events of a recompile whose cause is not found yet.
     unexplained: int | None = None
-    facts: list[StepFacts] = field(default_factory=list)
+    facts: list[Facts] = field(default_factory=list)
+    #: Says what Python may read otherwise than when it was compiled last, as half a sentence.
+    find_change: Callable[[], str | None] | None = None
     operations: list[Operation] = field(default_factory=list)
 
 
@@ -85,10 +88,16 @@ class ProgramWatch:
     Args:
         backend ([`Backend`]):
             The backend in use.
+        find_facts (`Callable[[], Facts]`):
+            Tells what the step under way depends on.
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to leave out the progress of a compilation.
-        find_facts (`Callable[[], StepFacts]`, *optional*):
-            Tells what the step under way depends on.
+        batch_source (`str`, *optional*, defaults to `"the data collator"`):
+            Who makes the batches, in words.
+        note_python (`Callable[[], Callable[[], str | None]]`, *optional*):
+            Notes what Python may read. What it returns says what has changed since.
+        find_own_code (`Callable[[], str]`, *optional*):
+            Names code of the user's that runs within a step; empty where there is none.
         find_results (`Callable[[], list[torch.Tensor]]`, *optional*):
             Lists tensors that the program about to end computes; none if it is not one of training.
         max_recompiles (`int`, *optional*):
@@ -98,14 +107,18 @@ class ProgramWatch:
     def __init__(
         self,
         backend: Backend,
+        find_facts: Callable[[], Facts],
         quiet: bool = False,
-        find_facts: Callable[[], StepFacts] = StepFacts,
+        batch_source: str = "the data collator",
+        note_python: Callable[[], Callable[[], str | None]] | None = None,
+        find_own_code: Callable[[], str] = str,
         find_results: Callable[[], list[torch.Tensor]] = list,
         max_recompiles: int | None = None,
     ):
         self._backend = backend
         self._quiet = quiet
-        self._find_facts = find_facts
+        self._find_facts, self._batch_source = find_facts, batch_source
+        self._note_python, self._find_own_code = note_python, find_own_code
         self._find_results = find_results
         self._max_recompiles = max_recompiles
         self._known: dict[Hashable, _Known] = {}
@@ -180,6 +193,8 @@ class ProgramWatch:
             facts = self._find_facts()
             cause = self._find_cause(known, facts, operations, cut) if known.runs > 1 else None
             known.facts = [*known.facts[-_MOST_FACTS:], facts]
+            if self._note_python is not None:
+                known.find_change = self._note_python()
         if is_compiled:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
@@ -246,9 +261,7 @@ class ProgramWatch:
         self._backend.insight.note_lines(self._compare > 0 or left > 1)
         return self._backend.insight.operations(self._find_results()) if wanted else []
 
-    def _find_cause(
-        self, known: _Known, facts: StepFacts, operations: list[Operation], cut: SourceLine | None
-    ) -> Cause:
+    def _find_cause(self, known: _Known, facts: Facts, operations: list[Operation], cut: SourceLine | None) -> Cause:
         if cut is not None:
             return Cause(
                 f"{describe_line(cut)} cuts the graph within the step",
@@ -256,8 +269,10 @@ class ProgramWatch:
             )
         cause = None
         if known.facts:
-            nearest = min(reversed(known.facts), key=facts.count_differences)
-            cause = compare_facts(nearest, facts)
+            nearest = min(reversed(known.facts), key=partial(count_differences, facts))
+            cause = compare_facts(nearest, facts, self._batch_source)
+        if cause is None and known.find_change is not None and (change := known.find_change()) is not None:
+            cause = cause_of(change)
         if cause is None and operations and known.operations:
             cause = compare_operations(known.operations, operations)
         if cause is None:
@@ -266,7 +281,7 @@ class ProgramWatch:
             known.unexplained = len(self.events)
             cause = Cause(
                 "batch, parameters, settings and optimizer are unchanged, so a Python number or a branch changed"
-                + (f" in {facts.own_code}" if facts.own_code else ""),
+                + (f" in {own_code}" if (own_code := self._find_own_code()) else ""),
                 "The next graphs are compared to find it.",
             )
         return cause

@@ -1,11 +1,13 @@
 """Causes of recompilation: what has changed since a graph was compiled before."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from ..backends.folded_numbers import FOLDED_NUMBERS
 from ..backends.insight import Operation
+from ..backends.program import Form
+from ..formatting import dtype_name
 from .source_lines import describe_line
 
 
@@ -17,124 +19,71 @@ class Cause:
     advice: str
 
 
-@dataclass(frozen=True)
-class BatchEntry:
+#: What a program depends on besides what Python may read: `"batch"` is what [`~hf_tpu_ext.backends.program.describe_batch`] says,
+#: `"optimizer"` has its class, whether its state was there, and the numbers that matter; what changed last of all else, as half a
+#: sentence or `None`, is the one entry of `"change"`.
+Facts = Mapping[str, Mapping[Hashable, Hashable]]
+
+
+def count_differences(before: Facts, after: Facts) -> int:
+    """In how many entries the facts about a program differ from others."""
+    return sum(len(_changed(before[name], after[name])) for name in before)
+
+
+def compare_facts(before: Facts, after: Facts, source: str) -> Cause | None:
     """
-    An entry of a batch: dtype and shape of a tensor; of another value an empty dtype, and the value as its shape.
+    The difference that weighs most between a program and one that was compiled again; `None` where none is known. `source` says in
+    words who made the batch.
     """
-
-    dtype: str
-    shape: str
-
-
-@dataclass(frozen=True)
-class ParameterFacts:
-    """What a program depends on about a parameter."""
-
-    trained: bool
-    dtype: str
-    shape: str
+    cause = _compare_batches(before["batch"], after["batch"], source)
+    cause = cause or _compare_optimizers(before["optimizer"], after["optimizer"])
+    (change,) = after["change"].values()
+    return cause_of(change) if cause is None and change is not None and before["change"] != after["change"] else cause
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """
-    What the program of a step depends on, as the host knows it: the batch by key and who made it, in words; the
-    parameters by name; plain attributes of modules and arguments; the optimizer, the numbers that it takes as Python
-    numbers and whether it had its state before the step; code of the user's that runs within a step, in words, empty where
-    there is none; and what else has changed that programs depend on, as half a sentence.
-    """
-
-    batch: Mapping[str, BatchEntry] = field(default_factory=dict)
-    batch_source: str = "the data collator"
-    parameters: Mapping[str, ParameterFacts] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    optimizer: str = ""
-    numbers: Mapping[str, str] = field(default_factory=dict)
-    state_made: bool = True
-    own_code: str = ""
-    change: str | None = None
-
-    def count_differences(self, other: "StepFacts") -> int:
-        """In how many entries these facts are not those of another step."""
-        groups = [(vars(self)[name], vars(other)[name]) for name in ("batch", "parameters", "settings", "numbers")]
-        optimizers = (self.state_made != other.state_made) + (self.optimizer != other.optimizer)
-        return optimizers + sum(len(_changed(mine, theirs)) for mine, theirs in groups)
-
-
-def compare_facts(before: StepFacts, after: StepFacts) -> Cause | None:
-    """The difference that weighs most between a step and one that was compiled again; `None` where none is known."""
-    return (
-        _compare_batches(before, after)
-        or _compare_parameters(before.parameters, after.parameters)
-        or _compare_optimizers(before, after)
-        or _compare_settings(before.settings, after.settings)
-        or _compare_changes(before.change, after.change)
-    )
+def cause_of(change: str) -> Cause:
+    """The cause that a change of what Python may read is."""
+    return Cause(change, "Each value is another graph: set it before training, or change it rarely.")
 
 
 def _changed(before: Mapping, after: Mapping) -> list[str]:
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
-def _first_of(changed: list[str]) -> tuple[str, str]:
-    return changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-
-
-def _compare_batches(before: StepFacts, after: StepFacts) -> Cause | None:
-    changed = _changed(before.batch, after.batch)
-    if not changed:
-        return None
-    # Values matter least: a program may not use them.
-    key = min(changed, key=lambda key: key in before.batch and key in after.batch and not after.batch[key].dtype)
-    source = f" ({after.batch_source})"
-    if key not in before.batch or key not in after.batch:
-        words = "was in the batch, and is missing" if key in before.batch else "is in the batch, and was not"
-        return Cause(f"`{key}` {words}{source}", "Yield the same keys in every batch.")
-    was, now = before.batch[key], after.batch[key]
-    if was.dtype != now.dtype:
-        words = [entry.dtype or f"the value {entry.shape}" for entry in (was, now)]
-        return Cause(f"`{key}` was {words[0]}, is {words[1]}{source}", "Yield one dtype in every batch.")
-    advice = f"A Python value is a constant of the graph: yield `{key}` as a tensor, or leave it out of the batch."
-    if was.dtype:
-        advice = f"Pad `{key}` to one shape in the data collator."
-    return Cause(f"`{key}` was {was.shape}, is {now.shape}{source}", advice)
-
-
-def _compare_parameters(before: Mapping[str, ParameterFacts], after: Mapping[str, ParameterFacts]) -> Cause | None:
+def _compare_batches(before: Mapping[str, Hashable], after: Mapping[str, Hashable], source: str) -> Cause | None:
     changed = _changed(before, after)
     if not changed:
         return None
-    name, more = _first_of(changed)
-    was, now = before.get(name), after.get(name)
-    if was is None or now is None:
-        verb = "is gone" if now is None else "is new"
-        return Cause(f"the parameter `{name}` {verb}{more}", "Change the model before training.")
-    if was.trained != now.trained:
-        words = ["trained" if facts.trained else "frozen" for facts in (was, now)]
-        return Cause(
-            f"`{name}` was {words[0]}, is {words[1]}{more}",
-            "Each set of trainable parameters is another graph: freeze before training, or in as few stages as possible.",
-        )
-    if was.dtype != now.dtype:
-        return Cause(f"`{name}` was {was.dtype}, is {now.dtype}{more}", "Convert the model before training.")
-    return Cause(f"`{name}` was {was.shape}, is {now.shape}{more}", "Change the model before training.")
+    # Values matter least: a program may not use them.
+    key = min(changed, key=lambda key: key in before and key in after and not isinstance(after[key], Form))
+    if key not in before or key not in after:
+        words = "was in the batch, and is missing" if key in before else "is in the batch, and was not"
+        return Cause(f"`{key}` {words} ({source})", "Yield the same keys in every batch.")
+    was, now = before[key], after[key]
+    if isinstance(was, Form) and isinstance(now, Form) and was.dtype == now.dtype:
+        words = f"`{key}` was {tuple(was.shape)}, is {tuple(now.shape)} ({source})"
+        return Cause(words, f"Pad `{key}` to one shape in the data collator.")
+    if isinstance(was, Form) or isinstance(now, Form):
+        words = [dtype_name(one.dtype) if isinstance(one, Form) else f"the value {one}" for one in (was, now)]
+        return Cause(f"`{key}` was {words[0]}, is {words[1]} ({source})", "Yield one dtype in every batch.")
+    return Cause(
+        f"`{key}` was {was}, is {now} ({source})",
+        f"A Python value is a constant of the graph: yield `{key}` as a tensor, or leave it out of the batch.",
+    )
 
 
-def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
-    if before.optimizer != after.optimizer:
-        return Cause(
-            f"the optimizer was {before.optimizer}, is {after.optimizer}", "Choose the optimizer before training."
-        )
-    if before.state_made != after.state_made:
-        return Cause(
-            f"{after.optimizer} creates its state in the first step, which is another graph",
-            "This happens once; optim=adamw_torch creates it before.",
-        )
-    changed = _changed(before.numbers, after.numbers)
+def _compare_optimizers(before: Mapping[str, str], after: Mapping[str, str]) -> Cause | None:
+    changed = _changed(before, after)
     if not changed:
         return None
-    was, now = before.numbers.get(changed[0]), after.numbers.get(changed[0])
+    name, was, now = changed[0], before.get(changed[0]), after.get(changed[0])
+    if name == "class":
+        return Cause(f"the optimizer was {was}, is {now}", "Choose the optimizer before training.")
+    if name == "state":
+        return Cause(
+            f"{after['class']} creates its state in the first step, which is another graph",
+            "This happens once; optim=adamw_torch creates it before.",
+        )
     advice = (
         f"The optimizer takes it as a Python number, and torch_xla folds {FOLDED_NUMBERS} into the graph: avoid these, or use "
         "optim=adamw_torch, which takes it as a tensor."
@@ -144,24 +93,7 @@ def _compare_optimizers(before: StepFacts, after: StepFacts) -> Cause | None:
             "Zero and nonzero are different graphs: set it before training. Changes between nonzero values do not "
             "recompile."
         )
-    return Cause(f"`{changed[0]}` of {after.optimizer} was {was}, is {now}", advice)
-
-
-def _compare_settings(before: Mapping[str, str], after: Mapping[str, str]) -> Cause | None:
-    changed = _changed(before, after)
-    if not changed:
-        return None
-    name, more = _first_of(changed)
-    return Cause(
-        f"`{name}` was {before.get(name, 'absent')}, is {after.get(name, 'absent')}{more}",
-        "Each value is another graph: set it before training, or change it rarely.",
-    )
-
-
-def _compare_changes(before: str | None, after: str | None) -> Cause | None:
-    if after is None or after == before:
-        return None
-    return Cause(after, "Each is another graph: change it before training, or rarely.")
+    return Cause(f"`{name}` of {after['class']} was {was}, is {now}", advice)
 
 
 def compare_operations(before: Sequence[Operation], after: Sequence[Operation]) -> Cause | None:

@@ -19,7 +19,7 @@ from ..backends.base import Backend
 from ..backends.program import CompiledFunction
 from ..errors import UserError
 from ..step.attention import static_masks
-from ..step.module_settings import settings_of
+from ..step.python_state import PythonState
 from ..step.static_cache import StaticKeyValueCache, pad_positions
 from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights, find_room
@@ -111,7 +111,7 @@ class Generator:
         # What was compiled whole, the weights that it is given, and what the model computed by then.
         self._programs: dict[Hashable, Callable] = {}
         self._weights: dict[str, Tensor] = {}
-        self._settings: list[Hashable] = []
+        self._python_state: PythonState | None = None
         #: Runs [`~Generator.trace`] as compiled programs, where these are kept. Its state is [`~Generator.tensors`].
         self.compiled: CompiledFunction | None = None
         self._state: list[Tensor] = []
@@ -235,10 +235,8 @@ class Generator:
     def _follow_model(self) -> None:
         """Take the weights of now. What was compiled is forgotten where the model computes by other settings, or another adapter."""
         self._weights = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        settings = [(name, tensor.shape, tensor.dtype) for name, tensor in self._weights.items()]
-        settings += [repr(settings_of(module)) for module in self._model.modules()]
-        if settings != self._settings:
-            self._settings = settings
+        if self._python_state is None or self._python_state.change() is not None:
+            self._python_state = PythonState({"model": self._model}, {}, {})
             self._programs.clear()
 
     def _call_whole(self, function: Callable, *given: Any, **fixed: int) -> Any:

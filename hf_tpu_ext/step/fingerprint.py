@@ -19,8 +19,8 @@ class StepFingerprint:
             The model that a program trains or evaluates, then those that it runs beside it.
         note (`Callable[[list[torch.Tensor]], PythonState]`):
             Notes what Python may read, besides the values of the tensors that it is given.
-        settings (`Callable[[], Any]`):
-            What else programs depend on, to be compared.
+        settings (`Callable[[], dict[str, Any]]`):
+            What else programs depend on, to be compared, by the names that people are shown.
         why_not (`Callable[[], str | None]`):
             Says, after a change, why code has to run at each step, as half a sentence.
         training (`bool`):
@@ -33,7 +33,7 @@ class StepFingerprint:
         self,
         models: Sequence[nn.Module],
         note: Callable[[list[Tensor]], PythonState],
-        settings: Callable[[], Any],
+        settings: Callable[[], dict[str, Any]],
         why_not: Callable[[], str | None],
         training: bool,
         trusts_code: bool = False,
@@ -73,6 +73,6 @@ class StepFingerprint:
             # Upstream does so at each step, and it may undo the change.
             self._models[0].train(self._training)
             change = self._python_state.change()
-        if change is None and self._settings() != self._noted:
-            change = "the optimizer, its settings or the callbacks have changed"
+        if change is None and (now := self._settings()) != self._noted:
+            change = " and ".join(name for name, value in now.items() if value != self._noted[name]) + " changed"
         return change

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 
+from ..formatting import dtype_name
+
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, torch.dtype, torch.device)
 # What they do is asked elsewhere; here it matters which one it is.
@@ -23,7 +25,7 @@ _OF_MODULES = ("_modules", "_parameters", "_buffers")
 # PyTorch's own attributes of every module, which stay the same dicts. Most modules have little else.
 _FIXED = set(vars(nn.Module())) - {"training", *_OF_MODULES}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_PARAMETERS = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_PARAMETERS = attrgetter("requires_grad", "dtype", "_backward_hooks", "_post_accumulate_grad_hooks")
 # Objects of this package know by themselves what a step depends on, except settings.
 _OURS = "hf_tpu_ext."
 _COLLECTIONS = (dict, list, tuple, set, frozenset)
@@ -70,8 +72,8 @@ class PythonState:
             Names of classes and modules. What they stand for is compared, and not looked into.
         given (`Iterable[torch.Tensor]`):
             Tensors whose values a step is given, and that may change.
-        memory_of (`Callable[[list[torch.Tensor]], Any]`):
-            Tells the memory of tensors apart.
+        memory_of (`Callable[[list[torch.Tensor]], Any]`, *optional*):
+            Tells the memory of tensors apart. Without it, all tensors are given to a step.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class PythonState:
         roots: Mapping[str, Any],
         attributes: Mapping[str, tuple[Any, Iterable[str]]],
         namespaces: Mapping[str, Mapping[str, Any]],
-        given: Iterable[Tensor],
-        memory_of: Callable[[list[Tensor]], Any],
+        given: Iterable[Tensor] = (),
+        memory_of: Callable[[list[Tensor]], Any] | None = None,
     ):
         self._roots = dict(roots)
         self._attributes = [(name, vars(value), tuple(names)) for name, (value, names) in attributes.items()]
@@ -115,7 +117,7 @@ class PythonState:
             self._names[id(entries)] = name, _ATTRIBUTE
             self._dicts.append(entries)
         for parameter in self._parameters.values():
-            for hooks in _OF_PARAMETERS(parameter)[1:]:
+            for hooks in _OF_PARAMETERS(parameter)[2:]:
                 self._visit(hooks, "the hooks of a parameter")
         # Whether a collection was replaced by one that is equal to it, and that is to be watched from now on.
         self._is_outdated = False
@@ -132,7 +134,8 @@ class PythonState:
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter):
                 self._parameters[id(value)] = value
-            if id(value) not in self._given:
+                self._names.setdefault(id(value), (name, ""))
+            if self._memory_of is not None and id(value) not in self._given:
                 self._tensors.setdefault(id(value), (name, value))
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
@@ -217,10 +220,14 @@ class PythonState:
         written: Iterable[int] = range(len(writes))
         if COUNTS_ATTRIBUTES:
             written = [] if writes == self._writes else compress(written, map(ne, writes, self._writes))
+        changes = []
         for place in written:
-            if (change := self._changed_dict(place)) is not None:
-                return change
-            self._writes[place] = writes[place]
+            if (change := self._changed_dict(place)) is None:
+                self._writes[place] = writes[place]
+            else:
+                changes.append(change)
+        if changes:
+            return _first_of(changes)
         for place, (name, form, read) in enumerate(self._uncounted):
             now, before = read(), self._uncounted_entries[place]
             if _is_same(now, before):
@@ -234,7 +241,7 @@ class PythonState:
         if classes != self._classes:
             changes = zip(self._modules, classes, self._classes, strict=True)
             module, now, noted = next(change for change in changes if change[1] is not change[2])
-            return f"{self._names[id(module)][0]} is a {now.__name__}, and was a {noted.__name__}"
+            return f"`{self._names[id(module)][0]}` was a {noted.__name__}, is a {now.__name__}"
         if self._is_outdated:
             self._note()
         return None
@@ -251,22 +258,26 @@ class PythonState:
     def _changed_trait(self) -> str | None:
         for name, members, noted in self._sets:
             if members != noted:
-                return f"{name} is {_show(members)}, and was {_show(noted)}"
+                return f"`{name}` was {_show(noted)}, is {_show(members)}"
         for name, array, noted in self._arrays:
             if not np.array_equal(array, noted):
-                return f"{name} has other numbers"
+                return f"`{name}` has other numbers"
         # One at a time: many new tuples would have the garbage collector run.
         if not all(map(eq, map(_OF_PARAMETERS, self._parameters.values()), self._of_parameters)):
-            trained = [parameter.requires_grad for parameter in self._parameters.values()]
-            if trained != [noted for noted, *_ in self._of_parameters]:
-                return "a parameter was frozen or unfrozen"
+            changes = [
+                f"`{self._names[id(parameter)][0]}` {_describe_change(*noted[:2], *now[:2])}"
+                for parameter, noted in zip(self._parameters.values(), self._of_parameters, strict=True)
+                if (now := _OF_PARAMETERS(parameter))[:2] != noted[:2]
+            ]
+            if changes:
+                return _first_of(changes)
             return "a hook of a parameter was registered"
         versions, memory = self._of_tensors_now()
         if (versions, memory) == self._of_tensors:
             return None
         names = [name for name, _ in self._tensors.values()]
         changed = [name for name, now, noted in zip(names, versions, self._of_tensors[0], strict=True) if now != noted]
-        return f"the tensor {changed[0] if changed else ' or '.join(names)} has other numbers"
+        return f"the tensor `{changed[0] if changed else '` or `'.join(names)}` has other numbers"
 
 
 def _dict_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,6 +303,16 @@ def _is_same(entries: dict[Any, Any] | tuple, noted: dict[Any, Any] | tuple) -> 
     return all(map(is_, entries, noted)) and all(map(is_, entries.values(), noted.values()))
 
 
+def _first_of(changes: list[str]) -> str:
+    return changes[0] + (f" (and {len(changes) - 1} more)" if len(changes) > 1 else "")
+
+
+def _describe_change(was_trained: bool, dtype: torch.dtype, is_trained: bool, other: torch.dtype) -> str:
+    if was_trained != is_trained:
+        return "was frozen, is trained" if is_trained else "was trained, is frozen"
+    return f"was {dtype_name(dtype)}, is {dtype_name(other)}"
+
+
 def _has_other_collections(entries: Mapping[Any, Any], noted: Mapping[Any, Any]) -> bool:
     return any(value is not noted[key] and isinstance(value, _COLLECTIONS) for key, value in entries.items())
 
@@ -301,15 +322,15 @@ def _compare(owner: str, form: str, entries: Mapping[Any, Any], noted: Mapping[A
         now = entries.get(key, _ABSENT)
         if now is before or _is_equal(now, before):
             continue
-        name = form.format(owner, key)
+        name = f"`{form.format(owner, key)}`"
         if now is _ABSENT or before is _ABSENT:
             return f"{name} was {'removed' if now is _ABSENT else 'added'}"
         if is_plain(now) and is_plain(before):
-            return f"{name} is {_show(now)}, and was {_show(before)}"
+            return f"{name} was {_show(before)}, is {_show(now)}"
         return f"{name} was replaced"
     for key in entries:
         if key not in noted:
-            return f"{form.format(owner, key)} was added"
+            return f"`{form.format(owner, key)}` was added"
     return None
 
 

@@ -251,10 +251,10 @@ def test_a_change_is_traced_anew_and_too_many_are_not(xla, total):
         for turn in range(3):
             call(1.0)
             assert call.compiled.replays == (turn == 2)
-        call.fingerprint.changed = "a number is 3, and was 2"
+        call.fingerprint.changed = "a number was 2, is 3"
     assert call.fingerprint.noted == 8 and call.said == []
     call(1.0)
-    call.fingerprint.changed, call.fingerprint.reason = "a number is 4, and was 3", "a hook of the user's"
+    call.fingerprint.changed, call.fingerprint.reason = "a number was 3, is 4", "a hook of the user's"
     call(1.0)
     assert call.said == ["a hook of the user's"] and not call.compiled.replays
 

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.backends.xla_compile import host_random_state
+from hf_tpu_ext.backends.random_state import read_random_state
 from hf_tpu_ext.step.python_state import COUNTS_ATTRIBUTES, PythonState
 from hf_tpu_ext.trainers.run.own_code import find_own_code, names_of_a_step
 from hf_tpu_ext.trainers.run.programs import note_python_state
@@ -97,24 +97,24 @@ def in_dict(entries, key, value):
 @pytest.mark.parametrize(
     "changed, says",
     [
-        (lambda t: attribute(base(t).config, "num_hidden_layers", 1), "config.num_hidden_layers is 1, and was 2"),
-        (first_layer_only, "model.model.layers was replaced"),
-        (lambda t: attribute(base(t).model, "norm", nn.Identity()), "model.model.norm was replaced"),
-        (lambda t: attribute(base(t).model, "added", None), "model.model.added was added"),
+        (lambda t: attribute(base(t).config, "num_hidden_layers", 1), "config.num_hidden_layers` was 2, is 1"),
+        (first_layer_only, "model.model.layers` was replaced"),
+        (lambda t: attribute(base(t).model, "norm", nn.Identity()), "model.model.norm` was replaced"),
+        (lambda t: attribute(base(t).model, "added", None), "model.model.added` was added"),
         (lambda t: attribute(base(t).model.rotary_emb, "attention_scaling", np.float32(2)), "attention_scaling"),
-        (lambda t: attribute(base(t).model, "training", False), "training is False, and was True"),
-        (lambda t: other_class(base(t).model.norm, nn.LayerNorm), "is a LayerNorm, and was a"),
-        (lambda t: in_dict(t.model.peft_config["default"].__dict__, "lora_alpha", 99), "lora_alpha is 99"),
-        (lambda t: attribute(t.label_smoother, "epsilon", 0.3), "trainer.label_smoother.epsilon is 0.3, and was 0.1"),
-        (lambda t: attribute(t, "router_aux_loss_coef", 0.5), "trainer.router_aux_loss_coef is 0.5"),
+        (lambda t: attribute(base(t).model, "training", False), "training` was True, is False"),
+        (lambda t: other_class(base(t).model.norm, nn.LayerNorm), ", is a LayerNorm"),
+        (lambda t: in_dict(t.model.peft_config["default"].__dict__, "lora_alpha", 99), ", is 99"),
+        (lambda t: attribute(t.label_smoother, "epsilon", 0.3), "trainer.label_smoother.epsilon` was 0.1, is 0.3"),
+        (lambda t: attribute(t, "router_aux_loss_coef", 0.5), "trainer.router_aux_loss_coef`"),
         (lambda t: attribute(t, "compute_loss_func", own), "trainer.compute_loss_func"),
-        (lambda t: attribute(t, "compute_loss", own), "trainer.compute_loss was added"),
+        (lambda t: attribute(t, "compute_loss", own), "trainer.compute_loss` was added"),
         (lambda t: attribute(t, "label_smoother", LabelSmoother(0.2)), "trainer.label_smoother"),
-        (lambda t: attribute(t.args, "max_grad_norm", 0.5), "trainer.args.max_grad_norm is 0.5, and was 1.0"),
-        (lambda t: attribute(SFTTrainer, "compute_loss", own), "SFTTrainer.compute_loss was replaced"),
-        (lambda t: attribute(modeling_qwen3.Qwen3MLP, "forward", own), "Qwen3MLP.forward was replaced"),
-        (lambda t: attribute(modeling_qwen3, "rotate_half", own), "modeling_qwen3.rotate_half was replaced"),
-        (lambda t: attribute(nn.functional, "silu", own), "torch.nn.functional.silu was replaced"),
+        (lambda t: attribute(t.args, "max_grad_norm", 0.5), "trainer.args.max_grad_norm` was 1.0, is 0.5"),
+        (lambda t: attribute(SFTTrainer, "compute_loss", own), "SFTTrainer.compute_loss` was replaced"),
+        (lambda t: attribute(modeling_qwen3.Qwen3MLP, "forward", own), "Qwen3MLP.forward` was replaced"),
+        (lambda t: attribute(modeling_qwen3, "rotate_half", own), "modeling_qwen3.rotate_half` was replaced"),
+        (lambda t: attribute(nn.functional, "silu", own), "torch.nn.functional.silu` was replaced"),
         (lambda t: hook(base(t).lm_head.register_forward_hook(own)), "_forward_hooks"),
         (lambda t: hook(nn.modules.module.register_module_forward_hook(own)), "_global_forward_hooks"),
         (lambda t: hook(t.optimizer.optimizer.register_step_pre_hook(own)), "_optimizer_step_pre_hooks"),
@@ -155,19 +155,19 @@ class Holder:
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda h: setattr(h, "number", 1), "holder.number is 1, and was None"),
-        (lambda h: setattr(h, "later", None), "holder.later was added"),
-        (lambda h: delattr(h, "number"), "holder.number was removed"),
-        (lambda h: setattr(h.nested["a"][1]["b"], "c", 3.0), "holder.nested['a'][1]['b'].c is 3.0, and was 2.0"),
-        (lambda h: h.nested["a"].append(5), "holder.nested['a'][2] was added"),
+        (lambda h: setattr(h, "number", 1), "holder.number` was None, is 1"),
+        (lambda h: setattr(h, "later", None), "holder.later` was added"),
+        (lambda h: delattr(h, "number"), "holder.number` was removed"),
+        (lambda h: setattr(h.nested["a"][1]["b"], "c", 3.0), "holder.nested['a'][1]['b'].c` was 2.0, is 3.0"),
+        (lambda h: h.nested["a"].append(5), "holder.nested['a'][2]` was added"),
         (lambda h: h.nested.update(a=h.nested["a"][:1]), "holder.nested['a']"),
-        (lambda h: h.array.fill(7), "holder.array has other numbers"),
-        (lambda h: h.tensor.fill_(7), "the tensor holder.tensor has other numbers"),
-        (lambda h: setattr(h.tensor, "data", torch.zeros(2)), "holder.tensor has other numbers"),
-        (lambda h: setattr(h, "tensor", torch.ones(2)), "holder.tensor was replaced"),
-        (lambda h: h.kinds.add("y"), "holder.kinds is"),
+        (lambda h: h.array.fill(7), "holder.array` has other numbers"),
+        (lambda h: h.tensor.fill_(7), "the tensor `holder.tensor` has other numbers"),
+        (lambda h: setattr(h.tensor, "data", torch.zeros(2)), "holder.tensor` has other numbers"),
+        (lambda h: setattr(h, "tensor", torch.ones(2)), "holder.tensor` was replaced"),
+        (lambda h: h.kinds.add("y"), "`holder.kinds` was"),
         # It may be equal, but what is in it is not known to be.
-        (lambda h: setattr(h, "nested", {"a": [1, {"b": h.nested["a"][1]["b"]}]}), "holder.nested was replaced"),
+        (lambda h: setattr(h, "nested", {"a": [1, {"b": h.nested["a"][1]["b"]}]}), "holder.nested` was replaced"),
     ],
 )
 def test_attributes_of_any_type(change, says):
@@ -190,12 +190,12 @@ def test_what_is_replaced_by_an_equal_value_is_no_change_and_watched_from_then_o
 
 
 def test_random_numbers_of_the_host_are_compared():
-    before = host_random_state()
-    assert host_random_state() == before
+    before = read_random_state()
+    assert read_random_state() == before
     for draw in (random.random, np.random.rand, partial(torch.rand, ())):
-        before = host_random_state()
+        before = read_random_state()
         draw()
-        assert host_random_state() != before
+        assert read_random_state() != before
 
 
 # ---- Code of the user's ----

@@ -285,6 +285,10 @@ def freeze(model):
         parameter.requires_grad_(False)
 
 
+def shorten(model):
+    model.embedding.to(torch.bfloat16)
+
+
 def rescale(model):
     # Any other number than 0, 1 and -1 would be sent as a tensor.
     model.scale = 1.0
@@ -292,8 +296,12 @@ def rescale(model):
 
 @pytest.mark.parametrize(
     "change, cause",
-    [(freeze, "`embedding.weight` was trained, is frozen"), (rescale, "`scale` was 1.5, is 1.0")],
-    ids=["trained parameters", "setting"],
+    [
+        (freeze, "`model.embedding.weight` was trained, is frozen"),
+        (shorten, "`model.embedding.weight` was float32, is bfloat16"),
+        (rescale, "`model.scale` was 1.5, is 1.0"),
+    ],
+    ids=["trained parameters", "dtype", "setting"],
 )
 def test_a_model_that_changes(train, lines, caplog, change, cause):
     trainer = train(callbacks=[AtStep(change)])
@@ -303,11 +311,17 @@ def test_a_model_that_changes(train, lines, caplog, change, cause):
     assert "traced again" not in caplog.text
 
 
+def test_a_weight_of_another_dtype_is_another_program_of_replayed_steps(train):
+    trainer = train(callbacks=[AtStep(shorten)], step_replay=True)
+    assert causes(trainer)[0] == (5, "`model.embedding.weight` was float32, is bfloat16")
+    assert trainer.state.global_step == 8
+
+
 # ---- A limit ----
 
 
 def test_max_recompiles(train):
-    with pytest.raises(TooManyRecompiles, match="`scale` was 1.5, is 1.0.*max_recompiles=0"):
+    with pytest.raises(TooManyRecompiles, match="`model.scale` was 1.5, is 1.0.*max_recompiles=0"):
         train(callbacks=[AtStep(rescale)], max_recompiles=0)
     assert train(callbacks=[AtStep(rescale)], max_recompiles=1).watch.recompiles == 1
 

@@ -216,12 +216,12 @@ def start_dropout(model, **kwargs):
     "action, lora, says",
     [
         # The counter of a frozen weight stands still from its first step on.
-        (freeze, None, ["unfrozen", "optimizer"]),
+        (freeze, None, ["was trained, is frozen", "optimizer"]),
         (other_betas, None, ["optimizer"]),
-        pytest.param(clip_harder, None, ["args.max_grad_norm is 0.001, and was 1.0"], marks=pytest.mark.slow),
+        pytest.param(clip_harder, None, ["args.max_grad_norm` was 1.0, is 0.001"], marks=pytest.mark.slow),
         pytest.param(replace_parameter, None, ["replaced", "optimizer"], marks=pytest.mark.slow),
         (scale_lora, {}, ["scaling"]),
-        (start_dropout, None, ["layers.0.self_attn.attention_dropout is 0.3, and was 0.0"]),
+        (start_dropout, None, ["layers.0.self_attn.attention_dropout` was 0.0, is 0.3"]),
     ],
     ids=["freeze", "betas", "clipping", "replaced", "lora", "dropout"],
 )

@@ -12,7 +12,7 @@ from ...backends.program import CompiledFunction
 from ...step.metrics import DeviceSums
 from ...step.random_numbers import RandomNumbers
 from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
-from .programs import compile_for, dtypes_of, warn_traced
+from .programs import compile_for, warn_traced
 from .training_steps import SentBatch
 
 
@@ -36,7 +36,7 @@ class EvaluationSteps:
         self._trainer = trainer
         self._compiled: CompiledFunction | None = None
         self._sums: DeviceSums | None = None
-        self._settings: Any = None
+        self._preprocess: Callable | None = None
         self._under_way = False
         self._begin_at_batch: Callable[[], None] | None = None
         # Why batches are traced; the reason that a line has named.
@@ -67,7 +67,7 @@ class EvaluationSteps:
         models = [model, *trainer._other_models()]
         self._sums = sums
         # What cuts predictions down is not where upstream has it.
-        self._settings = dtypes_of(models), trainer._preprocess_on_device
+        self._preprocess = trainer._preprocess_on_device
         if trainer.compiled.step_replay is False:
             return
         why_not = partial(self._why_not_replay, models)
@@ -84,7 +84,7 @@ class EvaluationSteps:
                 METHODS_OF_A_PREDICTION,
                 state=self._tensors,
                 why_not=why_not,
-                settings=lambda: self._settings,
+                settings=lambda: {"preprocess_logits_for_metrics": self._preprocess},
             )
 
     def forget(self) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import TrainerControl, TrainingArguments
 from ...backends.base import Backend
 from ...backends.compile_cache import compiler_settings
 from ...backends.hosts import HostsDisagree
+from ...backends.random_state import read_random_state, set_random_state
 from ...redaction import redact
 from ..checkpoint.base_record import sample_of
 from .facts import find_versions
@@ -106,15 +106,7 @@ class HostAgreement:
         """
         if not self._several:
             return
-        kind, keys, *more = np.random.get_state()
-        python, numpy, pytorch = self._backend.hosts.of_first(
-            "the random state of the first host",
-            [random.getstate(), [kind, keys.tolist(), *more], torch.get_rng_state().tolist()],
-        )
-        version, state, gauss = python
-        random.setstate((version, tuple(state), gauss))
-        np.random.set_state(tuple(numpy))
-        torch.set_rng_state(torch.tensor(pytorch, dtype=torch.uint8))
+        set_random_state(self._backend.hosts.of_first("the random state of the first host", read_random_state()))
 
     def check_beginning(self, datasets: Mapping[str, Any]) -> None:
         """Compare what a run begins with: models, datasets by their names, and the random state of the host."""
@@ -124,11 +116,7 @@ class HostAgreement:
         mine = {
             "model": self._models,
             "data:": {name: _hash_rows(dataset) for name, dataset in datasets.items()},
-            "random state of": {
-                "Python": _hash(repr(random.getstate()).encode()),
-                "NumPy": _hash(repr(np.random.get_state()[1].tobytes()).encode()),
-                "PyTorch": _hash(torch.get_rng_state().numpy().tobytes()),
-            },
+            "random state of": {name: _hash(repr(state).encode()) for name, state in read_random_state().items()},
         }
         _compare(self._backend, "the comparison of data", mine)
 

@@ -1,6 +1,6 @@
 """Functions of a trainer that run as compiled programs, and what guards these."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,6 @@ def warn_traced(reason: str, training: bool = True) -> None:
     logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
 
 
-def dtypes_of(models: Sequence[nn.Module]) -> tuple[torch.dtype, ...]:
-    """Dtypes of all parameters. Frozen weights are short while they are in use."""
-    return tuple(parameter.dtype for model in models for parameter in model.parameters())
-
-
 def compile_for(
     trainer,
     function: Callable[..., Any],
@@ -37,7 +32,7 @@ def compile_for(
     methods: tuple[str, ...],
     state: Callable[[], list[torch.Tensor]],
     why_not: Callable[[], str | None],
-    settings: Callable[[], Hashable] | None = None,
+    settings: Callable[[], dict[str, Any]] = dict,
     training: bool = False,
     on_change: Callable[[], None] | None = None,
 ) -> CompiledFunction:
@@ -57,14 +52,13 @@ def compile_for(
             Lists what it reads and writes besides the models, always in the same order.
         why_not (`Callable[[], str | None]`):
             Says, after a change, why each call is to be traced, as half a sentence.
-        settings (`Callable[[], Hashable]`, *optional*):
-            What else it depends on. By default the dtypes of the models.
+        settings (`Callable[[], dict[str, Any]]`, *optional*):
+            What else it depends on, by the names that people are shown.
         training (`bool`, *optional*, defaults to `False`):
             Whether it trains the model.
         on_change (`Callable[[], None]`, *optional*):
             Called when something has changed that it depends on, before that is noted.
     """
-    own = partial(dtypes_of, models) if settings is None else settings
 
     def note(given: list[torch.Tensor]) -> PythonState:
         if on_change is not None:
@@ -73,7 +67,12 @@ def compile_for(
 
     trusts_code = trainer.compiled.step_replay is True
     fingerprint = StepFingerprint(
-        models, note, lambda: (own(), trainer.settings_of_programs()), why_not, training, trusts_code
+        models,
+        note,
+        lambda: settings() | {"how the trainer computes": trainer.settings_of_programs()},
+        why_not,
+        training,
+        trusts_code,
     )
     return trainer.backend.programs.compile(
         function,
@@ -88,8 +87,8 @@ def compile_for(
 def note_python_state(
     trainer,
     models: Sequence[nn.Module],
-    memory_of: Callable[[list[torch.Tensor]], Any],
-    given: list[torch.Tensor],
+    memory_of: Callable[[list[torch.Tensor]], Any] | None = None,
+    given: Sequence[torch.Tensor] = (),
     methods: tuple[str, ...] = METHODS_OF_A_STEP,
 ) -> PythonState:
     """

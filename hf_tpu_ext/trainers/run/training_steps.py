@@ -361,9 +361,13 @@ class TrainingSteps(TrainerCallback):
         tensors += trainer._state_of_steps()
         return tensors
 
-    def _settings(self) -> Any:
+    def _settings(self) -> dict[str, Any]:
         callbacks = self._trainer.callback_handler.callbacks
-        return id(self._optimizer), self._optimizer.settings(), tuple(map(id, callbacks))
+        return {
+            "the optimizer": id(self._optimizer),
+            "settings of the optimizer, or which parameters it updates,": self._optimizer.settings(),
+            "the callbacks": tuple(map(id, callbacks)),
+        }
 
     def _how_to_go_on(self) -> str:
         newest = newest_checkpoint(self._trainer._get_output_dir(None))

@@ -9,15 +9,15 @@ import torch
 
 from ...backends.folded_numbers import describe_number
 from ...backends.insight import SourceLine
+from ...backends.program import describe_batch
 from ...callbacks.program_watch import ProgramWatch
-from ...callbacks.recompile_cause import BatchEntry, ParameterFacts, StepFacts
+from ...callbacks.recompile_cause import Facts
 from ...callbacks.recompile_monitor import RecompileMonitor
 from ...callbacks.source_lines import describe_line, package_of
-from ...formatting import dtype_name
-from ...step.module_settings import settings_of
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
-from .own_code import names_of_a_step
+from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, names_of_a_step
+from .programs import note_python_state
 
 
 class TrainerWatch:
@@ -28,7 +28,6 @@ class TrainerWatch:
 
     def __init__(self, trainer, max_recompiles: int | None):
         self._trainer = trainer
-        self._callers_collator = trainer.data_collator
         #: The batch under way, on the host, and its shape.
         self.batch: Mapping[str, Any] = {}
         self.batch_shape: tuple[int, ...] = ()
@@ -38,7 +37,10 @@ class TrainerWatch:
         self.programs = ProgramWatch(
             trainer.backend,
             quiet=trainer.args.disable_tqdm or trainer.backend.ranks.index > 0,
-            find_facts=self._step_facts,
+            find_facts=self._find_facts,
+            batch_source=_source_of(trainer.data_collator),
+            note_python=self._note_python if trainer.backend.static_shapes else None,
+            find_own_code=self._own_code,
             find_results=self._step_results,
             max_recompiles=max_recompiles,
         )
@@ -110,26 +112,24 @@ class TrainerWatch:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return [*self._trainer.loss_log.tensors.values(), *parameters, *gradients]
 
-    def _step_facts(self) -> StepFacts:
-        settings = {f"args.{name}": repr(value) for name, value in settings_of(self._trainer.args).items()}
-        for path, module in self._trainer.model.named_modules():
-            settings |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in settings_of(module).items()}
-        trains = self._trainer.model.training and self._trainer.optimizer is not None
-        state_made, groups = self._optimizer_before if trains else (True, [])
-        return StepFacts(
-            batch={key: _entry(value) for key, value in self.batch.items()},
-            batch_source=_source_of(self._callers_collator),
-            parameters={
-                name: ParameterFacts(parameter.requires_grad, dtype_name(parameter.dtype), str(tuple(parameter.shape)))
-                for name, parameter in self._trainer.model.named_parameters()
-            },
-            settings=settings,
-            optimizer=type(self._trainer._plain_optimizer).__name__ if trains else "",
-            numbers=_numbers_of(groups, isinstance(self._trainer._plain_optimizer, LazyAdamW)) if trains else {},
-            state_made=state_made,
-            own_code=self._own_code(),
-            change=None if self._trainer.steps.compiled is None else self._trainer.steps.compiled.change,
-        )
+    @property
+    def _trains(self) -> bool:
+        return self._trainer.model.training and self._trainer.optimizer is not None
+
+    def _find_facts(self) -> Facts:
+        compiled = self._trainer.steps.compiled
+        return {
+            "batch": describe_batch(self.batch),
+            "optimizer": _describe_optimizer(type(self._trainer._plain_optimizer), *self._optimizer_before)
+            if self._trains
+            else {},
+            "change": {"last": None if compiled is None else compiled.change},
+        }
+
+    def _note_python(self) -> Callable[[], str | None]:
+        models = [self._trainer.model, *self._trainer._other_models()]
+        methods = METHODS_OF_A_STEP if self._trains else METHODS_OF_A_PREDICTION
+        return note_python_state(self._trainer, models, methods=methods).change
 
 
 def _describe_code(code: Callable) -> str:
@@ -142,12 +142,6 @@ def _describe_code(code: Callable) -> str:
     return name if package_of(line.file) else f"{name}, {describe_line(line)}"
 
 
-def _entry(value: Any) -> BatchEntry:
-    if isinstance(value, torch.Tensor):
-        return BatchEntry(dtype_name(value.dtype), str(tuple(value.shape)))
-    return BatchEntry("", repr(value))
-
-
 def _source_of(collator: Callable) -> str:
     while isinstance(collator, partial):
         collator = collator.func
@@ -155,8 +149,11 @@ def _source_of(collator: Callable) -> str:
     return _describe_code(code)
 
 
-def _numbers_of(groups: list[dict[str, Any]], are_sent: bool) -> dict[str, str]:
-    numbers = {}
+def _describe_optimizer(
+    cls: type[torch.optim.Optimizer], has_state: bool, groups: list[dict[str, Any]]
+) -> dict[str, str]:
+    """What the program of a step depends on of an optimizer."""
+    found, are_sent = {"class": cls.__name__, "state": "there" if has_state else "missing"}, issubclass(cls, LazyAdamW)
     for index, group in enumerate(groups):
         for name, value in group.items():
             label = name if len(groups) == 1 else f"{name} of group {index}"
@@ -166,5 +163,5 @@ def _numbers_of(groups: list[dict[str, Any]], are_sent: bool) -> dict[str, str]:
             elif isinstance(value, float):
                 value = describe_number(value)
             if name not in ("params", "initial_lr") and value is not None:
-                numbers[label] = value if isinstance(value, str) else repr(value)
-    return numbers
+                found[label] = value if isinstance(value, str) else repr(value)
+    return found
