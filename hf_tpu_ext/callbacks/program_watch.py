@@ -75,6 +75,8 @@ class _Known:
     facts: list[Facts] = field(default_factory=list)
     #: Says what Python may read otherwise than when it was compiled last, as half a sentence.
     find_change: Callable[[], str | None] | None = None
+    #: Whether a run has shown since that steps do not change it by themselves.
+    is_stable: bool = False
     operations: list[Operation] = field(default_factory=list)
 
 
@@ -194,7 +196,10 @@ class ProgramWatch:
             cause = self._find_cause(known, facts, operations, cut) if known.runs > 1 else None
             known.facts = [*known.facts[-_MOST_FACTS:], facts]
             if self._note_python is not None:
-                known.find_change = self._note_python()
+                known.find_change, known.is_stable = self._note_python(), False
+        elif known.find_change is not None and not known.is_stable:
+            # What steps change by themselves explains nothing.
+            known.find_change, known.is_stable = None if known.find_change() else known.find_change, True
         if is_compiled:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
@@ -271,10 +276,12 @@ class ProgramWatch:
         if known.facts:
             nearest = min(reversed(known.facts), key=partial(count_differences, facts))
             cause = compare_facts(nearest, facts, self._batch_source)
-        if cause is None and known.find_change is not None and (change := known.find_change()) is not None:
-            cause = cause_of(change)
-        if cause is None and operations and known.operations:
-            cause = compare_operations(known.operations, operations)
+        change = None if known.find_change is None else known.find_change()
+        causes = [
+            None if change is None else cause_of(change),
+            compare_operations(known.operations, operations) if operations and known.operations else None,
+        ]
+        cause = next(filter(None, [cause, *(causes if known.is_stable else reversed(causes))]), None)
         if cause is None:
             self._compare = _COMPARED_STEPS
             self._backend.insight.note_lines(True)

@@ -213,6 +213,19 @@ def test_a_python_number_that_becomes_a_constant(train, lines):
     assert "trainer.backend.send(torch.tensor(value))" in lines()[0]
 
 
+def test_what_each_step_changes_is_no_cause(train):
+    class Keeps(TPUTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            model.kept = object()
+            return super().compute_loss(model, *args, **kwargs) * min(1.0, self.state.global_step / 4)
+
+    number = line_of(Keeps, "min(1.0")
+    assert causes(train(Keeps)) == [
+        (2, f"a scalar of the graph was 0, is a tensor [{number}]"),
+        (5, f"a scalar of the graph was a tensor, is 1 [{number}]"),
+    ]
+
+
 def test_a_branch(train):
     class Branches(TPUTrainer):
         def compute_loss(self, model, *args, **kwargs):
