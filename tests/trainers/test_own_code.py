@@ -278,8 +278,8 @@ def test_what_is_compared_does_not_change_by_itself(runs, monkeypatch, config):
     # And PyTorch's namespaces, in which other random operators are put while a step is traced.
     of_modules = [name for name in looked if name != "trainer.args.distributed_state" and not name.startswith("torch")]
     assert {name.partition(".")[0] for name in of_modules} == {"model"}
-    # When the run began, and after one evaluation: the other is followed by no step.
-    assert len(of_modules) <= 2 * len([*trainer.model.modules()])
+    # When the run began, after one evaluation (the other is followed by no step), and once for the line about a recompilation.
+    assert len(of_modules) <= 3 * len([*trainer.model.modules()])
 
 
 def test_what_upstream_reads_within_a_step_is_found_in_its_code():
