@@ -1,4 +1,4 @@
-"""The seam between the trainers and an accelerator: what every accelerator answers, one file for each."""
+"""The seam between the trainers and an accelerator: what every accelerator answers, a file or a folder for each."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -123,7 +123,7 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Ch
             f"Ahead-of-time tracing needs torch_xla, which is not installed: {install_command('tpu')}{where}"
         )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_chips)}
-    from .xla_tracing import TracingBackend
+    from .xla.tracing import TracingBackend
 
     _chosen["auto"] = _chosen["xla"] = TracingBackend(num_chips, hosts, chip)
     return select_backend("xla")
@@ -132,13 +132,13 @@ def select_tracing(num_chips: int, hosts: Sequence[Sequence[int]] = (), chip: Ch
 def _xla(pjrt_device: str, reason: str) -> Backend:
     # torch_xla warns, when it is imported, that it chooses by itself.
     os.environ.setdefault("PJRT_DEVICE", pjrt_device)
-    from .xla import XLABackend
+    from .xla.backend import XLABackend
 
     return XLABackend(reason, pjrt_device)
 
 
 def _torch_tpu(reason: str) -> Backend:
-    from .torch_tpu import TorchTPUBackend
+    from .torch_tpu.backend import TorchTPUBackend
 
     return TorchTPUBackend(reason)
 

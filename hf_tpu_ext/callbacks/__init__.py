@@ -1,1 +1,1 @@
-"""What watches a run."""
+"""Callbacks of a run, and what it prints and records."""

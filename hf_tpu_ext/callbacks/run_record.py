@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..report.record import RecordWriter
-from .program_watch import ProgramEvent
+from ..watch.program_watch import ProgramEvent
 from .step_status import StepStatus
 
 

@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 from ..backends.base import Backend
 from ..backends.ranks import Ranks
 from ..data import pad_rows
-from ..step.attention import static_masks
-from ..step.batch_length import BatchLength
+from ..layers.attention import static_masks
+from ..layers.batch_length import BatchLength
 from .cache_format import CacheManifest, dataset_sequences, sequence_key
 from .cache_writer import CacheWriter
 from .teachers import run_to_head

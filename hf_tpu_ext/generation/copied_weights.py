@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ..backends.base import Backend
-from ..step.autocast import matmul_dtype
-from ..step.frozen_weights import find_plain_linear
-from ..step.layer_scan import LayerStack
+from ..layers.autocast import matmul_dtype
+from ..layers.frozen_weights import find_plain_linear
+from ..layers.layer_scan import LayerStack
 
 
 # The share of a chip's memory that copies of weights may take while text is generated, and a second cache as much again.

@@ -18,9 +18,9 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..backends.base import Backend
 from ..backends.program import CompiledFunction
 from ..errors import UserError
-from ..step.attention import static_masks
+from ..layers.attention import static_masks
+from ..layers.static_cache import StaticKeyValueCache, pad_positions
 from ..step.python_state import PythonState
-from ..step.static_cache import StaticKeyValueCache, pad_positions
 from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights, find_room
 from .models import cache_argument, check_model

@@ -15,8 +15,8 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from ..callbacks.samples import ShowSamples
 from ..errors import UserError
+from ..layers.attention import is_sliced
 from ..quantization.packed_linear import count_parameters
-from ..step.attention import is_sliced
 from ..step.optimizer import LazyAdamW
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
@@ -111,7 +111,7 @@ class TracingMixin(EveryLengthMixin):
     """
     Makes `train` of a trainer trace the programs of training and evaluation, for every length that they need.
 
-    The backend has to be a [`~hf_tpu_ext.backends.xla_tracing.TracingBackend`]. The trainer's arguments are changed.
+    The backend has to be a [`~hf_tpu_ext.backends.xla.tracing.TracingBackend`]. The trainer's arguments are changed.
     """
 
     steps_per_length = 1

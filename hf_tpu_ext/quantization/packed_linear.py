@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Backend
-from ..step.autocast import matmul_dtype
+from ..layers.autocast import matmul_dtype
 
 
 # 4-bit codes in a word of 32 bits.
@@ -208,7 +208,7 @@ class PackedLinear8bit(PackedLinear):
 def unpacked_once(layer: nn.Module) -> dict[str, tuple[Callable[..., Tensor], list[str]]]:
     """
     How a layer of a model unpacks weights for its forward pass and its gradient at once, where the numbers of both are the same:
-    as [`~hf_tpu_ext.step.layer_scan.LayerStack`] takes it.
+    as [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
     """
     return {
         f"{path}.unpacked": (module.unpack_for_both, [f"{path}.{name}" for name in module._packed])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ..backends.base import Backend
+from ..layers.random_numbers import RandomNumbers
 from ..step.gradients import StepGradients
-from ..step.random_numbers import RandomNumbers
 
 
 class LocalGradients(StepGradients):
@@ -22,7 +22,7 @@ class LocalGradients(StepGradients):
     end of every micro-step's program, since a program's results are whole tensors.
 
     Only weights that are trained are entered; whatever else is whole on every chip can be used as it is. Each chip draws
-    the random numbers of its own rows, see [`~hf_tpu_ext.step.random_numbers.RandomNumbers`].
+    the random numbers of its own rows, see [`~hf_tpu_ext.layers.random_numbers.RandomNumbers`].
     """
 
     def __init__(self, model: nn.Module, backend: Backend, accumulates: bool):

@@ -8,11 +8,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..backends.base import Backend
 from ..formatting import format_bytes, format_size, name_of_any_layer
+from ..layers.attention import choose_attention
+from ..layers.layer_scan import LayerStack
+from ..layers.rope import use_matrix_rope
+from ..layers.static_kernels import use_static_kernels
 from ..quantization.bitsandbytes import pack_linear_layers
-from ..step.attention import choose_attention
-from ..step.kernels import use_static_kernels
-from ..step.layer_scan import LayerStack
-from ..step.rope import use_matrix_rope
 from ..step.users_model import accept_cpu_tensors
 
 
@@ -151,7 +151,7 @@ class ShardingPlan:
 def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attention: str = "auto") -> ShardingPlan:
     """
     Put a model, in place, on its chips. Where shapes are static, it computes in static shapes from now on, with the `attention`
-    as [`~hf_tpu_ext.step.attention.choose_attention`] takes it. Weights that are quantized in a way that does not run there are a
+    as [`~hf_tpu_ext.layers.attention.choose_attention`] takes it. Weights that are quantized in a way that does not run there are a
     `ValueError`.
     """
     if backend.unknown_upstream:

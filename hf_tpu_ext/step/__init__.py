@@ -1,1 +1,1 @@
-"""What makes one optimizer step one compiled program."""
+"""A training step in its stages, and what its program depends on."""

@@ -11,10 +11,10 @@ from trl import SFTConfig
 from ..backends import BACKENDS, select_backend
 from ..distillation.losses import KD_LOSSES
 from ..errors import UserError
+from ..layers.attention import ATTENTIONS
 from ..quantization.fake_quantized import ADAPTERS
 from ..quantization.rounding import ACTIVATION_DTYPES, SCALES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
-from ..step.attention import ATTENTIONS
 
 
 _NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")

@@ -11,14 +11,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..callbacks.program_watch import ProgramWatch
 from ..callbacks.run_record import RunRecord
 from ..data import StaticShapeCollator
-from ..step.adapters import adapters_scaled_inside
-from ..step.attention import static_masks
-from ..step.frozen_weights import bfloat16_holds
-from ..step.looped_head import head_computed_by, score_tokens
+from ..layers.adapters import adapters_scaled_inside
+from ..layers.attention import static_masks
+from ..layers.frozen_weights import bfloat16_holds
+from ..layers.looped_head import head_computed_by, score_tokens
 from ..step.optimizer import clip_gradients
+from ..watch.program_watch import ProgramWatch
 from .checkpoint.files import leaving_no_empty_dir, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin

@@ -14,12 +14,12 @@ from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
 from ..backends.selection import find_backend
 from ..callbacks.run_lines import RunLines
+from ..layers.random_numbers import RandomSeeds
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
 from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
 from ..step.program_adamw import ProgramAdamW
-from ..step.random_numbers import RandomSeeds
 from ..step.running_code import is_known
 from ..step.users_model import save_from_host
 from .checks.adaptations import ADAMW_NAMES, set_gradient_checkpointing

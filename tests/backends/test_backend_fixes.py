@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from hf_tpu_ext.backends import compile_cache, detect, selection, slice_hosts
 from hf_tpu_ext.backends.hosts import HostsDisagree
 from hf_tpu_ext.backends.process_ranks import ProcessRanks
-from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
-from hf_tpu_ext.backends.xla_tracing import TracingBackend
+from hf_tpu_ext.backends.torch_tpu.backend import TorchTPUBackend
+from hf_tpu_ext.backends.xla.tracing import TracingBackend
 from hf_tpu_ext.generation.sampling import check_generation_config
 
 
@@ -112,7 +112,7 @@ def test_a_host_that_does_not_come(monkeypatch):
 
 
 def test_a_launcher_with_torch_xla(xla, with_variables):
-    from hf_tpu_ext.backends.xla_hosts import join_hosts
+    from hf_tpu_ext.backends.xla.hosts import join_hosts
 
     check = with_variables(join_hosts, "WORLD_SIZE", "LOCAL_RANK")
     for variables in ({"WORLD_SIZE": 4}, {"WORLD_SIZE": 1, "LOCAL_RANK": 0}):
@@ -133,7 +133,7 @@ def test_torch_tpu_without_a_device(monkeypatch):
 
 
 def test_chips_of_a_host_among_several(xla, monkeypatch):
-    from hf_tpu_ext.backends.xla import xr
+    from hf_tpu_ext.backends.xla.backend import xr
 
     monkeypatch.setattr(xr, "process_count", lambda: 2)
     check = lambda num_chips=None: xla.use_chips(num_chips, "num_chips")  # noqa: E731

@@ -186,7 +186,7 @@ def test_without_effect_on_eager_devices(tmp_path):
 IN_A_PROCESS = """
 import json, os, sys
 import torch
-from hf_tpu_ext.backends.xla import XLABackend
+from hf_tpu_ext.backends.xla.backend import XLABackend
 
 backend = XLABackend("for the test", "CPU")
 def compile(size):

@@ -90,7 +90,8 @@ def test_hugepages_are_enabled_for_a_tpu_before_its_runtime_starts(tmp_path):
     script = """
 import sys
 from pathlib import Path
-from hf_tpu_ext.backends import host, xla
+from hf_tpu_ext.backends import host
+from hf_tpu_ext.backends.xla import backend as xla
 host.enable_hugepages.__defaults__ = (Path(sys.argv[1]),)  # instead of this machine's setting
 (line,) = xla.XLABackend("a TPU", "TPU").prepare_host()
 assert "were madvise and are always from now on" in line

@@ -549,7 +549,7 @@ assert "once on every host, without torchrun or accelerate launch" in message, m
 
 def test_hosts_of_a_slice_are_counted_before_the_runtime_starts(chip_variables, monkeypatch):
     """For `num_chips`, which would cut this host out of its slice."""
-    from hf_tpu_ext.backends.xla_hosts import hosts_of_slice
+    from hf_tpu_ext.backends.xla.hosts import hosts_of_slice
 
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     for names, count in (("10.0.0.2,10.0.0.3,10.0.0.4,10.0.0.5", 4), ("localhost", 1)):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.cpu import CPUBackend
-from hf_tpu_ext.backends.xla_tensors import live_tensors
+from hf_tpu_ext.backends.xla.tensors import live_tensors
 from hf_tpu_ext.examples.tiny import make_model
 
 

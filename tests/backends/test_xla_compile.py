@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch_xla
 
-from hf_tpu_ext.backends import xla_graphs
 from hf_tpu_ext.backends.program import StateLost
-from hf_tpu_ext.step.random_numbers import RandomNumbers
+from hf_tpu_ext.backends.xla import graphs
+from hf_tpu_ext.layers.random_numbers import RandomNumbers
 
 
 class Unchanged:
@@ -291,13 +291,13 @@ class Fails:
         return self.call(*args)
 
 
-EVERY_CALL = (*xla_graphs.CALLS_BEFORE_A_RUN, *xla_graphs.CALLS_WITH_SEVERAL_CHIPS)
+EVERY_CALL = (*graphs.CALLS_BEFORE_A_RUN, *graphs.CALLS_WITH_SEVERAL_CHIPS)
 
 
 @pytest.fixture
 def name(request, xla, monkeypatch):
     """The name of a call, where it is made."""
-    if request.param in xla_graphs.CALLS_WITH_SEVERAL_CHIPS:
+    if request.param in graphs.CALLS_WITH_SEVERAL_CHIPS:
         monkeypatch.setattr(type(xla), "num_chips", 2)
     return request.param
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_tpu_ext.backends.insight import Insight
-from hf_tpu_ext.backends.xla_insight import _record_compiles
+from hf_tpu_ext.backends.xla.insight import _record_compiles
 
 
 def compiles_here(tensor):

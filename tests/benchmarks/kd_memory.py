@@ -33,7 +33,7 @@ from hf_tpu_ext.cli.main import main as hf_tpu
 from hf_tpu_ext.distillation.losses import top_k_divergence
 from hf_tpu_ext.examples.jsonl import write_splits
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.step.attention import static_masks
+from hf_tpu_ext.layers.attention import static_masks
 
 
 VOCABULARIES = (8192, 16384, 32768, 65536)

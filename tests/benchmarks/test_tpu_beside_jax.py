@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tpu_beside_jax import CASES, compile_jax
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_tpu_ext.step.estimate import read_dimensions
+from hf_tpu_ext.layers.estimate import read_dimensions
 
 
 SIZES = {

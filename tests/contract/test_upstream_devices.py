@@ -139,7 +139,7 @@ def test_state_dict_can_be_replaced_by_a_hook():
 
 
 def test_functions_of_torch_xla():
-    """backends/xla.py."""
+    """backends/xla/backend.py."""
     for name in ("_xla_get_cpu_tensors", "_xla_runtime_is_initialized"):
         assert callable(vars(torch_xla._XLAC)[name])
     # What `xm.send_cpu_data_to_device` calls: tensors, the device of each, and the sharding of each or `None`.
@@ -155,7 +155,7 @@ def test_functions_of_torch_xla():
 
 
 def test_names_of_metrics(xla):
-    """backends/xla.py, counters: an unknown name counts as 0, for good."""
+    """backends/xla/backend.py, counters: an unknown name counts as 0, for good."""
     xla.fetch(xla.send(torch.arange(11.0)).cumsum(0) * 1.75)
     xla.wait()
     names = {"CompileTime", "ExecuteTime", "TransferFromDeviceTime"}
@@ -172,7 +172,7 @@ def test_pci_ids_of_tpus():
 
 
 def test_a_moved_model_loses_its_ties(xla):
-    """Why backends/xla.py ties them again; without this it need not."""
+    """Why backends/xla/backend.py ties them again; without this it need not."""
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     second.weight = first.weight
     model = torch.nn.Sequential(first, second).to(xla.device)
@@ -210,7 +210,7 @@ def test_mask_functions_are_looked_up_in_one_place():
 
 
 def test_eager_attention_is_a_function_beside_the_class():
-    """step/sliced_attention.py calls it with some rows, heads of one key, or queries."""
+    """layers/sliced_attention.py calls it with some rows, heads of one key, or queries."""
     for name in ("gemma2", "gemma3", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"):
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         (attention,) = [
@@ -242,7 +242,7 @@ def test_a_missing_mask_makes_transformers_look_at_the_positions():
 
 
 def test_layers_call_the_checkpoint_function_that_they_hold(model_dir):
-    """step/activation_checkpointing.py replaces it."""
+    """layers/activation_checkpointing.py replaces it."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     model.gradient_checkpointing_enable()
     (layer,) = model.model.layers
@@ -260,7 +260,7 @@ def test_layers_call_the_checkpoint_function_that_they_hold(model_dir):
 
 
 def test_implementations_can_be_set(model_dir):
-    """step/kernels.py."""
+    """layers/static_kernels.py."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     model.set_attn_implementation("eager")
     assert model.config._attn_implementation == "eager"
@@ -275,7 +275,7 @@ def test_quantized_models_are_marked():
 
 
 def test_the_tiles_of_upstreams_head():
-    """step/looped_head.py calls them, with the sums in this order."""
+    """layers/looped_head.py calls them, with the sums in this order."""
     forward, backward = (list(inspect.signature(function).parameters) for function in (_forward_tile, _backward_tile))
     assert forward[:12] == [
         "tile",

@@ -15,7 +15,7 @@ from hf_tpu_ext.data import StaticShapeCollator
 from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache
 from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
-from hf_tpu_ext.step.kernels import use_static_kernels
+from hf_tpu_ext.layers.static_kernels import use_static_kernels
 
 
 def make_teacher(model_dir, backend, rows=4):

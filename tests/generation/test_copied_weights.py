@@ -8,7 +8,7 @@ from test_generator import GREEDY, PROMPTS, SIZES, generate_eagerly, make, place
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_tpu_ext.backends.xla import XLABackend
+from hf_tpu_ext.backends.xla.backend import XLABackend
 from hf_tpu_ext.generation import copied_weights
 from hf_tpu_ext.generation.copied_weights import CopiedWeights
 from hf_tpu_ext.generation.generator import Generator

@@ -18,8 +18,8 @@ from transformers import (
 
 from hf_tpu_ext.generation import Generator, generate
 from hf_tpu_ext.generation.sampling import Sampler
+from hf_tpu_ext.layers.layer_scan import LayerStack
 from hf_tpu_ext.sharding.plan import place_model
-from hf_tpu_ext.step.layer_scan import LayerStack
 
 
 CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))

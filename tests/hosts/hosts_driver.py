@@ -28,7 +28,8 @@ from hf_tpu_ext import (  # noqa: E402
     TPUSFTConfig,
     TPUSFTTrainer,
 )
-from hf_tpu_ext.backends import select_backend, xla_hosts  # noqa: E402
+from hf_tpu_ext.backends import select_backend  # noqa: E402
+from hf_tpu_ext.backends.xla import hosts as xla_hosts  # noqa: E402
 from hf_tpu_ext.trainers.checkpoint import saving  # noqa: E402
 
 
@@ -216,7 +217,7 @@ def count_gathered():
     if read_split.__name__ == "read_split":
         xla_hosts.gathered = count
         select_backend("xla")
-        import hf_tpu_ext.backends.xla as xla
+        import hf_tpu_ext.backends.xla.backend as xla
 
         xla.read_split = read
     return held

@@ -64,7 +64,7 @@ def test_settings_that_differ():
 
 
 def test_programs_that_differ(xla):
-    from hf_tpu_ext.backends.xla_compile import XLACompiledFunction
+    from hf_tpu_ext.backends.xla.compile import XLACompiledFunction
 
     def note(hosts):
         function = SimpleNamespace(_backend=SimpleNamespace(hosts=hosts), _unlike=set(), _known={})

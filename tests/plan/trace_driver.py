@@ -30,7 +30,7 @@ from peft import LoraConfig  # noqa: E402
 from transformers import BitsAndBytesConfig  # noqa: E402
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer  # noqa: E402
-from hf_tpu_ext.backends import xla_programs  # noqa: E402
+from hf_tpu_ext.backends.xla import programs as xla_programs  # noqa: E402
 from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
 
 

@@ -74,8 +74,8 @@ assert model.second.weight is model.first.weight
 
 # Recomputed in the backward pass or not.
 A_DROPOUT_OF_EACH_CHIP = """
-from hf_tpu_ext.step.activation_checkpointing import recompute
-from hf_tpu_ext.step.random_numbers import RandomNumbers
+from hf_tpu_ext.layers.activation_checkpointing import recompute
+from hf_tpu_ext.layers.random_numbers import RandomNumbers
 seed = torch.tensor(3, dtype=torch.int32)
 whole = RandomNumbers(seed).drop(torch.ones(8, 4096), 0.25)
 for recomputed in (False, True):

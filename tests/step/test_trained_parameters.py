@@ -25,8 +25,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import unwrap_peft_model
 
-from hf_tpu_ext.step.activation_checkpointing import rematerialize
-from hf_tpu_ext.step.attention import static_masks
+from hf_tpu_ext.layers.activation_checkpointing import rematerialize
+from hf_tpu_ext.layers.attention import static_masks
 
 
 class Block(GradientCheckpointingLayer):
@@ -233,5 +233,5 @@ def test_with_modules_that_are_named(xla, make, names):
 
 @pytest.mark.parametrize("make", [sensor, frozen_first_layers, speech_to_text], ids=lambda make: make.__name__)
 def test_with_products_that_are_kept(xla, make, monkeypatch):
-    monkeypatch.setattr("hf_tpu_ext.step.activation_checkpointing._LEAST_SUMMED", 8)
+    monkeypatch.setattr("hf_tpu_ext.layers.activation_checkpointing._LEAST_SUMMED", 8)
     compare(xla, make, "dots")

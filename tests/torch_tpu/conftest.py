@@ -119,7 +119,7 @@ sys.path.insert(0, {str(here)!r})
 if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
     import cpu_plugin
     cpu_plugin.start()
-    from hf_tpu_ext.backends.torch_tpu import TorchTPUBackend
+    from hf_tpu_ext.backends.torch_tpu.backend import TorchTPUBackend
     TorchTPUBackend.chips_of_host = int(os.environ["CHIPS"])
 """)
     # torch_tpu keeps programs in memory as well, for all processes of the machine, by the name of this variable.

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_tpu_ext.backends.fully_sharded import is_split, whole
 from hf_tpu_ext.backends.process_ranks import cut_at_collectives
+from hf_tpu_ext.backends.torch_tpu.fully_sharded import is_split, whole
 
 
 def test_version():

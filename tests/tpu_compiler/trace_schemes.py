@@ -16,8 +16,8 @@ from schemes import CHIPS, SCHEMES, Scheme, make_trainer
 
 from hf_tpu_ext import TPUSFTTrainer
 from hf_tpu_ext.backends.selection import select_tracing
+from hf_tpu_ext.layers import looped_head
 from hf_tpu_ext.plan.trace import trace_run
-from hf_tpu_ext.step import looped_head
 
 
 IN_A_LOOP = Scheme("fully sharded, LoRA, layers in a loop", "fsdp", lora=True, saving=True, scan_layers="on")

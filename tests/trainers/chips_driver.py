@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
-from hf_tpu_ext.step import looped_head, row_blocks, sliced_attention
+from hf_tpu_ext.layers import looped_head, row_blocks, sliced_attention
 
 
 def shards_of(tensor):

@@ -33,7 +33,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, SFTConfig
 
 from hf_tpu_ext import TPUDPOTrainer, TPUGRPOTrainer, TPUKTOTrainer, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.errors import UserError
-from hf_tpu_ext.step.batch_length import BatchLength, _depends_on_length
+from hf_tpu_ext.layers.batch_length import BatchLength, _depends_on_length
 
 
 # Up to 16 tokens frequencies stay as they are. Long rows first, short ones after them, and longer ones than ever.

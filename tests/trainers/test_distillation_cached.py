@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 from hf_tpu_ext.distillation.cache_builder import Sequences, TeacherRun, build_cache, weights_hash
 from hf_tpu_ext.distillation.cache_format import CacheSettings, chat_template_hash, tokenizer_hash
 from hf_tpu_ext.distillation.cache_writer import CacheWriter
-from hf_tpu_ext.step.kernels import use_static_kernels
+from hf_tpu_ext.layers.static_kernels import use_static_kernels
 
 
 VOCABULARY = 259

@@ -4,8 +4,8 @@ import pytest
 import torch_xla
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.backends import xla_graphs
 from hf_tpu_ext.backends.program import StateLost
+from hf_tpu_ext.backends.xla import graphs
 
 
 CONFIG = {"max_steps": 6, "logging_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": False}
@@ -34,7 +34,7 @@ def whole():
 
 
 @pytest.mark.parametrize("time", [1, 2, 10])
-@pytest.mark.parametrize("name", [*xla_graphs.CALLS_BEFORE_A_RUN[4:], "_run_cached_graph"])
+@pytest.mark.parametrize("name", [*graphs.CALLS_BEFORE_A_RUN[4:], "_run_cached_graph"])
 def test_a_run_goes_on_with_traced_steps(runs, whole, same_logs, monkeypatch, caplog, name, time):
     if not whole:
         whole.append(runs.ours(config_cls=TPUSFTConfig, **CONFIG))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-from hf_tpu_ext.backends.xla_programs import XLAPrograms
+from hf_tpu_ext.backends.xla.programs import XLAPrograms
 from hf_tpu_ext.examples.tiny import make_model
 
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.step import activation_checkpointing, adapters
+from hf_tpu_ext.layers import activation_checkpointing, adapters
+from hf_tpu_ext.layers.row_blocks import RowBlocks
 from hf_tpu_ext.step.optimizer import LazyAdamW
-from hf_tpu_ext.step.row_blocks import RowBlocks
 from hf_tpu_ext.trainers.run.layers import VERIFIED
 
 
@@ -113,8 +113,8 @@ def in_blocks(monkeypatch):
                 super().__init__(*args)
                 counts.append(self.count)
 
-        monkeypatch.setattr("hf_tpu_ext.step.row_blocks._BLOCK_TOKENS", tokens)
-        monkeypatch.setattr("hf_tpu_ext.step.layer_scan.RowBlocks", Counted)
+        monkeypatch.setattr("hf_tpu_ext.layers.row_blocks._BLOCK_TOKENS", tokens)
+        monkeypatch.setattr("hf_tpu_ext.layers.layer_scan.RowBlocks", Counted)
         return counts
 
     return cut

@@ -39,7 +39,7 @@ def test_losses_of_documents_are_those_of_unpacked_ones(runs, tmp_path, strategy
     for batch in packed.get_train_dataloader():
         assert all(tensor.shape[1] == 64 for tensor in batch.values())
         inputs = packed._prepare_inputs(batch)
-        from hf_tpu_ext.step.attention import static_masks
+        from hf_tpu_ext.layers.attention import static_masks
 
         with torch.no_grad(), static_masks(inputs.pop("segment_ids")):
             log_probs = packed.model(**inputs, use_cache=False, fused_lm_head=True).log_probs

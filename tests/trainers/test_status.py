@@ -7,10 +7,10 @@ from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends.counters import Counters
-from hf_tpu_ext.backends.xla import XLABackend
+from hf_tpu_ext.backends.xla.backend import XLABackend
 from hf_tpu_ext.hardware.topologies import find_chip
+from hf_tpu_ext.layers.estimate import read_dimensions, step_flops
 from hf_tpu_ext.report.phases import BESIDES_STEPS
-from hf_tpu_ext.step.estimate import read_dimensions, step_flops
 
 
 SPEED = {"step_time", "tokens_per_second", "padded_tokens_per_second", "peak_memory_gib"}

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.layers.activation_checkpointing import checkpoint_modules
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
-from hf_tpu_ext.step.activation_checkpointing import checkpoint_modules
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.files import find_checkpoint
 from hf_tpu_ext.trainers.checks.answers import Place

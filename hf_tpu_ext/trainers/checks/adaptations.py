@@ -7,9 +7,9 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_rep
 from transformers.training_args import OptimizerNames
 
 from ...errors import UserError
+from ...layers.attention import attention_to_load_with
 from ...quantization.bitsandbytes import check_method
 from ...sharding import parse_mesh
-from ...step.attention import attention_to_load_with
 from ..configs import ExtensionArguments
 from .answers import Run
 

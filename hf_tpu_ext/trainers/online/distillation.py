@@ -9,8 +9,8 @@ from torch import Tensor
 from trl import DistillationConfig, DistillationTrainer
 
 from ...distillation.fused_head import Distillation, Head, distill
+from ...layers.autocast import matmul_dtype
 from ...sharding.per_chip import score_per_chip
-from ...step.autocast import matmul_dtype
 from ..checks.upstream import upstream_names
 from ..configs import describe_fields
 from ..mixin import TPUTrainerMixin

@@ -15,10 +15,10 @@ from transformers.utils import logging
 from ...data import round_up_length
 from ...errors import UserError
 from ...generation.generator import are_in_groups
+from ...layers.looped_head import head_wrapped_by
+from ...layers.shared_prompts import SharedPrompts, prompts_shared
 from ...sharding.plan import place_model
-from ...step.looped_head import head_wrapped_by
 from ...step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
-from ...step.shared_prompts import SharedPrompts, prompts_shared
 from ...step.train_step import OF_EVALUATION
 from ..checks.upstream import upstream_names
 from ..run.passes import Passes

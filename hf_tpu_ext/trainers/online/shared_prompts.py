@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
-from ...step.attention import takes_shared_prompts
-from ...step.random_numbers import draws_random_numbers
+from ...layers.attention import takes_shared_prompts
+from ...layers.random_numbers import draws_random_numbers
 from ..run.layers import VERIFIED
 from .arguments import RewardedArguments
 

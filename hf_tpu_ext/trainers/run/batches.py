@@ -23,7 +23,7 @@ from ...data import (
 )
 from ...errors import UserError
 from ...formatting import dtype_name
-from ...step.batch_length import BatchLength
+from ...layers.batch_length import BatchLength
 from ..checks.upstream import upstream_of
 from ..configs import TPUTrainingArguments
 from .index_ranges import IndexRanges, classes_for

@@ -13,8 +13,8 @@ from transformers.utils import logging
 from ...backends.base import Backend
 from ...backends.streamed import StreamedTensor, in_file_order, read_all, save_safetensors
 from ...errors import UserError
+from ...layers.layer_scan import LayerStack
 from ...step.ema import WeightAverage, at_least_float32, in_place_of_weights
-from ...step.layer_scan import LayerStack
 from ...step.optimizer import LazyAdamW
 from ..checkpoint.average_file import EMA_FILE, UPDATES
 from ..configs import ExtensionArguments

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...backends.program import CompiledFunction
+from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
-from ...step.random_numbers import RandomNumbers
 from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
 from .programs import compile_for, warn_traced
 from .training_steps import SentBatch

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ...backends.base import Backend
 from ...formatting import format_bytes
+from ...layers.frozen_weights import FrozenWeights
 from ...sharding import ShardingPlan
-from ...step.frozen_weights import FrozenWeights
 
 
 class ShortFrozenWeights:

@@ -14,10 +14,10 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...errors import UserError
+from ...layers.alike_layers import find_layers, why_not_alike
+from ...layers.layer_scan import LayerStack
 from ...quantization.packed_linear import unpacked_once
 from ...sharding import ShardingPlan
-from ...step.alike_layers import find_layers, why_not_alike
-from ...step.layer_scan import LayerStack
 from ...step.optimizer import LazyAdamW
 from .own_code import (
     EVENTS_AT_EVERY_STEP,

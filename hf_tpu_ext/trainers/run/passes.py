@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...backends.program import CompiledFunction
-from ...step.random_numbers import RandomNumbers
+from ...layers.random_numbers import RandomNumbers
 from .own_code import draws_other_layers, find_own_code
 from .programs import compile_for
 

@@ -10,10 +10,10 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from ...backends.program import CompiledFunction, StateLost
-from ...step.activation_checkpointing import rematerialize
+from ...layers.activation_checkpointing import rematerialize
+from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
-from ...step.random_numbers import RandomNumbers
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
 from ..checkpoint.files import newest_checkpoint
 from .own_code import (

@@ -10,11 +10,11 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ...errors import UserError
-from ...step.alike_layers import find_layers
+from ...layers.alike_layers import find_layers
+from ...layers.random_numbers import draws_random_numbers
 from ...step.optimizer import clip_gradients
 from ...step.program_adamw import ProgramAdamW
 from ...step.python_state import PythonState
-from ...step.random_numbers import draws_random_numbers
 from ...step.running_code import RunningCode
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .eager_steps import EagerSteps

@@ -18,11 +18,11 @@ from ...distillation.fused_head import Distillation, Head, TokenTerms, distill
 from ...distillation.losses import TopK
 from ...distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, check_vocabulary
 from ...errors import UserError
+from ...layers.attention import static_masks
+from ...layers.autocast import matmul_dtype
+from ...layers.looped_head import head_computed_by
 from ...quantization.fake_quantized import without_rounding
 from ...sharding.per_chip import ShardToFull
-from ...step.attention import static_masks
-from ...step.autocast import matmul_dtype
-from ...step.looped_head import head_computed_by
 from ..checks.datasets import named_datasets
 from ..configs import TPUSFTConfig
 

@@ -1,0 +1,335 @@
+"""The backend of torch_xla: TPU chips, or XLA compiled for the host."""
+
+import os
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from ...errors import UserError
+from ...hardware.topologies import Chip, find_chip
+from ..base import map_tensors
+from ..counters import Counters
+from ..detect import local_chips, show_chips, tpu_kind
+from ..host import enable_hugepages, peak_of_process
+from ..hosts import Hosts
+from ..streamed import StreamedTensor, streamed
+from .compile_cache import XLACompileCache, metric
+from .graphs import REPLAYS
+from .hosts import hosts_of_slice, join_hosts, order_by_host, read_split
+from .insight import XLAInsight
+from .kernels import XLAKernels
+from .loops import XLALoops
+from .pending import pending
+from .programs import XLAPrograms
+from .sharding import ConstrainRows, XLAManualSharding, gathered, is_split, sharding_by_rows
+from .tensors import pickle_from_host
+
+
+def runtime_started() -> bool:
+    """Whether the XLA runtime of this process already holds its devices."""
+    return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+class XLABackend(XLACompileCache):
+    """Lazy tensors compiled by XLA. A runtime started for another `pjrt_device` is a `ValueError`."""
+
+    name = "xla"
+    static_shapes = True
+    traces_steps = True
+    metrics_on_device = True
+    shards_by_annotation = True
+    own_optimizer = True
+    unknown_upstream = True
+
+    def __init__(self, reason: str, pjrt_device: str):
+        super().__init__(reason, pjrt_device)
+        # Asked of the device: the variable may have been changed since.
+        if runtime_started() and (started_with := xm.xla_device_hw(self.device)) != pjrt_device:
+            raise UserError(
+                f"The XLA runtime of this process was already started with PJRT_DEVICE={started_with}, but "
+                f"{pjrt_device} is asked for. Set PJRT_DEVICE={pjrt_device} before anything uses an XLA device: in the "
+                "shell, under the recipe's `env:` key, or in the notebook's first cell; then restart the process."
+            )
+        os.environ["PJRT_DEVICE"] = pjrt_device
+        pickle_from_host()
+        self.insight = XLAInsight()
+        self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
+        self._num_chips: int | None = None
+        self._mesh: xs.Mesh | None = None
+        self.loops = XLALoops(self)
+        self.programs = XLAPrograms(self)
+        self.kernels = XLAKernels(pjrt_device.lower())
+
+    @cached_property
+    def device(self) -> torch.device:
+        if not runtime_started() and self._num_chips is not None:
+            show_chips(self._pjrt_device, self._num_chips, self._host_chips)
+        # With several chips in one process and no SPMD, accelerate registers all of them as replicas, and the first
+        # collective waits for participants that do not exist. It is best said before the runtime starts.
+        visible = xr.global_runtime_device_count() if runtime_started() else local_chips(self._pjrt_device)
+        if visible > 1 and not xr.is_spmd():
+            xr.use_spmd()
+        # Start the runtime here: autograd counts the devices at the first backward pass of the process, and an XLA
+        # device that appears later has no queue to run on.
+        xr.global_runtime_device_count()
+        self._hosts = join_hosts()
+        self._check_autograd(torch_xla.device())
+        return torch_xla.device()
+
+    def _check_autograd(self, device: torch.device) -> None:
+        try:
+            with torch.inference_mode(False):
+                torch.ones((), device=device, requires_grad=True).backward()
+        except RuntimeError as error:
+            raise UserError(
+                "A backward pass ran in this process before the XLA runtime started, and PyTorch's autograd knows only the "
+                "devices that were there then. Make the trainer that uses XLA before anything is trained on the CPU or a GPU; "
+                "in a notebook, restart the kernel first."
+            ) from error
+
+    @property
+    def hosts(self) -> Hosts:
+        assert self.device.type == "xla"  # starts the runtime
+        return self._hosts
+
+    @property
+    def device_name(self) -> str:
+        kind = xr.device_type()
+        return f"{kind}, compiled by XLA" if kind == "CPU" else tpu_kind()
+
+    @property
+    def num_chips(self) -> int:
+        assert self.device.type == "xla"  # starts the runtime, with the chips that were asked for
+        return xr.global_runtime_device_count()
+
+    @property
+    def chip(self) -> Chip | None:
+        return None if xr.device_type() == "CPU" else find_chip(tpu_kind())
+
+    def peak_memory(self) -> int | None:
+        if xr.device_type() == "CPU":
+            return peak_of_process()
+        # Where one device stands for all chips (SPMD), the runtime does not say.
+        return None if self.num_chips > 1 else xm.get_memory_info(self.device)["peak_bytes_used"]
+
+    def prepare_host(self) -> list[str]:
+        return [] if self._pjrt_device == "CPU" or runtime_started() else enable_hugepages()
+
+    def use_chips(self, num_chips: int | None, setting: str) -> None:
+        hosts = (
+            xr.process_count() if runtime_started() else 1 if num_chips is None else hosts_of_slice(self._pjrt_device)
+        )
+        if num_chips is not None and hosts > 1:
+            raise UserError(
+                f"{setting}={num_chips}, but this machine is one of {hosts} hosts of a slice, whose chips train together. "
+                f"Leave {setting} out; for fewer chips, create a smaller slice."
+            )
+        if num_chips is not None and not 1 <= num_chips <= self._host_chips:
+            has = "1 chip" if self._host_chips == 1 else f"{self._host_chips} chips"
+            allowed = "1" if self._host_chips == 1 else f"1...{self._host_chips}"
+            on_host = self._pjrt_device == "CPU" and num_chips > self._host_chips
+            more = f", or CPU_NUM_DEVICES={num_chips} for as many on the host" if on_host else ""
+            raise UserError(
+                f"{setting}={num_chips}, but this machine has {has}. Set {setting} to {allowed}, or leave "
+                f"it out to use all{more}."
+            )
+        if runtime_started():
+            if num_chips not in (None, self.num_chips):
+                raise UserError(
+                    f"{setting}={num_chips}, but the XLA runtime of this process already drives {self.num_chips}. Set it "
+                    "before anything uses an XLA device, and restart the process."
+                )
+        else:
+            self._num_chips = num_chips
+
+    # ---- Mesh ----
+
+    def use_mesh(self, mesh: dict[str, int]) -> None:
+        if self.num_chips > 1:
+            self._mesh = xs.Mesh(order_by_host(self.hosts, self.num_chips), tuple(mesh.values()), tuple(mesh))
+            self.manual_sharding = XLAManualSharding(self._mesh)
+
+    def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
+        if self._mesh is None:
+            return
+        sharding = self._mesh.get_op_sharding(spec)
+        try:
+            torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
+        except RuntimeError:
+            # It is placed otherwise, by an earlier run with another mesh.
+            torch_xla._XLAC._xla_clear_sharding(tensor)
+            torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
+
+    def place_as(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None:
+            return self.send(tensor)
+        # The copy is on the host until it is said how to split it.
+        placed = tensor.to(like.device)
+        torch_xla._XLAC._xla_mark_sharding(placed, torch_xla._XLAC._get_xla_op_sharding(like))
+        return placed
+
+    def constrain_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None or tensor.shape[0] % self.num_chips:
+            return tensor
+        return ConstrainRows.apply(tensor, self._mesh)
+
+    def gather(self, weight: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None or self._mesh.shape()["fsdp"] == 1 or weight.ndim < 2:
+            return weight
+        return gathered(weight, self._mesh)
+
+    # ---- Steps ----
+
+    def _sync(self, wait: bool = False) -> None:
+        # torch_xla draws another seed at every sync. Kept as it is, random numbers depend on the random operators alone,
+        # as on an eager device, and not on how often something was logged, evaluated or saved.
+        state = xm.get_rng_state()
+        torch_xla.sync(wait=wait)
+        xm.set_rng_state(state)
+
+    def end_step(self) -> None:
+        self._sync()
+
+    def flush(self) -> None:
+        # What was traced and not run yet.
+        if pending.any(self.device):
+            self._sync()
+
+    def wait(self) -> None:
+        self._sync()
+        xm.wait_device_ops()
+
+    def send(self, data: Any) -> Any:
+        # `tensor.to("xla")` folds a 0-dimensional 0, 1 or -1 into the program as a constant, so a learning rate of
+        # exactly 0 would be another program. Data sent this way never is, and all tensors go in one transfer.
+        return self._send(data)
+
+    def send_rows(self, data: Any, num_rows: int) -> Any:
+        if self._mesh is None:
+            return self.send(data)
+        if num_rows % self.num_chips:
+            raise UserError(
+                f"A batch of {num_rows} rows does not divide by {self.num_chips} chips. Yield a multiple of "
+                f"{self.num_chips} rows from the data collator, or use fewer chips: num_chips=1."
+            )
+        return self._send(data, num_rows)
+
+    def _send(self, data: Any, num_rows: int | None = None) -> Any:
+        on_host: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "cpu":
+                on_host.append(tensor)
+            return tensor
+
+        map_tensors(collect, data)
+        if not on_host:
+            return data
+        self.hosts.note_sent(on_host)
+        shardings = None
+        if self._mesh is not None:
+            shardings = [sharding_by_rows(self._mesh, tensor, tensor.shape[:1] == (num_rows,)) for tensor in on_host]
+        with pending.unchanged():
+            sent = torch_xla._XLAC._xla_tensors_from_aten(on_host, [str(self.device)] * len(on_host), shardings)
+        self.programs.note_sent(sent)
+        on_device = iter(sent)
+        return map_tensors(lambda tensor: next(on_device) if tensor.device.type == "cpu" else tensor, data)
+
+    def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
+        # One transfer for the whole structure. A tensor that stands in it twice (tied weights) is fetched once and stays
+        # one tensor, so that what is saved from it is stored once.
+        unique: dict[int, torch.Tensor] = {}
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            return unique.setdefault(id(tensor), tensor) if tensor.device.type == "xla" else tensor
+
+        map_tensors(collect, data)
+        tensors = [tensor.detach() for tensor in unique.values()]
+        self.flush()
+        xm.wait_device_ops()
+        if on_finished is not None:
+            on_finished()
+        with self.insight.own_reads():
+            fetched = dict(zip(unique, self._to_host(tensors), strict=True))
+        return map_tensors(lambda tensor: fetched.get(id(tensor), tensor), data)
+
+    def stream(self, data: Any) -> Any:
+        self.wait()
+        # One that stands in it twice is written once.
+        made: dict[int, torch.Tensor | StreamedTensor] = {}
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor | StreamedTensor:
+            if tensor.device.type != "xla":
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = streamed(tensor.detach(), self._read)
+            return made[id(tensor)]
+
+        return map_tensors(stand_in, data)
+
+    def _read(self, tensor: torch.Tensor, row: int | None) -> torch.Tensor:
+        if row is not None:
+            # One program for all rows: which one is data.
+            tensor = tensor.index_select(0, self.send(torch.tensor([row]))).squeeze(0)
+            self.wait()
+        with self.insight.own_reads():
+            return self._to_host([tensor])[0]
+
+    def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]
+        whole = [index for index in range(len(tensors)) if index not in set(split)]
+        on_host: dict[int, torch.Tensor] = {}
+        keep = not self._for_first or self.hosts.index == 0
+        if not keep:
+            on_host.update({i: torch.empty_like(tensors[i], device="meta") for i in whole if tensors[i].ndim})
+            whole = [index for index in whole if index not in on_host]
+        if whole:
+            on_host.update(zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in whole]), strict=True))
+        if split and self.hosts.count > 1:
+            self.hosts.exchange("a read of what is split over hosts", len(split))
+            chosen = (tensors[index] for index in split)
+            on_host.update(zip(split, read_split(chosen, self._mesh, self._sync, keep), strict=True))
+        elif split:
+            # Put together here. Read as one, a split tensor would first be made whole on every chip.
+            chosen = [tensors[index] for index in split]
+            shards = torch_xla._XLAC._get_local_shards(chosen)
+            places = torch_xla._XLAC._get_local_shard_replica_and_indices(chosen)
+            for index, tensor, parts, where in zip(split, chosen, shards, places, strict=True):
+                on_host[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                for (part, _), (replica, slices) in zip(parts, where, strict=True):
+                    if replica == 0:
+                        on_host[index][tuple(slices)] = part
+        return [on_host[index] for index in range(len(tensors))]
+
+    def separate(self, tensors: list[torch.Tensor]) -> None:
+        xm.optimization_barrier_(tensors)
+        # In place, and without a tensor of its own.
+        pending.note(none=False)
+
+    def compiles(self) -> int:
+        return met.counter_value("UncachedCompile") or 0
+
+    def counters(self) -> Counters:
+        compiles, compile_ns = metric("CompileTime")
+        return Counters(
+            compiles=compiles,
+            compile_seconds=compile_ns / 1e9,
+            executions=metric("ExecuteTime")[0] + metric("ExecuteReplicatedTime")[0],
+            reads=metric("TransferFromDeviceTime")[0],
+            fallbacks=sum(self.insight.operators_on_host().values()),
+            replays=met.counter_value(REPLAYS) or 0,
+            loads=met.counter_value("PersistentCacheHit") or 0,
+        )
+
+    def rng_state(self) -> int:
+        return xm.get_rng_state()
+
+    def set_rng_state(self, state: int) -> None:
+        xm.set_rng_state(state)

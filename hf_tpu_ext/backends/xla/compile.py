@@ -1,0 +1,417 @@
+"""`compile` on torch_xla: a function is traced twice, compared, and then run by the handle of its graph."""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import compress
+from operator import itemgetter
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from transformers.utils import logging
+
+from ..base import Backend
+from ..hosts import HostsDisagree
+from ..program import CannotReplay, CompiledFunction, Fingerprint, RealCopies, StateLost, describe_batch
+from ..random_state import read_random_state
+from . import graphs
+
+
+logger = logging.get_logger(__name__)
+
+# A function that has to be traced anew this often is better traced each time.
+_MOST_CHANGES = 8
+
+# The place of a tensor in what a function returns.
+_TENSOR = object()
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What was traced, and is not run yet."""
+
+    #: Tensors to be computed, first those of the state, and the places of these in it.
+    results: list[torch.Tensor]
+    written: list[int]
+    #: What they are computed from, in the order of the arguments, and where that comes from: a place among state and data, or a
+    #: tensor that stays as it is.
+    values: list[torch.Tensor]
+    inputs: list[int | torch.Tensor]
+    #: Of what the function returns: for each tensor a place among state and data, or `None` where it is computed; and the form,
+    #: with `_TENSOR` in the place of tensors.
+    returned: list[int | None]
+    form: Any
+
+    @property
+    def donated(self) -> list[bool]:
+        """For each argument, whether its buffer is given to the program: a result takes its place."""
+        written = set(self.written)
+        return [isinstance(place, int) and place in written for place in self.inputs]
+
+    @property
+    def given_away(self) -> list[torch.Tensor]:
+        """The arguments whose buffers are given to the program."""
+        return list(compress(self.values, self.donated))
+
+
+@dataclass(eq=False)
+class Executable:
+    """A compiled graph: where its arguments come from, and where its results go, as in [`Traced`]."""
+
+    handle: bytes
+    inputs: list[int | torch.Tensor]
+    written: list[int]
+    returned: list[int | None]
+    form: Any
+    #: Graphs compiled so far when it was run last: torch_xla drops those that were not used for longest.
+    compiles: int
+    #: Whether a second trace was the same.
+    checked: bool = False
+
+    @cached_property
+    def _constants(self) -> list[torch.Tensor]:
+        return [place for place in self.inputs if not isinstance(place, int)]
+
+    @cached_property
+    def _pick(self) -> itemgetter:
+        """Picks the arguments from the constants, the state and the data, in C: there may be a thousand and more."""
+        own = iter(range(len(self._constants)))
+        places = [place + len(self._constants) if isinstance(place, int) else next(own) for place in self.inputs]
+        # It would give no tuple for a single one.
+        return itemgetter(*places, 0)
+
+    def run(self, given: Sequence[torch.Tensor], aliased: Collection[int]) -> Any:
+        """Run it with the state and data that are `given`. Those at places in `aliased` share their memory with others."""
+        *arguments, _ = self._pick([*self._constants, *given])
+        made = iter(graphs.run_graph(self.handle, arguments))
+        self.take(made, given, aliased)
+        return self.fill(next(made) if place is None else given[place] for place in self.returned)
+
+    def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """What the function returns, with these tensors."""
+        tensors = iter(tensors)
+        return tree_map(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, self.form)
+
+    def take(self, made: Iterator[torch.Tensor], given: Sequence[torch.Tensor], aliased: Collection[int]) -> None:
+        """Give the state its new values, which are the first results."""
+        for place in self.written:
+            result = next(made)
+            if place in aliased:
+                # Slower, and those that share its memory follow.
+                given[place].detach().copy_(result)
+            else:
+                # Not `_replace_xla_tensor`, which leaves the old value to tensors that are views of what `Module.to` made.
+                given[place].data = result
+
+    def difference(self, other: "Executable") -> str | None:
+        """How another trace of the same function differs, as half a sentence; `None` if it does not matter."""
+        if self.handle != other.handle:
+            return "the graph has changed"
+        if (self.written, self.returned, self.form) != (other.written, other.returned, other.form):
+            return "the results of the graph have changed"
+        for mine, theirs in zip(self.inputs, other.inputs, strict=True):
+            if isinstance(mine, int) or isinstance(theirs, int):
+                if mine is not theirs and mine != theirs:
+                    return "the arguments of the graph have changed"
+            elif graphs.identify_buffers([mine]) != graphs.identify_buffers([theirs]) and not torch.equal(
+                mine.cpu(), theirs.cpu()
+            ):
+                return "a constant of the graph has changed"
+        return None
+
+
+class Trace:
+    """
+    What is traced from now on with a state and data, until it ends. The calls are in the order of torch_xla's own bridge for dynamo
+    (`torch_xla/_dynamo/dynamo_bridge.py`).
+    """
+
+    def __init__(self, backend: Backend, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]):
+        self._backend, self._state, self._data = backend, list(state), list(data)
+        graphs.wait_for_buffers()
+        # Held on to: the buffer of a tensor that is written before it is read is free, and its identity goes to the next.
+        self._held = graphs.hold_buffers([*state, *data])
+        self._buffers = graphs.identify_buffers([*state, *data])
+        self._places = {buffer: place for place, buffer in enumerate(self._buffers)}
+        # The same data may stand in two of them.
+        if len(set(self._buffers[: len(self._state)])) < len(self._state):
+            raise CannotReplay("two tensors of the training state share a buffer")
+        self._sent: set[int] = set()
+        self._before = read_random_state(), graphs.read_seed(), backend.counters()
+
+    def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note tensors that were sent to the device meanwhile."""
+        self._held += graphs.hold_buffers(tensors)
+        self._sent.update(graphs.identify_buffers(tensors))
+
+    def undo(self) -> None:
+        """Give the state the values that it had before, where the trace has failed."""
+        held = {graphs.buffer_of(tensor): tensor for tensor in self._held}
+        for tensor, buffer in zip(self._state, self._buffers, strict=False):
+            if buffer in held:
+                tensor.data = held[buffer]
+
+    def drop(self, traced: Traced) -> None:
+        """Forget what was traced."""
+        for tensor in traced.results:
+            tensor.data = self._backend.send(torch.zeros(0, dtype=tensor.dtype))
+        self.undo()
+
+    def why_traced(self, draws_on_host: bool) -> str | None:
+        """What the trace did that a program run by its handle would not do."""
+        random_state, seed, before = self._before
+        spent = self._backend.counters() - before
+        if spent.fallbacks:
+            return "CPU fallback of an operator in the step"
+        if spent.reads:
+            return "a device-to-host sync in the step, whose value may decide what runs next"
+        if not draws_on_host and read_random_state() != random_state:
+            return "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"
+        if graphs.read_seed() != seed:
+            return (
+                "a step draws random numbers by an operator that follows from no seed of this package (torch.rand, torch.randn, "
+                "torch.randint, torch.bernoulli and dropout do)"
+            )
+        return None
+
+    def end(self, state: Sequence[torch.Tensor], made: Any) -> Traced:
+        """
+        Find what was traced: the state is the same tensors, changed in place, or others in their place, and `made` is what the
+        function returns. Raises `CannotReplay` if that depends on more than state and data, or is more than these results.
+        """
+        leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        if any(leaf.device.type != self._backend.device.type for leaf in leaves):
+            raise CannotReplay("a result is on the host")
+        named, size = [*state, *leaves], len(self._state)
+        is_computed = graphs.find_pending(named)
+        for before, after, computed in zip(self._state, state, is_computed[:size], strict=True):
+            if before is not after and not computed:
+                raise CannotReplay("a tensor of the training state is replaced in the middle of a step")
+        others = graphs.count_pending(self._backend.device) - sum(is_computed)
+        if others:
+            raise CannotReplay(
+                f"{others} tensors are computed in a step that are not part of the training state, for example by a hook "
+                "or a callback that keeps an activation"
+            )
+        results = list(compress(named, is_computed))
+        values = graphs.hold_buffers(results)
+        buffers = graphs.identify_buffers(values)
+        if not self._sent.isdisjoint(buffers):
+            raise CannotReplay("a host-to-device transfer within a step")
+        inputs = [self._places.get(buffer, value) for value, buffer in zip(values, buffers, strict=True)]
+        written = list(compress(range(size), is_computed))
+        form = tree_map_only(torch.Tensor, lambda _: _TENSOR, made)
+        return Traced(results, written, values, inputs, self._places_of(leaves, is_computed[size:]), form)
+
+    def _places_of(self, leaves: Sequence[torch.Tensor], is_computed: Sequence[bool]) -> list[int | None]:
+        # Labels, for example, may be those of the batch.
+        known = iter(graphs.identify_buffers(list(compress(leaves, [not computed for computed in is_computed]))))
+        places = [None if computed else self._places.get(next(known), -1) for computed in is_computed]
+        if -1 in places:
+            raise CannotReplay("a result does not depend on the batch")
+        return places
+
+
+class XLACompiledFunction(CompiledFunction):
+    """A function on torch_xla. The arguments are those of [`~hf_tpu_ext.backends.program.Programs.compile`]."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        function: Callable[..., Any],
+        state: Callable[[], list[torch.Tensor]],
+        fingerprint: Fingerprint,
+        copies: RealCopies,
+        draws_on_host: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ):
+        self._backend, self._function, self._state = backend, function, state
+        self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
+        self._known: dict[Hashable, Executable] = {}
+        # Those whose second trace was not like the first.
+        self._unlike: set[Hashable] = set()
+        self._aliased: set[int] = set()
+        self._changes = 0
+        self._placements: tuple[str, ...] = ()
+        fingerprint.note()
+
+    def refuse(self, reason: str) -> None:
+        if self.traced is None and self._warn is not None:
+            self._warn(reason)
+        self.traced = reason
+        self._known.clear()
+
+    def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
+        with self._copies.suspended():
+            self._backend.flush()
+            self.replays = False
+            if self.traced is None:
+                self._follow()
+            if self.traced is not None:
+                return self._run_traced(data, run, fixed)
+            tensors = [value for value in data.values() if isinstance(value, torch.Tensor)]
+            try:
+                state = self._state()
+                key = (*fixed.items(), self._follow_placements(state))
+                key += tuple(describe_batch(data).items())
+                known = self._known.get(key)
+                if known is None or not known.checked or not self._backend.programs.keeps(known.compiles):
+                    return self._trace(key, known, data, tensors, run, fixed)
+                results = self._run_known(known, state, tensors)
+            except CannotReplay as error:
+                self.refuse(str(error))
+                return self._run_traced(data, run, fixed)
+            self.replays, known.compiles = True, self._backend.compiles()
+            return results
+
+    def _run_known(self, known: Executable, state: list[torch.Tensor], data: list[torch.Tensor]) -> Any:
+        try:
+            with graphs.uncollected():
+                results = known.run([*state, *data], self._find_aliased(state))
+        except (AttributeError, TypeError, RuntimeError) as error:
+            self._raise_after(error, known, state)
+        graphs.count_replay()
+        return results
+
+    # ---- What has changed ----
+
+    def _agree(self, what: str, reason: str | None) -> str | None:
+        """What this host has found out, or another one: they trace and run programs together."""
+        return next((found for found in self._backend.hosts.exchange(what, reason) if found is not None), None)
+
+    def _follow(self) -> None:
+        """Forget all programs where something has changed that they depend on."""
+        change = self._agree("the beginning of a step", self._fingerprint.change())
+        if change is None:
+            return
+        self.change = change
+        self._changes += 1
+        reason = self._fingerprint.why_not()
+        if reason is None and self._changes > _MOST_CHANGES:
+            reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
+        if reason is not None:
+            self.refuse(reason)
+            return
+        if self._known:
+            # Where that compiles another program, the watch says so.
+            logger.info(f"The step is traced again: {change}.")
+        self._known, self._unlike = {}, set()
+        self._fingerprint.note()
+
+    def _follow_placements(self, state: Sequence[torch.Tensor]) -> int:
+        """How the state is placed on the chips, as a number. A buffer of another part may have the size of the one before."""
+        if self._backend.num_chips > 1:
+            placements = tuple(graphs.read_placements(state))
+            if placements != self._placements and self._known:
+                self.change = "weights or moments are placed otherwise on the chips"
+            self._placements = placements
+        return hash(self._placements)
+
+    def _find_aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""
+        if self._aliased or self._copies.seen:
+            self._aliased, self._copies.seen = self._backend.programs.aliased(state), False
+        return self._aliased
+
+    # ---- Tracing ----
+
+    def _run_traced(self, data: Mapping[Hashable, Any], run: Callable[..., Any], fixed: dict[str, Any]) -> Any:
+        results = self._function(data, **fixed)
+        run(run=self._backend.end_step)
+        return results
+
+    def _trace(
+        self,
+        key: Hashable,
+        known: Executable | None,
+        data: Mapping[Hashable, Any],
+        tensors: list[torch.Tensor],
+        run: Callable[..., Any],
+        fixed: dict[str, Any],
+    ) -> Any:
+        """Trace the function, and run its program for the first or the second time."""
+        trace, traced, reason = None, None, None
+        try:
+            trace = self._backend.programs.begin_trace(self._state(), tensors)
+        except CannotReplay as error:
+            reason = str(error)
+        try:
+            with self._fingerprint.trace():
+                made = self._function(data, **fixed)
+        except BaseException:
+            if trace is not None:
+                trace.undo()
+            raise
+        # The function has run code that may keep some.
+        self._copies.seen = True
+        try:
+            reason = reason or self._fingerprint.code or trace.why_traced(self._draws_on_host)
+            if reason is None:
+                # A view would hold on to what it is a view of.
+                made = tree_map_only(torch.Tensor, self._without_base, made)
+                traced = trace.end(self._state(), made)
+        except CannotReplay as error:
+            reason = str(error)
+        try:
+            if (reason := self._agree("the end of a trace", reason)) is not None:
+                raise CannotReplay(reason)
+            run(run=partial(self._run_first, key, known, traced, tensors))
+        except StateLost:
+            # Nothing that is still to be computed may hold on to buffers that are gone: the next program would fail.
+            trace.drop(traced)
+            raise
+        except CannotReplay as error:
+            self.refuse(str(error))
+            run(run=self._backend.end_step)
+        return made
+
+    def _without_base(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_view = tensor.device.type == self._backend.device.type and any(graphs.find_pending([tensor]))
+        return tensor.clone() if is_view else tensor
+
+    def _run_first(self, key: Hashable, known: Executable | None, traced: Traced, data: list[torch.Tensor]) -> Any:
+        """Compile what was traced, unless it is compiled already, and run it. Raises `CannotReplay` where nothing has run."""
+        programs, state = self._backend.programs, self._state()
+        executable = programs.hash_traced(traced)
+        self._note(key, known, executable)
+        try:
+            module = programs.run_first(executable, traced, [*state, *data], self._find_aliased(state))
+        except CannotReplay:
+            graphs.keep_buffers(traced.given_away)
+            raise
+        except RuntimeError as error:
+            self._raise_after(error, executable, state)
+        executable.compiles = self._backend.compiles()
+        return module
+
+    def _note(self, key: Hashable, known: Executable | None, executable: Executable) -> None:
+        """Compare a program with what was traced before."""
+        difference = None if known is None else executable.difference(known)
+        found = self._backend.hosts.exchange("the program of a step", [executable.handle.hex(), difference])
+        if len({handle for handle, _ in found}) > 1:
+            raise HostsDisagree(
+                "Hosts have traced different programs for the same step, which cannot run together. Something in the model or "
+                "in user code goes by the host: its name, its clock, its random numbers or its files."
+            )
+        difference = next((reason for _, reason in found if reason is not None), None)
+        if difference is not None and key in self._unlike:
+            # This one runs as any other.
+            self.refuse(difference)
+            return
+        if difference is not None:
+            # The first step of a run may be another program, which does the same with one operator less.
+            self._unlike.add(key)
+        executable.checked = known is not None and difference is None
+        self._known[key] = executable
+
+    def _raise_after(self, error: Exception, executable: Executable, state: Sequence[torch.Tensor]) -> NoReturn:
+        """Raise `CannotReplay` for a program that failed where the state still has its values, else `StateLost`."""
+        what = f"{type(error).__name__}: {error}"
+        if not graphs.are_intact([state[place] for place in executable.written]):
+            raise StateLost(
+                f"A compiled step failed after it was given the buffers of the weights, whose values are gone. {what}"
+            ) from error
+        raise CannotReplay(
+            f"a compiled graph could not be run ({what.splitlines()[0]}); please report this line"
+        ) from error

@@ -1,0 +1,164 @@
+"""torch_xla's private calls for graphs that are compiled once and then run by their handle. No other file has them."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+from ..program import CannotReplay
+from .pending import pending
+
+
+_XLAC = torch_xla._XLAC
+
+#: torch_xla's counter of programs run by their handle alone.
+REPLAYS = "ReplayedProgram"
+
+#: The private calls before a graph is run.
+CALLS_BEFORE_A_RUN = (
+    "_get_tensors_handle",
+    "_get_tensors_xla_device_data_node",
+    "_check_tensor_need_materialization",
+    "_check_device_tensor_need_materialization",
+    "_set_buffer_donation",
+    "_get_graph_hash",
+    "_xla_warm_up_cache",
+)
+#: And with several chips.
+CALLS_WITH_SEVERAL_CHIPS = ("_get_xla_sharding_specs",)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _or_trace(function: _Function) -> _Function:
+    """
+    Have a call that torch_xla lacks or that fails raise [`CannotReplay`]. These are private, and another version or runtime may
+    not have them: a run then traces its steps.
+    """
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+            raise CannotReplay(
+                f"torch_xla {torch_xla.__version__} cannot {function.__name__.replace('_', ' ')} "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}); please report this line"
+            ) from error
+
+    return call
+
+
+@_or_trace
+def identify_buffers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Identities of the device buffers of tensors. Tensor ids will not do: a tensor with new data has the id of that."""
+    return _XLAC._get_tensors_handle(list(tensors))
+
+
+@_or_trace
+def hold_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that hold the buffers that these are in now, or that these are computed from: the arguments of their graph."""
+    return _XLAC._get_tensors_xla_device_data_node(list(tensors))[1]
+
+
+@_or_trace
+def find_pending(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each tensor, whether it was traced and is not run yet."""
+    return _XLAC._check_tensor_need_materialization(list(tensors))
+
+
+@_or_trace
+def count_pending(device: torch.device) -> int:
+    """How many tensors of a device were traced and are not run yet."""
+    return sum(_XLAC._check_device_tensor_need_materialization(str(device)))
+
+
+@_or_trace
+def hash_graph(results: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
+    """The handle of the graph of tensors: a hash of everything in it, with the arguments whose buffers it is given."""
+    for value in donated:
+        _XLAC._set_buffer_donation(value, True)
+    with alias_with_buffer_donor_config():
+        return _XLAC._get_graph_hash(list(results))
+
+
+@_or_trace
+def read_placements(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """How each tensor is placed on the chips."""
+    return _XLAC._get_xla_sharding_specs(list(tensors))
+
+
+def keep_buffers(values: Sequence[torch.Tensor]) -> None:
+    """Take back that a graph is given the buffers of its arguments."""
+    for value in values:
+        _XLAC._set_buffer_donation(value, False)
+
+
+@_or_trace
+def compile_graph(results: Sequence[torch.Tensor]) -> None:
+    """Compile the graph of tensors, unless it is compiled already."""
+    with alias_with_buffer_donor_config():
+        _XLAC._xla_warm_up_cache(list(results), [])
+
+
+def run_graph(handle: bytes, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a compiled graph, without waiting for it."""
+    with pending.unchanged():
+        return _XLAC._run_cached_graph(handle, arguments)
+
+
+def count_replay() -> None:
+    """Count a graph that was run by its handle alone."""
+    _XLAC._xla_increment_counter(REPLAYS, 1)
+
+
+def read_seed() -> int:
+    """What torch_xla's own random numbers follow from."""
+    return xm.get_rng_state()
+
+
+def wait_for_buffers() -> None:
+    """Wait until all buffers are filled: one that is still to be has no identity."""
+    xm.wait_device_ops()
+
+
+def are_intact(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors still have their values, after a graph failed that may have been given their buffers. Reads one of them."""
+    try:
+        if tensors:
+            _XLAC._xla_get_cpu_tensors([min(tensors, key=torch.Tensor.numel)])
+    except RuntimeError:
+        with suppress(RuntimeError):
+            # What failed in the background is told at the next wait: here, and not in what is run next.
+            xm.wait_device_ops()
+        return False
+    return True
+
+
+def buffer_of(tensor: torch.Tensor) -> int | None:
+    """Identity of the buffer of a tensor, or `None` where the buffer is gone: a program that failed was given it."""
+    try:
+        return _XLAC._get_tensors_handle([tensor])[0]
+    except RuntimeError:
+        return None
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """
+    Context that makes and drops a tensor for each result of a program. Hundreds of them have the garbage collector run two or
+    three times a step, over everything there is, for nothing.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

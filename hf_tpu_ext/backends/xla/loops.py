@@ -1,0 +1,145 @@
+"""Loops of XLA, and what their bodies take and put."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch_xla.core.xla_op_registry import register
+from torch_xla.experimental import scan as xla_scan
+
+from ..base import Backend
+from ..loops import Loops
+
+
+class _Builder(xla_scan.Builder):
+    """Counts turns in 32 bits. TPUs have no more, and the compiler for them follows no others: it would fill results with zeros."""
+
+    def add_param(self, val: torch.Tensor) -> int:
+        if not self._params:
+            val = torch.zeros((), dtype=torch.int32, device=val.device)
+        return super().add_param(val)
+
+
+class _Op(xb.Op):
+    """Builds loops that end early, too."""
+
+    #: Whether the loop that is built next ends when the first tensor that it carries is true.
+    ends_early = False
+
+    @classmethod
+    def mkwhile(cls, operands: list[xb.Op], condition: Callable, body: Callable, **kwargs) -> xb.Op:
+        def goes_on(turn: xb.Op, done: xb.Op, *others: xb.Op) -> xb.Op:
+            return condition(turn, done, *others) & done.__not__()
+
+        ends_early, cls.ends_early = cls.ends_early, False
+        return super().mkwhile(operands, goes_on if ends_early else condition, body, **kwargs)
+
+
+xla_scan.Builder = _Builder
+xla_scan.xb = SimpleNamespace(
+    **{**vars(xb), "Op": _Op, "Type": SimpleNamespace(**{**vars(xb.Type), "S64": xb.Type.S32})}
+)
+
+
+def _row_indices(first: xb.Op, rank: int) -> list[xb.Op]:
+    return [first, *[first.zeros_like()] * (rank - 1)]
+
+
+@partial(register, "take_rows")
+def _take_rows(tensor: xb.Op, start: xb.Op, size: int) -> xb.Op:
+    sizes = tensor.shape().sizes
+    return tensor.dynamic_slice(_row_indices(start, len(sizes)), [size, *sizes[1:]])
+
+
+@partial(register, "put_block")
+def _put_block(tensor: xb.Op, block: xb.Op, *places: xb.Op, dims: tuple[int, ...]) -> xb.Op:
+    starts = [places[0].zeros_like()] * tensor.shape().rank
+    for dim, place in zip(dims, places, strict=True):
+        starts[dim] = place
+    return tensor.dynamic_update_slice(block, starts)
+
+
+# Smaller slices, as those of adapters, are not worth a kernel of their own.
+_LEAST_KEPT = 2**18
+
+
+@partial(register, "float_to_bits")
+def _float_to_bits(tensor: xb.Op) -> xb.Op:
+    return tensor.bitcast(xb.Type.S32)
+
+
+@partial(register, "bits_to_float")
+def _bits_to_float(tensor: xb.Op) -> xb.Op:
+    return tensor.bitcast(xb.Type.F32)
+
+
+class XLALoops(Loops):
+    """Loops of XLA, whose body is recorded once."""
+
+    in_programs = True
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        # Loops that are being recorded, one in another's body.
+        self._depth = 0
+
+    def scan(
+        self,
+        body: Callable,
+        carry: tuple,
+        tensors: tuple[torch.Tensor, ...],
+        reverse: bool = False,
+        until: bool = False,
+    ) -> tuple[tuple, tuple]:
+        # The public `scan` traces `body` with tensors that autograd cannot be run on. This is what it calls then.
+        with torch.no_grad():
+            if tensors[0].shape[0] == 1:
+                return super().scan(body, carry, tensors, reverse)
+
+            def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
+                found = body(carry, entries)
+                # From here on: there may be other loops in the body.
+                _Op.ends_early = until
+                return found
+
+            with self._loop_in_region() if self._backend.manual_sharding.active else nullcontext():
+                return xla_scan._scan_impl_pytree(turn, carry, tensors, reverse)
+
+    @contextmanager
+    def _loop_in_region(self) -> Iterator[None]:
+        # Arguments of the program, such as the Python numbers of a loop's body, are replicated, and the partitioner stops at
+        # a loop that has them beside shards of a manual region. A loop in another's body gets them from there.
+        loops, self._depth = self, self._depth + 1
+        full_to_shard = self._backend.manual_sharding.full_to_shard
+
+        class InRegion(_Builder):
+            def add_param(self, val: torch.Tensor) -> int:
+                (is_result,) = torch_xla._XLAC._check_tensor_need_materialization([val])
+                return super().add_param(val if is_result or loops._depth > 1 else full_to_shard(val))
+
+        before, xla_scan.Builder = xla_scan.Builder, InRegion
+        try:
+            yield
+        finally:
+            xla_scan.Builder, self._depth = before, self._depth - 1
+
+    def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
+        return _take_rows(tensor, start, size=size)
+
+    def put_block(
+        self, tensor: torch.Tensor, block: torch.Tensor, starts: tuple[torch.Tensor | None, ...]
+    ) -> torch.Tensor:
+        dims = tuple(dim for dim, start in enumerate(starts) if start is not None)
+        return _put_block(tensor, block, *(starts[dim] for dim in dims), dims=dims)
+
+    def prevent_hoisting(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:
+            return tensor
+        # The compiler for TPU narrows floats through a barrier, too, and so the loop's whole operand. It does not integers.
+        bits = _float_to_bits(tensor)
+        self._backend.separate([bits])
+        return _bits_to_float(bits)

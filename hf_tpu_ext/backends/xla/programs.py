@@ -1,0 +1,88 @@
+"""Programs of torch_xla, and the buffers that they are given."""
+
+import os
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+
+from ..base import Backend
+from ..program import Programs
+from . import graphs
+from .compile import Executable, Trace, Traced, XLACompiledFunction
+from .tensors import XLARealCopies, computed, give_own_buffers, live_tensors, memory_shared
+
+
+class XLAPrograms(Programs):
+    """Programs of torch_xla."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        # A trace holds the training state, which the backend outlives.
+        self._trace: weakref.ref[Trace] | None = None
+
+    def compile(self, *args, **kwargs) -> XLACompiledFunction:
+        return XLACompiledFunction(self._backend, *args, **kwargs)
+
+    # ---- Traces ----
+
+    def begin_trace(self, state: Sequence[torch.Tensor], data: Sequence[torch.Tensor]) -> Trace:
+        """Begin a trace. Raises `CannotReplay` if the state does not allow it."""
+        trace = Trace(self._backend, state, data)
+        self._trace = weakref.ref(trace)
+        return trace
+
+    def note_sent(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tell a trace under way of tensors that were sent to the device meanwhile."""
+        if self._trace is not None and (trace := self._trace()) is not None:
+            trace.note_sent(tensors)
+
+    def hash_traced(self, traced: Traced) -> Executable:
+        """The program of what was traced."""
+        handle = graphs.hash_graph(traced.results, traced.given_away)
+        return Executable(handle, traced.inputs, traced.written, traced.returned, traced.form, 0)
+
+    def run_first(
+        self, executable: Executable, traced: Traced, given: Sequence[torch.Tensor], aliased: Collection[int]
+    ) -> Any:
+        """Compile what was traced, unless it is compiled already, and run it."""
+        graphs.compile_graph(traced.results)
+        results = iter(graphs.run_graph(executable.handle, traced.values))
+        executable.take(results, given, aliased)
+        for tensor, result in zip(traced.results[len(traced.written) :], results, strict=True):
+            tensor.data = result
+
+    def keeps(self, compiles: int) -> bool:
+        """Whether a compiled program is still there; `compiles` is [`Backend.compiles`] when it was run last."""
+        # So many compiled programs torch_xla keeps before it drops the one that was not used for longest.
+        kept = int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", 2048))
+        return self._backend.compiles() - compiles < kept
+
+    def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        return [
+            *torch_xla._XLAC._get_tensors_handle(on_device),
+            *(tensor.data_ptr() for tensor in tensors if tensor.device.type != "xla"),
+        ]
+
+    def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
+        # Detached ones of a `state_dict()`, or `parameter.data`.
+        counts = [torch._C._storage_Use_Count(memory_shared(tensor)) for tensor in state]
+        return {place for place, count in enumerate(counts) if count > 1}
+
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+        # To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
+        # by a program that knows both. On several chips, a buffer that is still to be filled has no handle to ask for.
+        self._backend.wait()
+        state = computed(state)
+        known = {memory_shared(tensor) for tensor in state}
+        others = [tensor for tensor in computed(live_tensors()) if memory_shared(tensor) not in known]
+        if others:
+            buffers = set(torch_xla._XLAC._get_tensors_handle(state))
+            give_own_buffers([tensor for tensor in others if graphs.buffer_of(tensor) in buffers])
+        self._backend.flush()
+
+    def real_copies(self) -> XLARealCopies:
+        return XLARealCopies()

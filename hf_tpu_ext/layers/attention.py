@@ -1,0 +1,186 @@
+"""
+Attention: which one models compute with, its masks, and what it costs. Everybody else asks here, and knows no implementation.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    eager_mask,
+    packed_sequence_mask_function,
+    sdpa_mask,
+)
+from transformers.utils import logging
+
+from ..backends.base import Backend
+from ..errors import UserError
+from .shared_prompts import attend_each_row, mask_each_row
+from .sliced_attention import SLICE_ELEMENTS, sliced_attention
+from .splash_attention import splash_attention, why_no_splash
+from .static_kernels import is_of_user
+from .token_mask import TokenMask, make_token_mask
+
+
+logger = logging.get_logger(__name__)
+
+#: What can be asked for.
+ATTENTIONS = ("auto", "splash", "slices")
+# What models call them. The first is for models whose own code may look into masks, so these are tensors; the second has a
+# [`TokenMask`] for long rows, the third always.
+_SLICED_EAGER, _SLICED, _SPLASH = "sliced_eager", "sliced", "splash"
+_IMPLEMENTATIONS = {_SLICED_EAGER: sliced_attention, _SLICED: sliced_attention, _SPLASH: splash_attention}
+# What it is computed with, where nobody has asked for more than a mask.
+_SAME_NUMBERS = (None, "eager", "sdpa")
+
+
+def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -> str:
+    """
+    Choose the attention that a model is to compute with on a backend, and make it known to transformers. One that code outside
+    transformers has registered, and that the model was loaded with, is kept: it may compute something of its own.
+
+    Args:
+        model ([`~torch.nn.Module`]):
+            The model, or a wrapper of it.
+        backend ([`Backend`]):
+            The backend in use.
+        wanted (`str`, *optional*, defaults to `"auto"`):
+            One of [`ATTENTIONS`].
+
+    Returns:
+        `str`: Its name from now on.
+
+    Raises:
+        `ValueError`: Splash attention is asked for and not there, or any while the model keeps its own. The message says what to
+            type.
+    """
+    for name, function in _IMPLEMENTATIONS.items():
+        AttentionInterface.register(name, partial(attend_each_row, partial(function, backend)))
+        AttentionMaskInterface.register(name, eager_mask)
+    model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    if isinstance(model, PreTrainedModel) and is_of_user(
+        AttentionInterface(), own := model.config._attn_implementation
+    ):
+        if wanted != "auto":
+            raise UserError(
+                f"attention={wanted!r} does not go together with the attention {own!r}, which is registered by your own code and "
+                "which the model was loaded with. Leave out one of the two."
+            )
+        return own
+    # The kernel is for TPU. Elsewhere it is interpreted, which is slow.
+    asked = wanted == "splash" or (wanted == "auto" and backend.kernels.platform == "tpu")
+    # Such models take masks that are no tensors, and so do not look into them.
+    opaque = isinstance(model, PreTrainedModel) and model._supports_flex_attn
+    reason = None if opaque else f"code of {type(model).__name__} may look into masks"
+    name = _SLICED if reason is None else _SLICED_EAGER
+    if asked:
+        reason = reason or why_no_splash(backend)
+        if reason is None:
+            name = _SPLASH
+        elif wanted == "splash":
+            raise UserError(f"attention='splash' is not possible: {reason}. Leave it out, or set it to 'slices'.")
+        else:
+            logger.warning_once(f"Attention is computed in slices: {reason}.")
+    return name
+
+
+def attention_to_load_with(asked: str | None, traced: bool = True) -> tuple[str, list[str]]:
+    """
+    Choose what a model is loaded with whose attention is replaced when it is placed, or kept where steps are not `traced`, and
+    the caller asked for the `attn_implementation`. Returns its name, and a line where the caller's choice has no effect.
+    """
+    if is_of_user(AttentionInterface(), asked):
+        return asked, []
+    if not traced and asked in _SAME_NUMBERS:
+        return asked or "sdpa", []
+    if not traced:
+        return "sdpa", [f"attn_implementation={asked} is replaced by sdpa: its kernels are not for TPU"]
+    replaced = (
+        [] if asked in _SAME_NUMBERS else [f"attn_implementation={asked} is replaced by attention that XLA compiles"]
+    )
+    return "eager", replaced
+
+
+def is_sliced(model: nn.Module) -> bool:
+    """Whether a transformers model goes through its attention in slices."""
+    return model.config._attn_implementation in (_SLICED_EAGER, _SLICED)
+
+
+def takes_shared_prompts(model: nn.Module) -> bool:
+    """Whether a transformers model goes through an attention that knows of [`~hf_tpu_ext.layers.shared_prompts.SharedPrompts`]."""
+    return model.config._attn_implementation in (_SLICED, _SPLASH)
+
+
+def scores_at_once(count: int, sliced: bool) -> int:
+    """
+    How many scores of a layer, of which there are rows times heads times the square of the length, are in memory at
+    once. Where these are not all, as in `sliced` attention, the backward pass computes them anew.
+    """
+    return min(count, SLICE_ELEMENTS) if sliced else count
+
+
+def _static_mask(
+    name: str, *, mask_function, segment_ids: torch.Tensor | None, q_length: int, **kwargs
+) -> torch.Tensor | TokenMask:
+    if name == _SPLASH or (name == _SLICED and q_length**2 > SLICE_ELEMENTS):
+        given = {key: kwargs[key] for key in ("attention_mask", "batch_size", "kv_length", "device", "dtype")}
+        mask = make_token_mask(mask_function, segment_ids=segment_ids, q_length=q_length, **given)
+        if mask is not None:
+            return mask
+    if segment_ids is not None:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(segment_ids))
+    # Upstream leaves the mask out where it finds nothing masked, which it reads from the device.
+    settings = {**kwargs, "q_length": q_length, "allow_is_bidirectional_skip": False}
+    return eager_mask(mask_function=mask_function, **settings)
+
+
+def _static_sdpa_mask(
+    *,
+    mask_function,
+    segment_ids: torch.Tensor | None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    **kwargs,
+) -> torch.Tensor:
+    if segment_ids is not None:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(segment_ids))
+    # Upstream leaves the mask out where it finds nothing masked, which it reads from the device.
+    settings = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = sdpa_mask(mask_function=mask_function, q_offset=q_offset, kv_offset=kv_offset, **settings)
+    # Each token attends to itself, those of padding too: a row with nothing to attend to is NaN in some kernels, and its
+    # gradient is NaN in all rows.
+    queries, keys = (
+        torch.arange(size, device=mask.device) + offset
+        for size, offset in zip(mask.shape[-2:], (q_offset, kv_offset), strict=True)
+    )
+    return mask | (queries[:, None] == keys)
+
+
+@contextmanager
+def static_masks(segment_ids: torch.Tensor | None = None, sdpa: bool = False) -> Iterator[None]:
+    """
+    Within this context, models with eager attention or one of this package's, and with `sdpa` those with SDPA, build their attention masks in a static
+    shape and without reading the device.
+
+    With `segment_ids` of shape `(batch, length)`, the number of each token's document and 0 for padding, tokens attend
+    only within their own document (block-diagonal), on top of whatever pattern the model asks for (causal, sliding
+    window). The mask is made once per forward pass by transformers' own mask functions; only the entries that they
+    look up for it are replaced meanwhile.
+    """
+    names = ("eager", *_IMPLEMENTATIONS)
+    for name in names:
+        make_mask = partial(_static_mask, name, segment_ids=segment_ids)
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(mask_each_row, make_mask)
+    if sdpa:
+        names = (*names, "sdpa")
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = partial(_static_sdpa_mask, segment_ids=segment_ids)
+    try:
+        yield
+    finally:
+        for name in names:
+            del ALL_MASK_ATTENTION_FUNCTIONS[name]

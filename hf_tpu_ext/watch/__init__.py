@@ -1,0 +1,1 @@
+"""What is compiled, what reads the device, and why. It listens, and executes nothing."""

@@ -1,0 +1,128 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hf_tpu_ext.layers.estimate import read_dimensions, step_flops
+
+
+QWEN3 = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
+QWEN2 = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+LLAMA = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+GEMMA = GemmaConfig()
+MISTRAL = MistralConfig()
+BIASED = LlamaConfig(
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    attention_bias=True,
+    mlp_bias=True,
+)
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA, GEMMA, MISTRAL, BIASED], ids=lambda config: config.model_type)
+def test_factors_of_products_are_those_of_the_model(config):
+    dimensions = read_dimensions(config)
+    sizes = [module.weight.numel() for module in on_meta(config).modules() if isinstance(module, nn.Linear)]
+    assert sum(sizes) == dimensions.layers * dimensions.matrices + dimensions.embedding
+
+
+def test_other_models_are_not_known():
+    assert read_dimensions(GPT2Config()) is None
+
+
+def test_arithmetic_is_6n_and_12lqt_a_token():
+    # N: 155,582,464 of the embedding, 28 x 15,728,640 (2,097,152 + 2 x 1,048,576 + 2,097,152 + 3 x 3,145,728).
+    token = 6 * 595_984_384 + 12 * 28 * 2048 * 1024
+    assert step_flops(read_dimensions(QWEN3), (4, 1024)) == 4 * 1024 * token
+
+
+def test_arithmetic_of_lora_leaves_out_the_gradients_of_weights():
+    # Of rank 8: 28 x 8 x (3,072 + 2 x 2,048 + 3,072 + 3 x 4,096).
+    token = 4 * 595_984_384 + 6 * 5_046_272 + 12 * 28 * 2048 * 1024
+    assert step_flops(read_dimensions(QWEN3), (4, 1024), 5_046_272) == 4 * 1024 * token
+
+
+def test_the_head_of_an_untied_model_counts_once():
+    # 525,336,576 of the head, 32 x 218,103,808 (2 x 16,777,216 + 2 x 4,194,304 + 3 x 58,720,256).
+    token = 6 * 7_504_658_432 + 12 * 32 * 4096 * 2048
+    assert step_flops(read_dimensions(LLAMA), (1, 2048)) == 2048 * token
+
+
+@pytest.mark.parametrize(
+    ("adapters", "compiled"),
+    # What libtpu 0.0.21 made, for one v5e, of an optimizer step of 4 x 1024 tokens with layers in a loop, rematerialized, and
+    # attention in slices: `hf-tpu plan --topology v5e-1 --attention slices`.
+    [(None, 23_669_957_984_256), (5_046_272, 17_682_306_957_312)],
+)
+def test_arithmetic_of_compiled_steps(adapters, compiled):
+    # Permutations of the heads of queries and keys, for each half of float32: forward, again, and backward.
+    rope = 3 * 2 * 28 * (16 + 8) * 4096 * 2 * 128**2
+    counted = step_flops(read_dimensions(QWEN3), (4, 1024), adapters, "full", True)
+    assert counted + rope == pytest.approx(compiled, rel=1e-3)
+
+
+@pytest.mark.parametrize(("policy", "adapters"), [("full", 1_441_792), ("head", None)])
+def test_attention_in_slices_computes_its_scores_once_more(policy, adapters):
+    dimensions = replace(read_dimensions(QWEN3), layers=8)
+    whole, sliced = (step_flops(dimensions, (4, 1024), adapters, policy, is_sliced) for is_sliced in (False, True))
+    assert sliced - whole == 4 * 1024 * 2 * 8 * 2048 * 1024
+    # As many scores as a slice has are not cut.
+    assert step_flops(dimensions, (1, 512), adapters, policy, True) == step_flops(
+        dimensions, (1, 512), adapters, policy
+    )
+
+
+def test_rematerialization_adds_what_is_computed_again():
+    none, head, dots, full = (
+        step_flops(read_dimensions(QWEN3), (4, 1024), None, policy) for policy in ("none", "head", "dots", "full")
+    )
+    assert head - none == 4 * 1024 * 2 * 155_582_464
+    assert dots - head == 4 * 1024 * 4 * 28 * 2048 * 1024
+    # The products of the layers without the last of each.
+    assert full - dots == 4 * 1024 * 2 * 28 * (15_730_944 - 2_304 - 3_145_728)
+
+
+def test_other_rematerialization_is_not_known():
+    assert step_flops(read_dimensions(QWEN3), (4, 1024), None, "mlp") is None

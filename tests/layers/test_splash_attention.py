@@ -1,0 +1,243 @@
+"""Splash attention, interpreted inside XLA programs, gives the numbers of eager attention."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_sliced_attention import Attention, Qwen3, attend
+from torch.nn.functional import pad
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers.models.gemma2 import modeling_gemma2
+
+from hf_tpu_ext.kernels.splash import Lowering, SplashAttention, lower, why_not_lowered
+from hf_tpu_ext.layers import splash_attention as splash
+from hf_tpu_ext.layers.attention import choose_attention, static_masks
+from hf_tpu_ext.layers.sliced_attention import sliced_attention
+from hf_tpu_ext.layers.splash_attention import splash_attention
+from hf_tpu_ext.layers.token_mask import TokenMask
+
+
+ROWS, LENGTH, DIM = 2, 256, 64
+KERNEL = SplashAttention(ROWS, 2, 1, 128, DIM, "bfloat16")
+
+
+class Gemma2(Attention):
+    forward = modeling_gemma2.Gemma2Attention.forward
+    eager = staticmethod(modeling_gemma2.eager_attention_forward)
+
+
+def inputs(heads, kv_heads, length, dim):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, heads, length, dim), *[(ROWS, kv_heads, length, dim)] * 2, (ROWS, length, heads, dim)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def documents(kind, length):
+    """Document numbers, 0 for padding."""
+    if kind == "padded":
+        return (torch.arange(length) < torch.tensor([length, length // 3])[:, None]).int()
+    numbers = torch.randint(1, 5, (ROWS, length), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    return pad(numbers.sort().values[:, 17:], (0, 17))
+
+
+@pytest.mark.parametrize(
+    ("module", "heads", "kv_heads", "length", "dim", "window", "kind", "softcap"),
+    [
+        (Qwen3, 4, 2, LENGTH, DIM, None, "packed", None),
+        (Qwen3, 2, 2, LENGTH, 128, None, "padded", None),
+        (Qwen3, 2, 1, 200, 96, 70, "packed", None),
+        (Gemma2, 2, 1, 384, DIM, 130, "padded", 5.0),
+    ],
+    ids=["packed", "padded", "window-of-odd-length", "softcap"],
+)
+def test_numbers_are_those_of_eager_attention(xla, module, heads, kv_heads, length, dim, window, kind, softcap):
+    tensors, ids = inputs(heads, kv_heads, length, dim), documents(kind, length)
+    real = (ids > 0)[:, :, None, None]
+    # There is no loss on padding.
+    tensors[-1] = tensors[-1] * real
+    module = module(heads // kv_heads)
+    settings = {} if softcap is None else {"softcap": softcap}
+    mask = TokenMask(ids, window, torch.float64)
+    whole = mask.block(mask.queries(), mask.keys())
+
+    def kernel(module, query, key, value, mask, **kwargs):
+        return splash_attention(xla, module, query, key, value, TokenMask(mask, window, torch.float32), **kwargs)
+
+    exact, _ = attend(None, module.eager, module, tensors, whole, double=True, **settings)
+    eager, _ = attend(None, module.eager, module, tensors, whole.float(), **settings)
+    found, program = attend(xla, kernel, module, tensors, ids, **settings)
+    assert program.count("custom-call(") == 0, "interpreted kernels are plain HLO"
+    for name, correct, theirs, ours in zip("oqkv", exact, eager, found, strict=True):
+        if name == "o":
+            correct, theirs, ours = correct * real, theirs * real, ours * real
+        error = (ours.double() - correct).abs().max() / correct.abs().max()
+        assert error < max(2e-6, 2 * (theirs.double() - correct).abs().max() / correct.abs().max()), name
+
+
+def test_bfloat16_is_not_worse_than_eager(xla):
+    tensors, ids = inputs(4, 2, LENGTH, DIM), documents("packed", LENGTH)
+    real = (ids > 0)[:, :, None, None]
+    tensors = [*(tensor.bfloat16().float() for tensor in tensors[:3]), tensors[-1].bfloat16().float() * real]
+    mask, module = TokenMask(ids, None, torch.float32), Qwen3(2)
+    whole = mask.block(mask.queries(), mask.keys())
+
+    def kernel(module, query, key, value, ids, **kwargs):
+        return splash_attention(xla, module, query, key, value, TokenMask(ids, None, torch.float32), **kwargs)
+
+    exact, _ = attend(None, module.eager, module, tensors, whole.double(), double=True)
+    eager, _ = attend(xla, module.eager, module, tensors, whole, torch.bfloat16)
+    found, _ = attend(xla, kernel, module, tensors, ids, torch.bfloat16)
+    for index, (correct, theirs, ours) in enumerate(zip(exact, eager, found, strict=True)):
+        assert ours.dtype == theirs.dtype
+        scale = real if index == 0 else 1
+        error, of_eager = (((made.double() - correct) * scale).norm() for made in (ours, theirs))
+        assert error < of_eager
+
+
+def test_masks_made_in_slices(xla, monkeypatch):
+    """Slices of a mask by token have the numbers of slices of a whole mask, bit for bit."""
+    monkeypatch.setattr("hf_tpu_ext.layers.sliced_attention.SLICE_ELEMENTS", 64 * LENGTH // 4)
+    tensors, ids, module = inputs(4, 2, LENGTH, 16), documents("packed", LENGTH), Qwen3(2)
+    mask = TokenMask(ids, 50, torch.float32)
+
+    def by_token(module, query, key, value, ids, **kwargs):
+        return sliced_attention(xla, module, query, key, value, TokenMask(ids, 50, torch.float32), **kwargs)
+
+    def whole(module, query, key, value, mask, **kwargs):
+        return sliced_attention(xla, module, query, key, value, mask, **kwargs)
+
+    found, program = attend(xla, by_token, module, tensors, ids)
+    expected, larger = attend(xla, whole, module, tensors, mask.block(mask.queries(), mask.keys()))
+    assert f"[{ROWS},1,{LENGTH},{LENGTH}]" in larger and f",{LENGTH},{LENGTH}]" not in program
+    for theirs, ours in zip(expected, found, strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_kernels_are_the_same_bytes_in_every_process(tmp_path):
+    """They are part of the hash of a program, by which it is found in the compilation cache."""
+    programs = lower(KERNEL, Lowering())
+    script = (
+        "import sys; from hf_tpu_ext.kernels.splash import *; "
+        f"open(sys.argv[1], 'wb').write(b''.join(lower({KERNEL!r}, Lowering()).values()))"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "all")], check=True, cwd=tmp_path)
+    assert (tmp_path / "all").read_bytes() == b"".join(programs.values())
+
+
+def test_kernels_are_kept(tmp_path):
+    how = Lowering(directory=tmp_path / "kernels")
+    programs = lower(KERNEL, how)
+    lower.cache_clear()
+    # No Python is started.
+    assert lower(KERNEL, Lowering("/none", how.directory)) == programs
+    lower.cache_clear()
+    for path in how.directory.glob("*/infer.pb"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError):
+        lower(KERNEL, Lowering("/none", how.directory))
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    lower.cache_clear()
+    assert lower(KERNEL, Lowering(directory=tmp_path / "file" / "kernels")).keys() == {"infer", "forward", "backward"}
+
+
+def test_a_python_that_cannot_be_started(tmp_path):
+    assert "cannot be started (No such file" in why_not_lowered(str(tmp_path / "python"))
+
+
+def test_programs_name_their_arithmetic():
+    """For `hf-tpu plan`: two products forward, seven in the two kernels of the backward pass, of the blocks that are seen."""
+    programs = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16"), Lowering())
+    # Blocks of 512, of which one of four is masked; a head is as wide as the matrix unit.
+    product = 2 * 3 * 4 * (3 * 512**2) * 128
+    assert f"attention_kernel[flops={2 * product}]".encode() in programs["forward"]
+    assert f"attention_kernel[flops={7 * product // 2}]".encode() in programs["backward"]
+    narrow = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16", window=100), Lowering())
+    assert f"attention_kernel[flops={2 * product}]".encode() in narrow["forward"]
+
+
+def test_other_versions_of_jax_are_refused(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.4.1 0.4.1\n")
+    python.chmod(0o755)
+    assert "jax 0.4.1 is installed" in why_not_lowered(str(python)) and "pip install jax==" in why_not_lowered(
+        str(python)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dropout": 0.1}, "attention_dropout=0.1"),
+        ({"dim": 40}, "heads of 64 to 256"),
+        ({"mask": None}, "its mask is another"),
+        ({"sinks": torch.zeros(2)}, "its own parameters"),
+    ],
+    ids=["dropout", "head_dim", "mask", "sinks"],
+)
+def test_slices_serve_where_the_kernel_cannot(xla, monkeypatch, change, reason):
+    said = []
+    monkeypatch.setattr(splash.logger, "warning_once", said.append)
+    module = Qwen3(1, change.get("sinks"))
+    tensors = inputs(2, 2, 8, change.get("dim", DIM))
+    mask = None if "mask" in change else TokenMask(torch.ones(ROWS, 8, dtype=torch.int32), None, torch.float32)
+    query, key, value, _ = xla.send(tensors)
+    if mask is not None:
+        mask = mask._replace(documents=xla.send(mask.documents))
+    found = splash_attention(
+        xla, module.train(), query, key, value, mask, dropout=change.get("dropout", 0.0), scaling=1.0
+    )
+    assert found[0].shape == (ROWS, 8, 2, tensors[0].shape[-1])
+    (line,) = said
+    assert line.startswith("Attention of Qwen3 is computed in slices: ") and reason in line
+
+
+@pytest.fixture
+def model():
+    return LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9))
+
+
+class TestMasks:
+    """Which patterns are made by token."""
+
+    @pytest.fixture(autouse=True)
+    def registered(self, model, xla):
+        choose_attention(model, xla)
+
+    def make(self, function, model="mistral", **kwargs):
+        config = AutoConfig.for_model(model, num_hidden_layers=1, sliding_window=3)
+        config._attn_implementation = "splash"
+        with static_masks(kwargs.pop("segment_ids", None)):
+            attention_mask = kwargs.pop("attention_mask", torch.ones(2, 7))
+            # The name of the fourth, the cache, depends on the version of transformers.
+            return vars(masking_utils)[function](config, torch.zeros(2, 7, 4), attention_mask, None, **kwargs)
+
+    def test_causal_and_window(self):
+        assert self.make("create_causal_mask").window is None
+        assert self.make("create_sliding_window_causal_mask").window == 3
+
+    def test_documents_and_padding(self):
+        segments = torch.tensor([[1, 1, 2, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1, 1]])
+        mask = self.make("create_causal_mask", segment_ids=segments, attention_mask=None)
+        assert torch.equal(mask.documents, segments.int())
+        padding = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]])
+        assert torch.equal(self.make("create_causal_mask", attention_mask=padding).documents, padding.int())
+
+    def test_other_patterns_are_whole(self):
+        def more(batch, head, query, key):
+            return key > 2
+
+        assert self.make("create_causal_mask", or_mask_function=more).shape == (2, 1, 7, 7)
+        assert self.make("create_bidirectional_mask").shape == (2, 1, 7, 7)
+        assert self.make("create_chunked_causal_mask", model="llama4_text").shape == (2, 1, 7, 7)
+
+
+def test_asked_for_and_not_there(xla, model, monkeypatch):
+    assert choose_attention(model, xla) == "sliced"
+    assert choose_attention(model, xla, "splash") == "splash"
+    monkeypatch.setattr("hf_tpu_ext.layers.splash_attention.why_not_lowered", lambda python: f"jax is not in {python}")
+    with pytest.raises(ValueError, match="attention='splash' is not possible: jax is not in .*'slices'"):
+        choose_attention(model, xla, "splash")
