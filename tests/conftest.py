@@ -49,3 +49,11 @@ def xla():
     backend = select_backend("xla")
     assert backend.device.type == "xla"
     return backend
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def backend(request, xla):
+    """Each of the two backends that this machine has. The CPU's runs eagerly what the other one compiles."""
+    from hf_tpu_ext.backends.cpu import CPUBackend
+
+    return xla if request.param == "xla" else CPUBackend("for the test")

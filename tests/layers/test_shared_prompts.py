@@ -116,7 +116,7 @@ def test_numbers_are_those_of_a_row_for_each(xla, tmp_path, monkeypatch, family,
 
     if wanted == "slices":
         for module in ("attention", "sliced_attention"):
-            monkeypatch.setattr(f"hf_tpu_ext.step.{module}.SLICE_ELEMENTS", 2 * 12)
+            monkeypatch.setattr(f"hf_tpu_ext.layers.{module}.SLICE_ELEMENTS", 2 * 12)
     use_static_kernels(model, choose_attention(model, xla, wanted or "slices"))
     assert attention.takes_shared_prompts(model)
     xla.place(model).train()

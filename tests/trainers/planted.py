@@ -68,7 +68,7 @@ def causes(trainer):
 
 def said(caplog):
     """The lines about recompiles and reads."""
-    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_tpu_ext.callbacks.")]
+    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_tpu_ext.watch.")]
 
 
 def train_tiny(

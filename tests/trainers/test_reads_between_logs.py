@@ -125,5 +125,5 @@ def test_a_run_with_all_that_reads_by_right_is_silent(runs, rows, caplog):
     )
     assert causes(trainer) == [] and trainer.watch.describe() is None
     assert trainer.watching.monitor.named == {} and trainer.watching.monitor._searches == 0
-    assert not [record for record in caplog.records if record.name.startswith("hf_tpu_ext.callbacks.")]
+    assert not [record for record in caplog.records if record.name.startswith("hf_tpu_ext.watch.")]
     assert trainer.backend.counters().replays
