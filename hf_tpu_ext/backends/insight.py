@@ -43,9 +43,6 @@ class Insight:
     def note_lines(self, on: bool) -> None:
         """Whether to note, for each operation that is recorded from now on, which line of Python did it."""
 
-    def name_operations(self, name: str) -> Any:
-        """Name operations that are recorded from now on in this thread, for as long as what this returns is held."""
-
     def operations(self, results: Sequence[torch.Tensor]) -> list[Operation]:
         """The program that was recorded and not run yet, for those of `results` that it computes, in its order."""
         return []

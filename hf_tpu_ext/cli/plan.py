@@ -3,7 +3,6 @@
 import argparse
 import os
 import shlex
-import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from .recipe import Recipe, load_recipe
 
 
 DESCRIPTION = f"""\
-Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, FLOPs, step time and cost.
+Compile a recipe ahead of time with the TPU compiler, without a TPU and without weights: HBM, step time and cost.
 The compiler: {install_command("plan")}. A large model takes minutes and no more memory than the compiler does.
 
 examples:
@@ -38,7 +37,6 @@ options of its own:
   --json FILE          also write the plan to FILE
   --hlo DIRECTORY      write the compiled graphs (optimized HLO) there, but not those of variants
   --prices FILE        prices per chip-hour, instead of the list prices that come with this package
-  --compiler PYTHON    a Python that has the compiler's packages, by default this one
   --jobs N             graphs to compile at once, of variants too (by default as many as cores and memory allow)
 """
 # Keys of the recipe that make no sense with synthetic rows.
@@ -75,7 +73,6 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--hlo", type=Path)
     parser.add_argument("--prices", type=Path)
-    parser.add_argument("--compiler", default=sys.executable)
     parser.add_argument("--jobs", type=int)
     options, rest = parser.parse_known_args(argv)
     for length in options.seq_lengths or ():
@@ -120,7 +117,6 @@ def run(argv: list[str]) -> int:
 
     hosts = topology.hosts if topology.num_hosts > 1 else ()
     backend = select_tracing(topology.num_chips, hosts, topology.chip)
-    backend.kernels.python = options.compiler
     recipe.command_line["backend"] = backend.name
     with tempfile.TemporaryDirectory() as directory:
         if options.seq_lengths:
@@ -145,8 +141,7 @@ def run(argv: list[str]) -> int:
             if options.seq_lengths:
                 traced = traced.without_data()
             name = recipe.path or "the command line"
-            how = (options.prices or PRICES, options.compiler)
-            return partial(make_plan, name, topology, programs, traced, *how), traced
+            return partial(make_plan, name, topology, programs, traced, options.prices or PRICES), traced
 
         jobs = jobs_at_once() if options.jobs is None else options.jobs
         compile_own, own = trace({})

@@ -90,16 +90,6 @@ class Topology:
         links = sum((size > 1) + (size == self.chip.ring) for size in self.layout)
         return links * self.chip.link_bytes_per_second
 
-    @property
-    def host_exchange_bytes_per_second(self) -> float:
-        """What the chips of the host with the fewest neighbours can send to other hosts; `0.0` for one host."""
-        links = 0
-        for size, own in zip(self.layout, self.host_layout, strict=True):
-            if size > own:
-                # Chips on the side towards the next host.
-                links += math.prod(self.host_layout) // own * (1 + (size == self.chip.ring))
-        return links * self.chip.link_bytes_per_second
-
 
 def read_topologies() -> dict[str, Topology]:
     """Read what is known, by all names, those of people first."""

@@ -116,14 +116,6 @@ def takes_shared_prompts(model: nn.Module) -> bool:
     return model.config._attn_implementation in (_SLICED, _SPLASH)
 
 
-def scores_at_once(count: int, sliced: bool) -> int:
-    """
-    How many scores of a layer, of which there are rows times heads times the square of the length, are in memory at
-    once. Where these are not all, as in `sliced` attention, the backward pass computes them anew.
-    """
-    return min(count, SLICE_ELEMENTS) if sliced else count
-
-
 def _static_mask(
     name: str, *, mask_function, segment_ids: torch.Tensor | None, q_length: int, **kwargs
 ) -> torch.Tensor | TokenMask:

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from .attention import scores_at_once
-
 
 #: Types of models whose layers are those that are counted here.
 MODEL_TYPES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
@@ -55,46 +53,19 @@ def read_dimensions(config: PreTrainedConfig) -> Dimensions | None:
     )
 
 
-def step_flops(
-    dimensions: Dimensions,
-    batch_shape: tuple[int, int],
-    adapters: int | None = None,
-    rematerialization: str = "none",
-    sliced_attention: bool = False,
-) -> float | None:
+def step_flops(dimensions: Dimensions, batch_shape: tuple[int, int], adapters: int | None = None) -> float:
     """
     Count the arithmetic of forward and backward pass over a `(batch, length)` in matrix products; an addition and a
-    multiplication are two operations.
+    multiplication are two operations. What rematerialization computes again is left out, as in utilization (MFU).
 
     A token takes `2 N` operations forward and `4 N` backward, with `N` the parameters that are factors of products:
     all but the embedding and the norms (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Attention adds `4 L Q T`
     forward and `8 L Q T` backward: scores and their product with the values, over all `T` positions whether masked or
     not (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). Together `6 N + 12 L Q T`. With LoRA, weights need
     no gradient, only what goes into them: `4 N + 6 A + 12 L Q T`, with `A` the adapters' parameters, `adapters`.
-
-    Rematerialization computes again what was not kept: with `"full"` the layers, but not their last product, which
-    nothing in a layer's backward pass needs; with `"dots"` attention. Either way, and with `"head"`, the head is then
-    taken to be TRL's fused one, which as a [loop][hf_tpu_ext.layers.looped_head] computes its logits again unless it is
-    frozen, while otherwise the compiler sees that it has them; and attention in slices computes its scores once more.
-    With `"none"` of these it is what utilization (MFU) is about. Other policies give `None`.
     """
     rows, length = batch_shape
-    layers = dimensions.layers * dimensions.matrices
     attention = 4 * dimensions.layers * dimensions.queries * length
-    weights = layers + dimensions.embedding
-    flops = 2 * weights + attention
-    flops += (4 * weights if adapters is None else 2 * weights + 6 * adapters) + 2 * attention
-    always = 2 * dimensions.embedding if adapters is None else 0
-    scores = rows * dimensions.heads * length**2
-    if scores_at_once(scores, sliced_attention) < scores:
-        always += attention // 2
-    again = {
-        "none": 0,
-        "head": always,
-        "dots": always + attention,
-        "full": always
-        + attention
-        + 2 * (layers - dimensions.layers * dimensions.hidden * dimensions.intermediate)
-        + 2 * (adapters or 0),
-    }
-    return rows * length * float(flops + again[rematerialization]) if rematerialization in again else None
+    weights = dimensions.layers * dimensions.matrices + dimensions.embedding
+    backward = 4 * weights if adapters is None else 2 * weights + 6 * adapters
+    return rows * length * float(2 * weights + backward + 3 * attention)

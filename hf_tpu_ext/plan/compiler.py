@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -28,28 +29,20 @@ _SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 _HOST_BYTES = 5 * 2**30
 
 
-def why_no_compiler(python: str) -> str | None:
-    """Say why a Python, given by its path, cannot compile for TPU, and what to type; `None` if it can."""
-    required = required_versions()
-    how = (
-        f"Install them: {install_command('plan')}, or in an environment of their own, whose Python --compiler names: "
-        + " ".join(f"{name}=={version}" for name, version in required.items())
-    )
-    try:
-        done = subprocess.run([python, str(_SCRIPT)], capture_output=True, text=True)
-    except OSError as error:
-        return f"{python} cannot be started ({error.strerror}). {how}"
-    if done.returncode:
-        return f"{python} does not run as a Python: {done.stderr.strip()[-300:]}. {how}"
-    installed = json.loads(done.stdout)
-    wrong = [
-        f"{name} {version} is not installed"
-        if installed[name] is None
-        else f"{name} is {installed[name]}, not {version}"
-        for name, version in required.items()
-        if installed[name] != version
-    ]
-    return f"The TPU compiler is not installed: {', '.join(wrong)}. {how}" if wrong else None
+def why_no_compiler() -> str | None:
+    """Say why nothing can be compiled for TPU in this environment, and what to type; `None` if it can."""
+    wrong = []
+    for name, required in required_versions().items():
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            wrong.append(f"{name} {required} is not installed")
+        else:
+            if installed != required:
+                wrong.append(f"{name} is {installed}, not {required}")
+    if not wrong:
+        return None
+    return f"The TPU compiler is not installed: {', '.join(wrong)}. Install it: {install_command('plan')}"
 
 
 def jobs_at_once() -> int:
@@ -58,7 +51,7 @@ def jobs_at_once() -> int:
 
 
 def compile_programs(
-    programs: Sequence[TracedProgram], topology: Topology, python: str = sys.executable, jobs: int = 1
+    programs: Sequence[TracedProgram], topology: Topology, jobs: int = 1
 ) -> Iterator[CompiledProgram]:
     """
     Compile programs for a TPU.
@@ -68,8 +61,6 @@ def compile_programs(
             The programs.
         topology ([`Topology`]):
             The TPU.
-        python (`str`, *optional*):
-            Python that has the compiler, by default this one.
         jobs (`int`, *optional*, defaults to `1`):
             How many to compile at once.
 
@@ -80,10 +71,10 @@ def compile_programs(
         `ValueError`: The compiler was stopped, which is mostly for want of memory, or does not know the topology.
     """
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda program: _compile(program, topology, python), programs)
+        yield from pool.map(lambda program: _compile(program, topology), programs)
 
 
-def _compile(program: TracedProgram, topology: Topology, python: str) -> CompiledProgram:
+def _compile(program: TracedProgram, topology: Topology) -> CompiledProgram:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "program.pb").write_bytes(program.module)
@@ -98,7 +89,7 @@ def _compile(program: TracedProgram, topology: Topology, python: str) -> Compile
         }
         (directory / "options.json").write_text(json.dumps(options), encoding="utf-8")
         done = subprocess.run(
-            [python, str(_SCRIPT), name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, str(_SCRIPT), name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         if done.returncode:
             raise UserError(_why_stopped(done, topology))

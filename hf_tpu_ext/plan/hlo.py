@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
 
-
-#: Instructions that multiply matrices, and what marks those that run kernels.
-PRODUCTS = {"convolution", "dot"}
+#: What marks the instructions that run kernels.
 KERNEL = 'custom_call_target="tpu_custom_call"'
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # The layout says which memory a tensor is in: `{1,0:T(8,128)S(1)}`.
@@ -106,20 +103,14 @@ class Collective:
     An operation in which devices exchange data, one of [`KINDS`], in a computation.
 
     Its tensors are as one device has them whole: what an all-gather makes, what the others take; compilers combine
-    several into one operation. Groups are the devices that exchange with each other, where the program says it; of a
-    permutation, the pairs. It may go on while the device computes.
+    several into one operation. The group size is the number of devices that exchange with each other; `None` where that is
+    not known, or they pass on what they have.
     """
 
     kind: str
     tensors: tuple[Shape, ...]
-    groups: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
+    group_size: int | None = field(default=None, compare=False)
     computation: str = field(default="", compare=False)
-    is_overlapped: bool = field(default=False, compare=False)
-
-    @property
-    def group_size(self) -> int | None:
-        """Number of devices that exchange with each other; `None` where that is not known, or they pass on what they have."""
-        return None if self.groups is None or self.kind == "collective-permute" else len(self.groups[0])
 
     @property
     def num_bytes(self) -> int:
@@ -156,7 +147,7 @@ def find_collectives(module: Module) -> Iterator[Collective]:
     Find the collectives of a program, in the order of its text. Each is listed once, also inside of a loop; of an
     asynchronous pair only the start is, and of operations that are parts of one exchange the first.
     """
-    channels, overlapped = set(), set(_overlapped_channels(module))
+    channels = set()
     for computation, lines in module.computations.items():
         # Compilers for TPU have no instruction for a reduce-scatter: they fuse an all-reduce with the slicing of its result.
         # Its channel says nothing.
@@ -174,32 +165,7 @@ def find_collectives(module: Module) -> Iterator[Collective]:
             # The result of an asynchronous start holds its operands as well, before what it makes.
             tensors = line.shapes[-len(operands) :] if kind == "all-gather" else operands
             named = "reduce-scatter" if fused else kind
-            yield Collective(named, tensors, _groups(line), computation, not fused and channel in overlapped)
-
-
-def _overlapped_channels(module: Module) -> Iterator[str | None]:
-    """Channels of the collectives that go on while the device computes."""
-    for computation, lines in module.computations.items():
-        # Compilers for TPU fuse steps of an exchange with products.
-        fused = computation.startswith("async_collective_fusion")
-        under_way: dict[str, str | None] = {}
-        for line in lines.values():
-            kind = line.opcode.removesuffix("-start")
-            if kind in KINDS and fused:
-                yield line.attribute("channel_id")
-            elif kind in KINDS and kind != line.opcode:
-                under_way[line.name] = line.attribute("channel_id")
-            elif ended := under_way.keys() & line.operands:
-                under_way = {name: channel for name, channel in under_way.items() if name not in ended}
-            elif under_way and _computes(line, module):
-                yield from under_way.values()
-
-
-def _computes(line: Instruction, module: Module) -> bool:
-    """Whether an instruction has products: of its own, of what it fuses or repeats, or of a kernel."""
-    if line.opcode in PRODUCTS or KERNEL in line.rest:
-        return True
-    return any(_computes(inner, module) for called in line.called for inner in module.computations[called].values())
+            yield Collective(named, tensors, _group_size(line), computation)
 
 
 def argument_shapes(text: str) -> list[Shape]:
@@ -211,16 +177,9 @@ def argument_shapes(text: str) -> list[Shape]:
     ]
 
 
-def _groups(line: Instruction) -> tuple[tuple[int, ...], ...] | None:
-    # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4], or [2,2]<=[2,2]T(1,0) with its dimensions in another order.
-    written = re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", line.rest)
-    if written is not None:
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written[1]))
-    grid = re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line.rest)
-    if grid is None:
+def _group_size(line: Instruction) -> int | None:
+    # Written out, {{0,1},{2,3}}, or as a grid of devices, [2,2]<=[4].
+    found = re.search(r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line.rest)
+    if found is None:
         return None
-    count, size = int(grid[1]), int(grid[2])
-    dims = tuple(map(int, grid[3].split(",")))
-    order = tuple(map(int, grid[4].split(","))) if grid[4] else tuple(range(len(dims)))
-    devices = np.arange(count * size).reshape(dims).transpose(order).reshape(count, size)
-    return tuple(map(tuple, devices.tolist()))
+    return found[1].count(",") + 1 if found[1] else int(found[2])

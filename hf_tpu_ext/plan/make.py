@@ -1,9 +1,7 @@
 """Makes a plan of traced graphs."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,32 +28,27 @@ def make_plan(
     programs: Sequence[TracedProgram],
     run: Run,
     prices: Path = PRICES,
-    python: str = sys.executable,
     jobs: int = 1,
     output_dir: Path | None = None,
     quiet: bool = False,
 ) -> Plan:
     """
-    Compile the programs of a run, and put together what is known of it. `python` has the compiler, `jobs` programs are
-    compiled at once, and their text is written to `output_dir`. `quiet` leaves out the progress.
+    Compile the programs of a run, and put together what is known of it. `jobs` programs are compiled at once, and their text is written to `output_dir`. `quiet` leaves out the progress.
 
     Where the compiler is not there, the plan has no programs and says how to install it. Raises `ValueError` if the
     compiler was stopped or does not know the topology, or the prices cannot be read.
     """
     price = read_prices(prices).get(topology.chip.name)
-    missing = why_no_compiler(python)
+    missing = why_no_compiler()
     planned = []
     if missing is None:
         with tqdm(total=len(programs), desc=f"compiling for {topology.name}", unit="graph", disable=quiet) as bar:
-            for compiled in compile_programs(programs, topology, python, jobs):
+            for compiled in compile_programs(programs, topology, jobs):
                 if output_dir is not None:
                     name = f"{compiled.kind.replace(' ', '_')}_{'x'.join(map(str, compiled.batch_shape))}.txt"
                     (output_dir / name).write_text(compiled.text, encoding="utf-8")
-                cost = measure_cost(compiled.text, topology.hosts) if compiled.error is None else None
-                model_flops, expected_flops = _analytic_flops(run, compiled)
-                planned.append(
-                    replace(compiled, text="", cost=cost, model_flops=model_flops, expected_flops=expected_flops)
-                )
+                cost = measure_cost(compiled.text) if compiled.error is None else None
+                planned.append(replace(compiled, text="", cost=cost, model_flops=_model_flops(run, compiled)))
                 bar.update()
     unknown = [] if missing is None else [missing]
     if price is None:
@@ -78,15 +71,13 @@ def make_plan(
     )
 
 
-def _analytic_flops(run: Run, program: CompiledProgram) -> tuple[float | None, float | None]:
-    """Of a training program, without and with what is computed again, where the model can be counted."""
+def _model_flops(run: Run, program: CompiledProgram) -> float | None:
+    """FLOPs of a training program that are not computed again, where the model can be counted."""
     dimensions = read_dimensions(run.config)
     if dimensions is None or run.other_passes or program.kind not in (MICRO_STEP, OPTIMIZER_STEP):
-        return None, None
+        return None
     adapters = run.trained_parameters if run.trained_parameters < run.parameters else None
-    flops = partial(step_flops, dimensions, program.batch_shape, adapters)
-    again = "head" if run.rematerialization == "none" else run.rematerialization
-    return flops(), flops(again, sliced_attention=run.attention == "slices")
+    return step_flops(dimensions, program.batch_shape, adapters)
 
 
 def _facts(run: Run, programs: Sequence[TracedProgram], topology: Topology) -> dict[str, str]:

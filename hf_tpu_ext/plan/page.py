@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from ..formatting import count, format_bytes, format_size
-from .result import FLOPS_RATIO, Plan, Trial
+from .result import Plan, Trial
 
 
 WIDTH = 100
@@ -18,7 +18,7 @@ _LABEL = 28
 
 def render(plan: Plan) -> str:
     """Write a plan as a page of text of at most 100 columns, without a newline at its end."""
-    page = _TEMPLATE.render(plan=plan, flops_ratio=FLOPS_RATIO)
+    page = _TEMPLATE.render(plan=plan)
     return re.sub(r"\n{3,}", "\n\n", page).strip()
 
 

@@ -60,8 +60,7 @@ class CompiledProgram:
     Where the compiler refuses the program, `error` is what it says, and nothing below is known. `memory` is bytes of a
     chip: `argument`, `output`, `alias` (outputs that take the place of arguments), `temp` (the most that is there at
     once beside these), `generated_code`; `arguments` bytes of these on a chip, by role; `text` the optimized HLO of
-    one chip. A plan knows besides what one run does on a chip, and the analytic FLOPs of one run on all chips, without
-    and with what is computed twice on purpose.
+    one chip. A plan knows besides what one run does on a chip, and the FLOPs of the model in one run on all chips.
     """
 
     kind: str
@@ -74,7 +73,6 @@ class CompiledProgram:
     text: str = ""
     cost: Cost | None = None
     model_flops: float | None = None
-    expected_flops: float | None = None
 
     @property
     def tokens(self) -> int:

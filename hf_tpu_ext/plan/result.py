@@ -1,9 +1,7 @@
 """A plan: what is known of a run before it."""
 
 import json
-import operator
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,68 +11,41 @@ from ..hardware.prices import Price
 from ..hardware.topologies import Topology
 from ..step.train_step import MICRO_STEP, OF_EVALUATION, OPTIMIZER_STEP
 from .hlo_cost import Cost
-from .hlo_parts import ATTENTION
 from .programs import KEPT, CompiledProgram, Generations
 
 
-#: What can bound a step.
-BOUNDS = ("compute", "HBM", "interconnect")
-#: A program of more arithmetic than this many times the analytic figure deserves a second look.
-FLOPS_RATIO = 1.1
-
-
 @dataclass(frozen=True)
-class Roofline:
+class Estimate:
     """
-    The least seconds that a chip needs for something, by what limits it: matrix products at the peak rate, memory
-    traffic at full bandwidth, sending over the links of the chip that has fewest; and the least of all, of each
-    program the longest of the three. `cycles` is the time of the cycles that the compiler estimates, which has no
-    collectives, and of kernels, `kernels`, at the peak rate. `hosts` is the part of `links` that goes by the links between
-    hosts.
+    The seconds of programs that run one after the other on a chip: `cycles`, as the compiler estimates them, which has no
+    collectives, with `kernels` at the peak rate; `memory`, their traffic at the chip's full bandwidth, which long decoding
+    is bound by; and `links`, what they send over the links of the chip that has fewest.
     """
 
-    arithmetic: float
+    cycles: float
+    kernels: float
     memory: float
     links: float
-    seconds: float
-    cycles: float
-    kernels: float = 0.0
-    hosts: float = 0.0
 
     @property
-    def wall(self) -> str:
-        """What bounds the step: one of [`BOUNDS`]."""
-        return max(zip((self.arithmetic, self.memory, self.links), BOUNDS, strict=True))[1]
-
-    @property
-    def expected_seconds(self) -> tuple[float, float]:
-        """What to expect by the compiler's estimate, with collectives beside the arithmetic, and one after the other."""
-        return max(self.cycles, self.seconds), max(self.cycles + self.links, self.seconds)
+    def seconds(self) -> tuple[float, float]:
+        """What to expect: with collectives that go on beside the rest, and with collectives after it."""
+        return max(self.cycles, self.memory, self.links), max(self.cycles + self.links, self.memory)
 
 
-def measure_roofline(costs: Iterable[tuple[Cost, float]], topology: Topology) -> Roofline:
+def estimate_time(costs: Iterable[tuple[Cost, float]], topology: Topology) -> Estimate:
     """
-    Bound the time of programs that run one after the other, given the cost of each on a chip and how often it runs.
+    Estimate the time of programs that run one after the other, from the cost of each on a chip and how often it runs.
     """
     chip, exchange = topology.chip, topology.exchange_bytes_per_second
-    between_hosts = topology.host_exchange_bytes_per_second
-    arithmetic = memory = links = seconds = cycles = kernels = hosts = 0.0
+    cycles = kernels = memory = links = 0.0
     for cost, runs in costs:
         in_kernels = cost.kernel_flops / chip.flops_per_second
-        across = cost.host_bytes / between_hosts if cost.host_bytes else 0.0
-        times = (
-            cost.matrix_flops / chip.flops_per_second + in_kernels,
-            cost.memory_bytes / chip.memory_bytes_per_second,
-            max(cost.link_bytes / exchange if cost.link_bytes else 0.0, across),
-        )
-        arithmetic, memory, links = (
-            total + runs * time for total, time in zip((arithmetic, memory, links), times, strict=True)
-        )
-        seconds += runs * max(times)
+        cycles += runs * (cost.cycles / chip.clock_hz + in_kernels)
         kernels += runs * in_kernels
-        hosts += runs * across
-        cycles += runs * (sum(cost.cycles.values()) / chip.clock_hz + in_kernels)
-    return Roofline(arithmetic, memory, links, seconds, cycles, kernels, hosts)
+        memory += runs * cost.memory_bytes / chip.memory_bytes_per_second
+        links += runs * cost.link_bytes / exchange if cost.link_bytes else 0.0
+    return Estimate(cycles, kernels, memory, links)
 
 
 @dataclass(frozen=True)
@@ -190,11 +161,14 @@ class Plan:
         return [(program, runs[program.kind]) for program in training if program.tokens == most]
 
     @property
-    def roofline(self) -> Roofline | None:
-        """Least time of an optimizer step with the largest batch."""
-        if not self.longest or any(program.cost is None for program, _ in self.longest):
+    def step(self) -> Estimate | None:
+        """Time of an optimizer step with the largest batch."""
+        return self._estimate(self.longest)
+
+    def _estimate(self, programs: Sequence[tuple[CompiledProgram, float]]) -> Estimate | None:
+        if not programs or any(program.cost is None for program, _ in programs):
             return None
-        return measure_roofline([(program.cost, runs) for program, runs in self.longest], self.topology)
+        return estimate_time([(program.cost, runs) for program, runs in programs], self.topology)
 
     @property
     def of_generation(self) -> list[tuple[CompiledProgram, float]]:
@@ -224,12 +198,9 @@ class Plan:
         ]
 
     @property
-    def generation_roofline(self) -> Roofline | None:
-        """Least time of those programs in an optimizer step."""
-        programs = self.of_generation
-        if not programs or any(program.cost is None for program, _ in programs):
-            return None
-        return measure_roofline([(program.cost, runs) for program, runs in programs], self.topology)
+    def generation(self) -> Estimate | None:
+        """Time of those programs in an optimizer step."""
+        return self._estimate(self.of_generation)
 
     @property
     def tokens_generated(self) -> float:
@@ -242,28 +213,17 @@ class Plan:
         return sum(runs * program.tokens for program, runs in self.longest)
 
     @property
-    def expected_tokens_per_second(self) -> float | None:
+    def tokens_per_second(self) -> float | None:
         """Tokens per second and chip in the longest time that is expected."""
-        return self.roofline and self.tokens_per_step / self.roofline.expected_seconds[1] / self.topology.num_chips
+        return self.step and self.tokens_per_step / self.step.seconds[1] / self.topology.num_chips
 
     @property
-    def expected_mfu(self) -> float | None:
-        """Model FLOPs utilization in that time."""
-        return self.mfu and self.mfu * self.roofline.seconds / self.roofline.expected_seconds[1]
-
-    @property
-    def cycle_shares(self) -> dict[str, float]:
-        """
-        Which share of the cycles of an optimizer step each part of the model, or kind of instruction, takes, largest first.
-        Attention has those of kernels.
-        """
-        cycles: Counter[str] = Counter()
-        for program, runs in self.longest:
-            cycles.update({kind: runs * number for kind, number in program.cost.cycles.items()})
-        chip = self.topology.chip
-        cycles[ATTENTION] += round(self.kernel_flops / chip.flops_per_second * chip.clock_hz)
-        total = cycles.total()
-        return {kind: number / total for kind, number in cycles.most_common() if number}
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization in that time: useful arithmetic over what the chips could do in it."""
+        if self.step is None or any(program.model_flops is None for program, _ in self.longest):
+            return None
+        useful = sum(runs * program.model_flops for program, runs in self.longest)
+        return useful / (self.topology.num_chips * self.topology.chip.flops_per_second * self.step.seconds[1])
 
     @property
     def kernel_flops(self) -> int:
@@ -271,40 +231,15 @@ class Plan:
         return sum(runs * program.cost.kernel_flops for program, runs in self.longest)
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens per second and chip at the bound."""
-        return self.roofline and self.tokens_per_step / self.roofline.seconds / self.topology.num_chips
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilization at the bound: useful arithmetic over what the chips could do in that time."""
-        if self.roofline is None or any(program.model_flops is None for program, _ in self.longest):
+    def run_seconds(self) -> tuple[float, float] | None:
+        """The range that is expected for the time of the run. Every step is taken to have the largest batch."""
+        if self.step is None or self.optimizer_steps is None:
             return None
-        useful = sum(runs * program.model_flops for program, runs in self.longest)
-        peak = self.topology.num_chips * self.topology.chip.flops_per_second
-        return useful / (peak * self.roofline.seconds)
+        beside = (0.0, 0.0) if self.generation is None else self.generation.seconds
+        return tuple(self.optimizer_steps * sum(seconds) for seconds in zip(self.step.seconds, beside, strict=True))
 
     @property
-    def flops_ratio(self) -> float | None:
-        """Matrix arithmetic of the compiled programs of a step over the analytic figure."""
-        if self.roofline is None or any(program.expected_flops is None for program, _ in self.longest):
-            return None
-        done = self.kernel_flops + sum(runs * program.cost.matrix_flops for program, runs in self.longest)
-        done *= self.topology.num_chips
-        return done / sum(runs * program.expected_flops for program, runs in self.longest)
-
-    @property
-    def run_seconds(self) -> tuple[float, float, float] | None:
-        """Time of the run: the bound, and the expected range. Every step is taken to have the largest batch."""
-        if self.roofline is None or self.optimizer_steps is None:
-            return None
-        steps = (self.roofline.seconds, *self.roofline.expected_seconds)
-        if (beside := self.generation_roofline) is not None:
-            steps = map(operator.add, steps, (beside.seconds, *beside.expected_seconds))
-        return tuple(self.optimizer_steps * seconds for seconds in steps)
-
-    @property
-    def run_dollars(self) -> tuple[float, float, float] | None:
+    def run_dollars(self) -> tuple[float, float] | None:
         """What the chips cost for that time."""
         if self.run_seconds is None or self.price is None:
             return None
@@ -320,15 +255,11 @@ class Plan:
     def to_json(self) -> str:
         """All of it as JSON, with the derived figures under `"derived"`."""
         derived = (
-            "fits peak_bytes tokens_per_step tokens_per_second mfu expected_tokens_per_second expected_mfu flops_ratio "
-            "run_seconds run_dollars tokens_generated unknowns"
-        ).split()
-        values = {name: getattr(self, name) for name in derived}
-        for name, roofline in (("roofline", self.roofline), ("generation_roofline", self.generation_roofline)):
-            values[name] = roofline and asdict(roofline) | {
-                "wall": roofline.wall,
-                "expected_seconds": roofline.expected_seconds,
-            }
+            "fits peak_bytes tokens_per_step tokens_per_second mfu run_seconds run_dollars tokens_generated unknowns"
+        )
+        values = {name: getattr(self, name) for name in derived.split()}
+        for name, estimate in (("step", self.step), ("generation", self.generation)):
+            values[name] = estimate and asdict(estimate) | {"seconds": estimate.seconds}
         values["parts"] = self.largest and self.parts(self.largest)
         plan = asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "text"})
         return json.dumps(plan | {"derived": values}, indent=2)

@@ -135,9 +135,7 @@ def _as_trial(settings: dict[str, str], plan: Plan) -> Trial:
         return Trial(settings, plan.fits, needed, error=errors[0])
     if not plan.programs:
         return Trial(settings, None, error="; ".join(plan.unknown))
-    return Trial(
-        settings, plan.fits, plan.peak_bytes, plan.roofline.expected_seconds[1], plan.expected_tokens_per_second
-    )
+    return Trial(settings, plan.fits, plan.peak_bytes, plan.step.seconds[1], plan.tokens_per_second)
 
 
 def _outcome(trial: Trial, limit: int) -> str:

@@ -1,13 +1,11 @@
 """
 Compiles a program with the compiler for TPU, on a machine without one.
 
-A process of its own, for jax and libtpu never to be loaded beside torch_xla. It may be another Python, with these two
-packages alone, so nothing of this package is imported. Started by [`~hf_tpu_ext.plan.compiler.compile_programs`]:
+A process of its own, for jax and libtpu never to be loaded beside torch_xla; so nothing of this package is imported. Started by [`~hf_tpu_ext.plan.compiler.compile_programs`]:
 
     python tpu_compiler.py DIRECTORY
 
-It takes `program.pb` and `options.json` from the directory and writes `optimized.txt` and `result.json`. Without a directory it
-prints the versions of the packages.
+It takes `program.pb` and `options.json` from the directory and writes `optimized.txt` and `result.json`.
 """
 
 import json
@@ -15,12 +13,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 
-PACKAGES = ("jax", "jaxlib", "libtpu")
 # No TPU is to be looked for, neither on this machine nor at a metadata server, and one that is in use may stay so.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -37,17 +33,6 @@ def set_environment() -> None:
     os.environ |= ENVIRONMENT
     # torch_xla leaves the path of another libtpu there.
     os.environ.pop("TPU_LIBRARY_PATH", None)
-
-
-def installed_versions() -> dict[str, str | None]:
-    """Versions of the packages that compile, by name; `None` where there is none."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions
 
 
 def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -> bytes:
@@ -125,7 +110,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        main(Path(sys.argv[1]))
-    else:
-        print(json.dumps(installed_versions()))
+    main(Path(sys.argv[1]))

@@ -17,13 +17,10 @@ from ..callbacks.samples import ShowSamples
 from ..errors import UserError
 from ..layers.attention import is_sliced
 from ..quantization.packed_linear import count_parameters
-from ..step.optimizer import LazyAdamW
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.run.every_length import EveryLengthMixin
 from ..trainers.run.facts import find_facts
-from .hlo_parts import OPTIMIZER
-from .parts import Parts
 from .programs import Argument, Generations, TracedProgram
 
 
@@ -137,8 +134,7 @@ class TracingMixin(EveryLengthMixin):
         self._num_rows = None if self._train_lengths is None else len(self._train_lengths)
         self.pop_callback(ShowSamples)
         bar = tqdm(desc="tracing", unit="graph", disable=self.args.disable_tqdm)
-        self._parts = Parts(self.backend.insight)
-        with bar as self._bar, self._parts.noted():
+        with bar as self._bar:
             self.train_every_length()
 
     def _describe_run(self) -> Run:
@@ -202,16 +198,6 @@ class TracingMixin(EveryLengthMixin):
             self._traced[key] = TracedProgram(kind, shape, module.module, arguments, self.backend.num_chips)
             self._bar.update()
         return module
-
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        created = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if created and isinstance(optimizer, LazyAdamW):
-            optimizer.update = self._parts.part(OPTIMIZER, optimizer.update)
-        return optimizer
-
-    def _clip_grad_norm(self, model):
-        return self._parts.part(OPTIMIZER, super()._clip_grad_norm)(model)
 
     def _roles(self) -> dict[int, str]:
         """What tensors are for, by their identity."""

@@ -16,7 +16,7 @@ from .record import Run
 PLAN_NAME = "plan.json"
 _TITLE = "Planned and measured"
 _NEEDED = {"derived", "programs", "token_share", "topology"}
-_NEEDED_DERIVED = {"mfu", "peak_bytes", "roofline", "tokens_per_second"}
+_NEEDED_DERIVED = {"mfu", "peak_bytes", "step", "tokens_per_second"}
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
@@ -66,15 +66,10 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     memory, seconds = run.peak_memory_gib, run.middle("step_time")
     rate, utilization = run.middle("padded_tokens_per_second"), run.middle("mfu")
     tokens, padded = (sum(counts[index] for counts in run.batches.values()) for index in (1, 2))
-    bound, mfu, share = derived["roofline"], derived["mfu"], plan["token_share"]
-    planned_step = ""
-    if bound is not None:
-        planned_step = (
-            f"at least {format_seconds(bound['seconds'])} ({bound['wall']}-bound), expected "
-            f"{' to '.join(dict.fromkeys(map(format_seconds, bound['expected_seconds'])))}"
-        )
+    step, mfu, share = derived["step"], derived["mfu"], plan["token_share"]
+    planned_step = "" if step is None else " to ".join(dict.fromkeys(map(format_seconds, step["seconds"])))
     rows = [
-        _row("peak HBM per chip", derived["peak_bytes"], memory and round(memory * 2**30), format_bytes, ""),
+        _row("peak HBM per chip", derived["peak_bytes"], memory and round(memory * 2**30), format_bytes),
         ["optimizer step", planned_step, "" if seconds is None else format_seconds(seconds)],
         _row(
             "tokens/s/chip, with padding",
@@ -110,7 +105,5 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _row(
-    name: str, planned: float | None, measured: float | None, words: Callable, limit: str = "at most "
-) -> list[str]:
-    return [name, "" if planned is None else limit + words(planned), "" if measured is None else words(measured)]
+def _row(name: str, planned: float | None, measured: float | None, words: Callable) -> list[str]:
+    return [name, *("" if value is None else words(value) for value in (planned, measured))]

@@ -17,7 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_tpu_ext.plan.hlo_parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, scope_of
+from parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, scope_of
+
 from hf_tpu_ext.plan.tpu_compiler import set_environment, write_compiled
 
 

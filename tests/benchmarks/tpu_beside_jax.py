@@ -14,16 +14,17 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
+from parts import cycles_by_part
 from tables import make_parser, publish
 from tpu_plans import DOCUMENT, LORA, ROOT, Case, make_model, plan
 
 from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.hardware.topologies import find_topology
 from hf_tpu_ext.kernels.versions import required_versions
-from hf_tpu_ext.plan.hlo_cost import Cost, measure_cost
+from hf_tpu_ext.plan.hlo_cost import measure_cost
 
 
 # Of tokens, in the step in JAX.
@@ -70,15 +71,12 @@ class Program:
             What a chip holds besides arguments and results.
         cpu_seconds (`float`):
             Processor time to compile.
-        matrix_flops (`int`):
-            Arithmetic of matrix products on one chip, without kernels.
     """
 
     cycles: dict[str, int]
     kernel_cycles: int
     temporary_bytes: int
     cpu_seconds: float
-    matrix_flops: int
 
     def row(self, *first: str) -> str:
         """Write the row of a Markdown table, after its first cells."""
@@ -101,12 +99,13 @@ def compile_ours(case: Case, directory: Path) -> Program:
     Returns:
         [`Program`]: What the compiler made.
     """
-    planned, _ = plan(case, directory)
+    named = str(Path(__file__).with_name("trace_parts.py"))
+    planned, _ = plan(case, directory, "--hlo", str(directory), program=[named])
     (program,) = planned["programs"]
     if program["error"] is not None:
         raise RuntimeError(f"The compiler refused {case}: {program['error'][:2000]}")
-    values = {field.name: program["cost"][field.name] for field in fields(Cost)}
-    return _make_program(Cost(**values), program["memory"], program["cpu_seconds"], case)
+    (text,) = directory.glob("training_step_*.txt")
+    return _make_program(text.read_text(encoding="utf-8"), program["memory"], program["cpu_seconds"], case)
 
 
 def compile_jax(case: Case, directory: Path) -> Program:
@@ -140,8 +139,8 @@ def compile_jax(case: Case, directory: Path) -> Program:
     if "error" in result:
         raise RuntimeError(f"The compiler refused {case}: {result['error'][:2000]}")
     text = (directory / "optimized.txt").read_text(encoding="utf-8")
-    cost = measure_cost(_name_kernels(text, case, options["config"]))
-    return _make_program(cost, result["memory"], result["cpu_seconds"], case)
+    text = _name_kernels(text, case, options["config"])
+    return _make_program(text, result["memory"], result["cpu_seconds"], case)
 
 
 def _name_kernels(text: str, case: Case, config: dict) -> str:
@@ -158,10 +157,10 @@ def _name_kernels(text: str, case: Case, config: dict) -> str:
     return re.sub(r"(?<=/)splash_mha_(fwd|dkv|dq)", named, text)
 
 
-def _make_program(cost: Cost, memory: dict[str, int], cpu_seconds: float, case: Case) -> Program:
+def _make_program(text: str, memory: dict[str, int], cpu_seconds: float, case: Case) -> Program:
     chip = find_topology(case.topology).chip
-    kernel_cycles = round(cost.kernel_flops / chip.flops_per_second * chip.clock_hz)
-    return Program(cost.cycles, kernel_cycles, memory["temp"], cpu_seconds, cost.matrix_flops)
+    kernel_cycles = round(measure_cost(text).kernel_flops / chip.flops_per_second * chip.clock_hz)
+    return Program(cycles_by_part(text), kernel_cycles, memory["temp"], cpu_seconds)
 
 
 def main() -> None:

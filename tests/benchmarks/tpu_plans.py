@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,7 +273,9 @@ def make_model(name: str, directory: Path, **sizes: int) -> Path:
     return path
 
 
-def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
+def plan(
+    case: Case, directory: Path, *more: str, program: Sequence[str] = ("-m", "hf_tpu_ext.cli.main")
+) -> tuple[dict, str]:
     """
     Plan a run with `hf-tpu plan`.
 
@@ -283,6 +286,8 @@ def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
             Where its model and the plan go.
         *more (`str`):
             Further words of the command.
+        program (`Sequence[str]`, *optional*):
+            What Python runs, by default `hf-tpu`.
 
     Returns:
         `tuple[dict, str]`: The plan as JSON and as a page.
@@ -303,8 +308,7 @@ def plan(case: Case, directory: Path, *more: str) -> tuple[dict, str]:
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "hf_tpu_ext.cli.main",
+            *program,
             "plan",
             case.command,
             "--topology",
@@ -339,7 +343,7 @@ def make_row(case: Case, planned: dict) -> str:
     derived, program = planned["derived"], planned["programs"][-1]
     cells = [case.model, case.title, case.topology, f"{program['cpu_seconds']:.0f}"]
     if derived["parts"] is None:
-        cells += ["no", program["error"].split(". ")[0].replace("|", "/"), *[""] * 7]
+        cells += ["no", program["error"].split(". ")[0].replace("|", "/"), *[""] * 4]
     else:
         parts = derived["parts"]
         cells += [
@@ -347,12 +351,10 @@ def make_row(case: Case, planned: dict) -> str:
             format_bytes(derived["peak_bytes"]),
             format_bytes(parts["activations and temporaries"]),
             format_bytes(parts["generated code"]),
-            f"{1000 * derived['roofline']['seconds']:.0f} ms",
-            f"{1000 * derived['roofline']['expected_seconds'][1]:.0f} ms",
-            f"{sum(program['cost']['cycles'].values()) / 1e6:.0f} M",
-            f"{1000 * derived['roofline']['hosts']:.0f} ms",
+            f"{1000 * derived['step']['seconds'][1]:.0f} ms",
+            f"{program['cost']['cycles'] / 1e6:.0f} M",
         ]
-    return f"| {' | '.join(cells if case in SLICES else cells[:-1])} |"
+    return f"| {' | '.join(cells)} |"
 
 
 def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
@@ -368,11 +370,9 @@ def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
     Returns:
         `tuple[str, list[dict]]`: A Markdown table, and the plans.
     """
-    between, column = (" between hosts at least |", "---:|") if cases[0] in SLICES else ("", "")
     lines = [
-        "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step takes at least | is expected to take | cycles |"
-        + between,
-        "|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|" + column,
+        "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step is expected to take | cycles |",
+        "|---|---|---|---:|---|---:|---:|---:|---:|---:|",
     ]
 
     def plan_alone(case: Case) -> dict:

@@ -95,7 +95,6 @@ def test_a_slice_of_more_chips_than_autograd_counts(plan, mesh):
     assert abs(program["arguments"]["optimizer state"] - 8 * parameters / split) < 8192
     exchanged = {item["kind"] for item in program["cost"]["exchanges"]}
     assert ("all-gather" in exchanged) == (split > 1) and "all-reduce" in exchanged
-    assert planned["derived"]["roofline"]["hosts"] > 0
 
 
 @pytest.mark.slow
@@ -191,6 +190,9 @@ from hf_tpu_ext.cli.main import main
 
 told = []
 for argv in json.load(sys.stdin):
+    # The last case is without the compiler.
+    if argv[-1].startswith(sys.argv[1]):
+        sys.path.insert(0, sys.argv[1])
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
@@ -208,20 +210,20 @@ def refused(prepared, tmp_path_factory):
     directory = tmp_path_factory.mktemp("refused")
     common = ["--model_name_or_path", str(prepared / "model"), "--max_length", "64"]
     common += ["--output_dir", str(directory / "run"), "--json", str(directory / "plan.json")]
-    empty = tmp_path_factory.mktemp("empty") / "python"
-    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    empty.chmod(0o755)
+    # As if another jax were installed.
+    other = tmp_path_factory.mktemp("other")
+    (other / "jax-0.4.1.dist-info").mkdir()
+    (other / "jax-0.4.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: jax\nVersion: 0.4.1\n")
     cases = {name: [word.format(prepared=prepared) for word in argv] for name, (argv, _) in BAD_INPUT.items()}
-    cases["without the compiler"] = ["--seq-lengths", "64", "--compiler", str(empty)]
-    cases["without the compiler"] += ["--json", str(empty.with_name("plan.json"))]
+    cases["without the compiler"] = ["--seq-lengths", "64", "--json", str(other / "plan.json")]
     done = subprocess.run(
-        [sys.executable, "-c", PLAN_ALL],
+        [sys.executable, "-c", PLAN_ALL, str(other)],
         input=json.dumps([[*common, *argv] for argv in cases.values()]),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(cases, json.loads(done.stdout), strict=True)), directory, empty.with_name("plan.json")
+    return dict(zip(cases, json.loads(done.stdout), strict=True)), directory, other / "plan.json"
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
@@ -240,6 +242,6 @@ def test_without_the_compiler(refused):
     status, page = told["without the compiler"]
     assert status == 2
     assert "UNKNOWN whether it fits" in page
-    assert "jax 0.7.1 is not installed" in page
-    assert install_command("plan") in page
+    assert "jax is 0.4.1, not 0.7.1" in page
+    assert install_command("plan") in " ".join(page.split())
     assert json.loads(planned.read_text())["programs"] == []

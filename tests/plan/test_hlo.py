@@ -109,50 +109,6 @@ def test_an_all_reduce_fused_with_slicing_is_a_reduce_scatter():
     assert [(item.kind, item.num_bytes) for item in found] == 2 * [("reduce-scatter", 8 * 4 * 4)]
 
 
-def test_what_the_chip_computes_between_start_and_end_overlaps():
-    found = collectives(
-        "%a = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p.0), channel_id=1, dimensions={0}",
-        "%b = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p.0), channel_id=2, dimensions={0}",
-        "%a.done = f32[16,4]{1,0} all-gather-done(%a)",
-        "%product = f32[8,8]{1,0} dot(%p.0, %p.0), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
-        "%b.done = f32[16,4]{1,0} all-gather-done(%b)",
-        "%c = f32[8,4]{1,0} all-reduce-start(%p.0), channel_id=3, to_apply=%add",
-        "%copied = f32[8,8]{1,0} copy(%product)",
-        "%c.done = f32[8,4]{1,0} all-reduce-done(%c)",
-        "%d = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p.0), channel_id=4",
-        '%kernel = f32[8,8]{1,0} custom-call(%product), custom_call_target="tpu_custom_call"',
-        "%d.done = f32[8,4]{1,0} collective-permute-done(%d)",
-        "%e = f32[16,4]{1,0} all-gather(%p.0), channel_id=5, dimensions={0}",
-        "ROOT %product.2 = f32[8,8]{1,0} dot(%p.0, %p.0), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
-    )
-    assert [item.is_overlapped for item in found] == [False, True, False, True, False]
-
-
-def test_steps_of_an_exchange_that_are_fused_with_products_overlap():
-    steps = """\
-%start (x: f32[8,4]) -> (f32[8,4], f32[16,4]) {
-  %x = f32[8,4]{1,0} parameter(0)
-  %all-gather.1 = f32[16,4]{1,0} all-gather(%x), channel_id=1, dimensions={0}
-  ROOT %begun = (f32[8,4]{1,0}, f32[16,4]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%async_collective_fusion.7 (x: f32[8,4]) -> (f32[8,8], f32[16,4]) {
-  %x = f32[8,4]{1,0} parameter(0)
-  %all-gather.2 = f32[16,4]{1,0} all-gather(%x), channel_id=1, dimensions={0}
-  %product = f32[8,8]{1,0} convolution(%x, %x), dim_labels=bf_oi->bf
-  ROOT %both = (f32[8,8]{1,0}, f32[16,4]{1,0}) tuple(%product, %all-gather.2)
-}
-
-%alone (x: f32[8,4]) -> f32[16,4] {
-  %x = f32[8,4]{1,0} parameter(0)
-  ROOT %all-gather.3 = f32[16,4]{1,0} all-gather(%x), channel_id=2, dimensions={0}
-}
-
-"""
-    found = list(find_collectives(parse_module(steps + MODULE + "}\n")))
-    assert [item.is_overlapped for item in found] == [True, False]
-
-
 def test_names_that_only_mention_a_collective_do_not_count():
     assert not collectives(
         "%all-reduce.9 = f32[8,4]{1,0} fusion(%p.0), kind=kLoop, calls=%add",

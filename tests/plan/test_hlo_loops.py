@@ -88,9 +88,7 @@ def test_what_the_compiler_says_counts():
     assert loop("copy(%y)", BELOW, UP, ', backend_config={"known_trip_count":{"n":"36"}}') == [36]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("loop_v5e_1", [3, 3]), ("loop_fsdp_v5e_8", [3, 3]), ("unrolled_v5e_1", [])]
-)
+@pytest.mark.parametrize(("name", "expected"), [("loop_v5e_1", [3, 3]), ("loop_fsdp_v5e_8", [3, 3])])
 def test_loops_of_the_compiler_for_tpu(name, expected):
     assert turns((DATA / f"{name}.hlo").read_text(encoding="utf-8")) == expected
 

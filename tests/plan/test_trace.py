@@ -60,16 +60,6 @@ LORA = {"r": 4, "lora_dropout": 0.1}
 )
 def test_traced_for_a_plan_is_what_is_trained(programs, settings):
     trained, traced = programs("train", settings), programs("trace", settings)
-    # A plan names the part of the model that an operation is of, forward and backward.
-    products = {"layer", "attention", "head"} | ({"adapters"} if "lora" in settings else set())
-    for parts in traced["parts"]:
-        assert parts["dot"].keys() == products
-        # Forward, again, and its two gradients.
-        assert parts["dot"]["head"] <= 4
-        assert parts["exponential"].keys() == {"attention", "head"}
-        assert parts["rsqrt"].keys() == {"rope and norms"}
-    assert traced["parts"][-1]["sqrt"].keys() == {"optimizer"}
-    assert all(counts.keys() <= {""} for parts in trained["parts"] for counts in parts.values())
     assert len(traced["programs"]) == (2 if "gradient_accumulation_steps" in settings else 1)
     assert traced["donated"] == trained["donated"]
     assert all(traced["donated"])

@@ -7,7 +7,6 @@ Trains one step, or traces it for a plan, and writes down the programs as text.
 import json
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 from datasets import Dataset
@@ -34,18 +33,11 @@ from hf_tpu_ext.backends.xla import programs as xla_programs  # noqa: E402
 from hf_tpu_ext.plan.trace import trace_run  # noqa: E402
 
 
-texts, donated, parts = [], [], []
+texts, donated = [], []
 
 
 def note(results, updated):
     text = torch_xla._XLAC._get_xla_tensors_hlo(results)
-    # A plan notes which part of the model an operation is of.
-    counts = {operation: Counter() for operation in ("dot", "rsqrt", "exponential", "sqrt")}
-    for operation, rest in re.findall(r" = \S+ (\S+)\((.*)", text):
-        if operation in counts:
-            name = re.search(r'op_name="([^"]*)"', rest)
-            counts[operation][re.findall(r"\[([a-z ]+)\]|$", name[1] if name else "")[-2:][0]] += 1
-    parts.append(counts)
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
     # Numbered by whatever was traced before in this process.
     texts.append(re.sub(r"^HloModule IrToHlo\.\d+", "HloModule", text))
@@ -115,4 +107,4 @@ def take_out_shardings(text, beside):
 
 
 taken = [take_out_shardings(text, noted) for text, noted in zip(texts, beside, strict=True)]
-Path(output).write_text(json.dumps({"programs": taken, "donated": donated, "parts": parts}))
+Path(output).write_text(json.dumps({"programs": taken, "donated": donated}))

@@ -84,9 +84,6 @@ class XLAInsight(Insight):
     def note_lines(self, on: bool) -> None:
         _XLAC._set_ir_debug(on)
 
-    def name_operations(self, name: str) -> Any:
-        return _XLAC.profiler.scope_pusher(name)
-
     def operations(self, results: Sequence[torch.Tensor]) -> list[Operation]:
         pending = _XLAC._check_tensor_need_materialization(list(results))
         roots = [tensor for tensor, is_pending in zip(results, pending, strict=True) if is_pending]

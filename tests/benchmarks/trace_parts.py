@@ -1,33 +1,34 @@
-"""Notes in traced programs of which part of the model each operation is, forward and backward."""
+"""
+`hf-tpu` whose graphs name the part of the model that each operation belongs to, forward and backward, for [`cycles_by_part`]:
 
+    python tests/benchmarks/trace_parts.py plan --config recipe.yaml --hlo DIRECTORY ...
+"""
+
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import torch
+from parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, scope_of
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
-from ..backends.insight import Insight
-from .hlo_parts import ADAPTERS, ATTENTION, HEAD, LAYER, ROPE_AND_NORMS, scope_of
-
 
 class Parts:
     """
     Names, while programs are traced, the operations of each part of a model, and those of their gradients. The programs
     are the same but for these names.
-
-    Args:
-        insight ([`~hf_tpu_ext.backends.insight.Insight`]):
-            Names operations.
     """
 
-    def __init__(self, insight: Insight):
-        self._insight = insight
+    def __init__(self):
+        import torch_xla
+
+        self._name_operations = torch_xla._XLAC.profiler.scope_pusher
         # What is being run: a part, the module if it is one, autograd's number at its start, and what ends the naming.
         self._open: list[tuple[str, Any, int, Any]] = []
 
@@ -63,7 +64,7 @@ class Parts:
 
     def _begin(self, part: str, module: nn.Module | None = None) -> None:
         number = torch.autograd._get_sequence_nr()
-        self._open.append((part, module, number, self._insight.name_operations(scope_of(part))))
+        self._open.append((part, module, number, self._name_operations(scope_of(part))))
 
     def _end(self, made: Any) -> None:
         part, _, first, _ = self._open.pop()
@@ -114,3 +115,33 @@ class Parts:
 
     def _end_gradient(self, *gradients: tuple) -> None:
         self._end(None)
+
+
+def main() -> int:
+    """Run `hf-tpu` with the arguments of this process; what it traces is named."""
+    from hf_tpu_ext.cli.main import main as run
+    from hf_tpu_ext.plan import trace
+    from hf_tpu_ext.step.optimizer import LazyAdamW
+
+    class NamedTracing(trace.TracingMixin):
+        def train(self, *args, **kwargs) -> None:
+            self.parts = Parts()
+            with self.parts.noted():
+                super().train(*args, **kwargs)
+
+        def create_optimizer(self, model=None):
+            created = self.optimizer is None
+            optimizer = super().create_optimizer(model)
+            if created and isinstance(optimizer, LazyAdamW):
+                optimizer.update = self.parts.part(OPTIMIZER, optimizer.update)
+            return optimizer
+
+        def _clip_grad_norm(self, model):
+            return self.parts.part(OPTIMIZER, super()._clip_grad_norm)(model)
+
+    trace.TracingMixin = NamedTracing
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

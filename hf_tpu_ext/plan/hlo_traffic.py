@@ -1,0 +1,107 @@
+"""What the instructions of a compiled XLA program (HLO) move to and from the chip's main memory."""
+
+from collections.abc import Iterator
+
+from .hlo import KERNEL, Instruction, Module, Shape
+
+
+#: Instructions that move nothing, or whose traffic is counted elsewhere: in what they call, at the other end of a pair.
+_FREE = set(
+    "add-dependency after-all bitcast call conditional constant get-tuple-element opt-barrier parameter partition-id "
+    "replica-id tuple while".split()
+)
+_SLICES = {"dynamic-slice", "gather", "slice"}
+
+
+def memory_bytes(line: Instruction, lines: dict[str, Instruction], module: Module) -> int:
+    """The traffic of an instruction that is not inside of a fusion, in bytes. Tensors that the compiler keeps on the chip are left out."""
+    if line.opcode in _FREE or line.opcode.endswith("-done"):
+        return 0
+    if line.opcode == "custom-call" and KERNEL not in line.rest:
+        # The compiler's notes to itself: allocations, views, halves of integers.
+        return 0
+    taken = [lines[operand] for operand in line.operands]
+    if line.opcode in ("copy-start", "slice-start"):
+        # Its result, its source and a flag, in the order of each.
+        made = line.shapes[0 if line.opcode == "copy-start" else 1]
+        return _in_memory(made) + (0 if taken[0].shapes[0].space else made.num_bytes)
+    if line.opcode == "fusion":
+        (called,) = line.called
+        read = sum(
+            min(_in_memory(operand.shapes[0]), _bytes_read(module, called, index))
+            for index, operand in enumerate(taken)
+            if len(operand.shapes) == 1
+        )
+        written = zip(line.shapes, _bytes_written(module, called), strict=False)
+        return read + sum(min(_in_memory(shape), size) for shape, size in written)
+    if line.opcode in _SLICES:
+        made = line.shapes[0].num_bytes
+        return (0 if taken[0].shapes[0].space else made) + _in_memory(line.shapes[0])
+    if line.opcode in ("dynamic-update-slice", "scatter"):
+        update = taken[1 if line.opcode == "dynamic-update-slice" else -1].shapes[0]
+        return _in_memory(update) + (0 if line.shapes[0].space else update.num_bytes)
+    given = [shape for operand in taken for shape in operand.shapes]
+    # The result of an asynchronous start holds its operands before what it makes, and flags after that.
+    is_pair = line.opcode.endswith("-start") and len(line.shapes) > len(given)
+    made = line.shapes[len(given) : 2 * len(given)] if is_pair else line.shapes
+    return sum(map(_in_memory, given)) + sum(map(_in_memory, made))
+
+
+def _in_memory(shape: Shape) -> int:
+    return 0 if shape.space else shape.num_bytes
+
+
+def _bytes_read(module: Module, computation: str, argument: int) -> int:
+    """What a fusion reads of an argument."""
+    lines = module.computations[computation]
+    return sum(_read_by_users(module, lines, _parameter(lines, argument)))
+
+
+def _parameter(lines: dict[str, Instruction], argument: int) -> Instruction:
+    return next(line for line in lines.values() if line.opcode == "parameter" and line.rest.startswith(f"{argument})"))
+
+
+def _read_by_users(module: Module, lines: dict[str, Instruction], source: Instruction) -> Iterator[int]:
+    for line in lines.values():
+        if line.opcode == "parameter" or source.name not in line.operands:
+            continue
+        index = line.operands.index(source.name)
+        if line.opcode in _SLICES and index == 0:
+            yield line.shapes[0].num_bytes
+        elif line.opcode == "dynamic-update-slice" and index == 0:
+            # Written to in place.
+            continue
+        elif line.opcode == "bitcast":
+            yield from _read_by_users(module, lines, line)
+        elif line.opcode == "fusion" and _is_view(module, line.called[0], index):
+            yield from _read_by_users(module, lines, line)
+        elif line.opcode == "fusion":
+            yield _bytes_read(module, line.called[0], index)
+        else:
+            yield source.shapes[0].num_bytes
+
+
+def _is_view(module: Module, computation: str, argument: int) -> bool:
+    """Whether the result of a fusion is an argument, in another shape at most."""
+    lines, line = module.computations[computation], module.root(computation)
+    while line.opcode == "bitcast":
+        line = lines[line.operands[0]]
+    return line is _parameter(lines, argument)
+
+
+def _bytes_written(module: Module, computation: str) -> list[int]:
+    """What a fusion writes of each of its results."""
+    lines = module.computations[computation]
+
+    def written(line: Instruction) -> list[int]:
+        if line.opcode == "tuple":
+            return [size for operand in line.operands for size in written(lines[operand])]
+        if line.opcode == "bitcast":
+            return written(lines[line.operands[0]])
+        if line.opcode == "fusion":
+            return _bytes_written(module, line.called[0])
+        if line.opcode == "dynamic-update-slice":
+            return [lines[line.operands[1]].shapes[0].num_bytes]
+        return [shape.num_bytes for shape in line.shapes]
+
+    return written(module.root(computation))
