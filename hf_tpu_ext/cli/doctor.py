@@ -12,10 +12,10 @@ from ..errors import UserError
 
 
 DESCRIPTION = """\
-Check this machine: packages and their versions, the accelerator and the process that uses it, memory pages, disks, memory
-and the compilation cache. Then train a tiny model for some seconds, in a process of its own, and compare it with eager
-PyTorch. With --full, train with every mechanism of a run instead, each beside eager PyTorch: at most ten minutes. Nothing is
-changed, and nothing is downloaded.
+Check this machine: packages and their versions, the accelerator and the process that uses it, and the compilation cache.
+Then train a tiny model for some seconds, in a process of its own, and compare it with eager PyTorch. With --full, train with
+every mechanism of a run instead, each beside eager PyTorch: at most ten minutes. Nothing is changed, and nothing is
+downloaded.
 
   ✓ as it should be    ✗ failed, with what to do    – nothing to look at
 

@@ -1,28 +1,21 @@
-"""The machine: its accelerator and who holds it, memory pages, room on disks and in memory, compiled programs on disk."""
+"""The machine: its accelerator and who holds it, compiled programs on disk."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from signal import Signals
 
-import psutil
-
 from ..backends.compile_cache import MOST_BYTES, cache_root, cache_state
 from ..backends.detect import TPU_BACKENDS, find_pjrt_mistake, pjrt_device_asked_for, tpu_chips, tpu_kind
-from ..backends.host import HUGEPAGES, HUGEPAGES_COMMAND, LOCK_FILE, find_chip_holders, hugepages_setting
+from ..backends.host import LOCK_FILE, find_chip_holders
 from ..formatting import count, format_bytes
 from ..installing import install_command
 from .check import Check
 from .versions import check_libtpu, check_versions
 
 
-#: Bytes below which a disk or the memory is too small for a model of half a billion parameters.
-LEAST_DISK = 5 * 10**9
-LEAST_MEMORY = 4 * 10**9
 PCI = "/sys/bus/pci/devices"
 # Importing torch and torch_xla takes seconds.
 _TIMEOUT = 120
@@ -41,9 +34,6 @@ def examine_machine() -> Iterator[Check]:
     yield check_libtpu(has_tpu)
     yield from check_tpu()
     yield check_backend(has_tpu)
-    yield check_hugepages(has_tpu)
-    yield from check_disk(places())
-    yield check_memory()
     yield check_compile_cache(has_tpu)
 
 
@@ -104,55 +94,6 @@ def explain_end(status: int, output: str) -> tuple[str, str]:
     if "ModuleNotFoundError" in last or "ImportError" in last or "undefined symbol" in last:
         return last, f"{install_command('tpu', '--force-reinstall')}, on a GPU or CPU without [tpu]"
     return last, "Do what the message says; with --json FILE, all that a training has written is kept"
-
-
-def check_hugepages(has_tpu: bool, path: Path = HUGEPAGES) -> Check:
-    """Look whether transparent hugepages are on, which speed up the runtime of a TPU."""
-    setting = hugepages_setting(path)
-    if setting is None:
-        return Check("hugepages", "none", "this kernel has no transparent hugepages")
-    if not has_tpu:
-        return Check("hugepages", "none", f"{setting}; they matter to a TPU")
-    if setting == "always":
-        return Check("hugepages", "ok", setting)
-    if os.access(path, os.W_OK):
-        return Check("hugepages", "ok", f"{setting}; a run turns them on")
-    return Check("hugepages", "failed", f"{setting}: the TPU runtime starts and stops slowly", HUGEPAGES_COMMAND)
-
-
-def places() -> dict[str, Path]:
-    """The directories that a run writes much to, by the setting that moves them elsewhere."""
-    # Not by `Path.expanduser`, which raises where there is no home directory.
-    home = Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
-    return {"output_dir": Path.cwd(), "HF_HOME": home, "TMPDIR": Path(os.environ.get("TMPDIR") or "/tmp")}
-
-
-def check_disk(directories: Mapping[str, Path], least: int = LEAST_DISK) -> list[Check]:
-    """Look how much room there is on each disk of some directories, named by the setting that moves them elsewhere."""
-    disks: dict[int, tuple[int, list[str], Path]] = {}
-    for name, directory in directories.items():
-        place = next(path for path in (directory, *directory.parents) if path.is_dir())
-        _, names, _ = disks.setdefault(place.stat().st_dev, (shutil.disk_usage(place).free, [], place))
-        names.append(name)
-    checks = []
-    for free, names, place in disks.values():
-        text = f"{format_bytes(free)} free in {place} ({', '.join(names)})"
-        if free >= least:
-            checks.append(Check("disk", "ok", text))
-        else:
-            fix = f"Make room ({format_bytes(least)} are little), or set {' or '.join(names)} to another disk"
-            checks.append(Check("disk", "failed", text, fix))
-    return checks
-
-
-def check_memory(least: int = LEAST_MEMORY) -> Check:
-    """Look how much memory there is."""
-    available = psutil.virtual_memory().available
-    text = f"{format_bytes(available)} available"
-    if available >= least:
-        return Check("memory", "ok", text)
-    fix = f"End other programs: models are loaded there ({format_bytes(least)} are little)"
-    return Check("memory", "failed", text, fix)
 
 
 def check_compile_cache(has_tpu: bool, setting: str = "auto") -> Check:

@@ -1,4 +1,4 @@
-"""The machine, made in directories: memory pages, disks, memory, the compile cache, chips and who holds them."""
+"""The machine, made in directories: the compile cache, chips and who holds them."""
 
 import os
 import sys
@@ -9,11 +9,7 @@ from hf_tpu_ext.backends.compile_cache import CompileCache
 from hf_tpu_ext.doctor.machine import (
     check_backend,
     check_compile_cache,
-    check_disk,
-    check_hugepages,
-    check_memory,
     check_tpu,
-    places,
 )
 from hf_tpu_ext.installing import install_command
 
@@ -61,49 +57,6 @@ def test_a_lock_that_a_killed_process_has_left(tpu):
     _, use = check_tpu(**tpu)
     assert use.status == "failed"
     assert use.fix == f"sudo rm {tpu['lock_file']}"
-
-
-@pytest.mark.parametrize(
-    ("text", "has_tpu", "may_write", "status"),
-    [
-        ("[always] madvise never", True, False, "ok"),
-        ("always [madvise] never", True, False, "failed"),
-        ("always madvise [never]", True, False, "failed"),
-        ("always madvise [never]", True, True, "ok"),
-        ("always [madvise] never", False, False, "none"),
-        (None, True, False, "none"),
-    ],
-)
-def test_hugepages(text, has_tpu, may_write, status, tmp_path, monkeypatch):
-    # To root every file is writable.
-    monkeypatch.setattr(os, "access", lambda path, mode: may_write)
-    path = tmp_path / "enabled"
-    if text is not None:
-        path.write_text(text)
-    check = check_hugepages(has_tpu, path)
-    assert check.status == status
-    assert (check.fix is not None and check.fix.startswith("sudo sh -c 'echo always >")) == (status == "failed")
-
-
-def test_room_on_disks(tmp_path):
-    named = {"output_dir": tmp_path, "HF_HOME": tmp_path / "not" / "there"}
-    (check,) = check_disk(named, least=1)
-    assert check.status == "ok"
-    assert check.text.endswith("(output_dir, HF_HOME)")
-    (check,) = check_disk(named, least=10**18)
-    assert check.status == "failed"
-    assert "set output_dir or HF_HOME to another disk" in check.fix
-
-
-def test_places_follow_the_variables(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert places()["HF_HOME"] == tmp_path
-
-
-@pytest.mark.parametrize(("least", "status"), [(2**20, "ok"), (10**18, "failed")])
-def test_memory(least, status):
-    check = check_memory(least)
-    assert check.status == status and check.text.endswith("B available")
 
 
 def test_compile_cache(tmp_path):
