@@ -1,8 +1,5 @@
 """Writes down what a run does while it does it, and has its report made at the end."""
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,9 +17,6 @@ from .step_status import StepStatus
 
 
 logger = logging.get_logger(__name__)
-
-# Drawing takes a second or two. The first time, matplotlib also lists the fonts of the machine.
-_SECONDS_TO_REPORT = 120
 
 
 class RunRecord(TrainerCallback):
@@ -139,21 +133,10 @@ class RunRecord(TrainerCallback):
 
 
 def _make_report(output_dir: str) -> None:
-    """In a process of its own: whatever goes wrong there, the trained model is not lost."""
+    from ..report.make import describe_ended_run
+
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", "hf_tpu_ext.report", output_dir],
-            # The device is this process's.
-            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS_TO_REPORT,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning(f"There is no report of this run: {error}. To make it: hf-tpu report {output_dir}")
-        return
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
-        logger.warning(f"There is no report of this run: {reason} To make it: hf-tpu report {output_dir}")
-    else:
-        tqdm.write(result.stdout.strip())
+        tqdm.write(describe_ended_run(output_dir))
+    except (ValueError, OSError, ImportError) as error:
+        # The trained model is not lost for a page about it.
+        logger.warning(f"There is no report of this run: {error} To make it: hf-tpu report {output_dir}")

@@ -23,10 +23,10 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         }.items():
             curves = {run.name: values for run in runs if (values := run.logged(names))}
             if curves:
-                section.figures.append(draw_curves(title.replace(" ", "-"), title.capitalize(), curves))
+                section.figures.append(draw_curves(title.capitalize(), curves))
         timed = {run.name: [(at / 60, loss) for at, loss in points(run.logs, "loss", "at")] for run in runs}
         if all(timed.values()):
-            section.figures.insert(1, draw_curves("timed", "Loss over time", timed, over="minutes of training"))
+            section.figures.insert(1, draw_curves("Loss over time", timed, over="minutes of training"))
     results = _compared([headline(run, prices) for run in runs], all_rows=True)
     recipe = _compared([run.facts["arguments"] for run in runs])
     others = _compared(

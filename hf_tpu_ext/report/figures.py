@@ -1,7 +1,6 @@
-"""Figures of a report, as SVG that takes the colours of the page around it."""
+"""Figures of a report, in the colours of a light page or a dark one."""
 
 import io
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 
 from ..installing import install_command
+from .parts import Figure
 from .phases import CLASSES_PER_DECADE
 
 
@@ -18,8 +18,9 @@ Points = Sequence[tuple[float, float]]
 HOW_TO_DRAW = f"There are no figures: they are drawn by matplotlib. {install_command('report')}, then give the command"
 
 _STYLE = Path(__file__).with_name("figures.mplstyle")
-# In the style, what stands for the colour of the page's text.
+# In the style, what stands for the colour of text: black on a light page, white on a dark one.
 _INK = "#010203"
+_LIGHT_OR_DARK = "color-scheme: light dark; color: CanvasText"
 # Seen well on white and on black.
 _COLOURS = "#3b82f6 #f97316 #10b981 #a855f7 #ef4444 #14b8a6 #ec4899 #eab308 #84cc16 #6366f1 #94a3b8".split()
 _FEW_POINTS = 50
@@ -30,36 +31,32 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _draw(name: str, plot: Callable, height: float = 2.6) -> str:
-    """One figure as an SVG element. `plot` is called with its axes."""
+def _draw(title: str, plot: Callable, height: float = 2.6) -> Figure:
+    """One figure. `plot` is called with its axes."""
     import matplotlib
-    from matplotlib.figure import Figure
+    from matplotlib import figure
 
     # Not pyplot, which keeps figures and chooses a backend for the whole process.
     with matplotlib.rc_context(fname=_STYLE):
-        figure = Figure(figsize=(6.4, height), layout="constrained")
-        plot(figure.add_subplot())
+        drawn = figure.Figure(figsize=(6.4, height), layout="constrained")
+        axes = drawn.add_subplot()
+        plot(axes)
+        axes.set_title(title)
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # One page holds several.
-    svg = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
-    # As wide as the page lets it be.
-    return re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", re.sub(r' height="[\d.]+pt"', "", svg, count=1), count=1)
+        drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = file.getvalue().replace("<svg ", f'<svg style="{_LIGHT_OR_DARK}" ', 1)
+    return Figure(title, svg.replace(_INK, "currentColor"))
 
 
 def draw_curves(
-    name: str,
     title: str,
     curves: Mapping[str, Points],
     held_out: Mapping[str, Points] | None = None,
     over: str = "optimizer step",
-) -> str:
+) -> Figure:
     """
-    Draw values over optimizer steps, or what `over` names, as SVG. What evaluations have of the same is dashed, in the
-    same colours. Each figure of a page has a name of its own. Where points are few, each is marked.
+    Draw values over optimizer steps, or what `over` names. What evaluations have of the same is dashed, in the same colours.
+    Where points are few, each is marked.
     """
     parts = {"": curves, ", evaluation": held_out or {}}
     labels = dict.fromkeys(label for part in parts.values() for label in part)
@@ -71,19 +68,15 @@ def draw_curves(
                 marker = "o" if len(points) <= _FEW_POINTS else None
                 x, y = zip(*points, strict=True)
                 axes.plot(x, y, line, color=colours[label], marker=marker, label=f"{label}{suffix}")
-        axes.set_title(title)
         axes.set_xlabel(over)
         if sum(map(len, parts.values())) > 1:
             axes.legend(ncols=2 if held_out and len(labels) > 1 else 1)
 
-    return _draw(name, plot)
+    return _draw(title, plot)
 
 
-def draw_step_times(step_times: Mapping[str, Counter[int]]) -> str:
-    """
-    Draw how many steps took how long, by phase and class of time, see [`class_of`], that of whole steps first. Returns
-    SVG.
-    """
+def draw_step_times(step_times: Mapping[str, Counter[int]]) -> Figure:
+    """Draw how many steps took how long, by phase and class of time, see [`class_of`], that of whole steps first."""
 
     def plot(axes) -> None:
         for (phase, classes), colour in zip(step_times.items(), [_INK, *_COLOURS], strict=False):
@@ -96,9 +89,8 @@ def draw_step_times(step_times: Mapping[str, Counter[int]]) -> str:
         axes.xaxis.set_major_formatter("{x:g}")
         # By default formulas, which text is not taken for here.
         axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-        axes.set_title("Time of a step by phase")
         axes.set_xlabel("milliseconds")
         axes.set_ylabel("steps")
         axes.legend(ncols=2)
 
-    return _draw("step-times", plot, height=3.0)
+    return _draw("Time of a step by phase", plot, height=3.0)

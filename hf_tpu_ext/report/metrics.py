@@ -13,11 +13,6 @@ class Group:
     title: str
     labels: dict[str, str]
 
-    @property
-    def figure(self) -> str:
-        """The name of its picture among those of a page."""
-        return next(iter(self.labels)).replace("/", "-")
-
 
 #: What is shown where it was logged, in this order.
 GROUPS = (

@@ -1,6 +1,20 @@
 """What a report is made of, whatever it is written as."""
 
+import base64
 from dataclasses import dataclass, field
+
+
+@dataclass
+class Figure:
+    """A figure: what it shows, and its picture as an SVG file."""
+
+    title: str
+    svg: str
+
+    @property
+    def uri(self) -> str:
+        """The picture as the source of an image that is loaded from nowhere."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
 
 
 @dataclass
@@ -14,11 +28,11 @@ class Table:
 
 @dataclass
 class Section:
-    """A part of a report: lines of text, figures as SVG elements, and tables."""
+    """A part of a report: lines of text, figures, and tables."""
 
     title: str
     lines: list[str] = field(default_factory=list)
-    figures: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
 

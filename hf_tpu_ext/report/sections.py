@@ -99,7 +99,7 @@ def _curves(run: Run) -> Section:
                 for logs, prefix in ((run.logs, ""), (run.evaluations, "eval_"))
             )
             if trained or held_out:
-                section.figures.append(draw_curves(group.figure, group.title, trained, held_out))
+                section.figures.append(draw_curves(group.title, trained, held_out))
     some = {log["step"]: log for log in [*run.logs[:: max(1, len(run.logs) // 10)], *run.logs[-1:]]}
     for title, logs, prefix in (
         ("Some of the logs", list(some.values()), ""),
@@ -136,7 +136,7 @@ def _speed(run: Run) -> Section:
             "with padding": points(run.logs, "padded_tokens_per_second"),
         }
         if all(rates.values()):
-            section.figures.append(draw_curves("tokens-per-second", "Tokens per second", rates))
+            section.figures.append(draw_curves("Tokens per second", rates))
     rows = []
     for name, seconds in phases.items():
         # Of the steps that had this phase.
