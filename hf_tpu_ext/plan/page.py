@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from ..formatting import count, format_bytes, format_size
+from ..formatting import count, format_bytes, format_seconds, format_size
 from .result import Plan, Trial
 
 
@@ -28,16 +28,6 @@ def format_count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
     return f"{number:.3g} "
-
-
-def format_seconds(seconds: float) -> str:
-    """A time to about two digits, e.g. `"0.18 ms"`, `"184 ms"`, `"95 s"`, `"12 min"`, `"3.2 h"`."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    for unit, size, limit in (("s", 1, 120), ("min", 60, 7200)):
-        if seconds < limit:
-            return f"{seconds / size:.2g} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 3600:.3g} h"
 
 
 def _span(words: Iterable[str]) -> str:
