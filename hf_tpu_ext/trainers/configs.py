@@ -17,16 +17,6 @@ from ..quantization.rounding import ACTIVATION_DTYPES, SCALES, WEIGHT_DTYPES
 from ..sharding import parse_mesh
 
 
-_NEED_A_TEACHER = ("kd_alpha", "kd_temperature", "kd_top_k", "kd_loss", "kd_beta", "kd_preload")
-_NEED_A_WEIGHT_DTYPE = (
-    "qat_group_size",
-    "qat_scale",
-    "qat_activation_dtype",
-    "qat_quantize_embedding",
-    "qat_fake_quant_after_n_steps",
-    "qat_adapters",
-)
-_COMPILED = ["auto", "step", "layers", "off"]
 #: What is said of `deepspeed`.
 NO_DEEPSPEED = "deepspeed does not run on XLA. Leave it out of the recipe; mesh='fsdp' shards the weights."
 
@@ -120,7 +110,7 @@ class ExtensionArguments:
         metadata={
             "help": "What is compiled with torch_tpu (backend 'tpu'). 'auto': the whole step (forward, backward, clipping and "
             "AdamW) where it is the same at every step, else each layer. 'step', 'layers': that. 'off': single operators.",
-            "choices": _COMPILED,
+            "choices": ["auto", "step", "layers", "off"],
         },
     )
     compile_cache_dir: str = field(
@@ -184,26 +174,29 @@ class ExtensionArguments:
             parse_mesh(self.mesh)
         if isinstance(self.length_buckets, int):
             self.length_buckets = [self.length_buckets]
-        if isinstance(self.scan_layers, bool):
-            self.scan_layers = "on" if self.scan_layers else "off"
         if self.max_recompiles is not None and self.max_recompiles < 0:
             raise UserError(
                 f"max_recompiles={self.max_recompiles} is negative. Set it to 0 to allow none, or leave it out to allow any number."
             )
         self._check_average()
-        if self.scan_layers not in ("auto", "on", "off"):
-            raise UserError(f"Unknown scan_layers={self.scan_layers!r}. Allowed: auto, on, off.")
-        if isinstance(self.compile_step, bool) and not self.compile_step:
-            # YAML reads an unquoted off as false.
-            self.compile_step = "off"
-        if self.compile_step not in _COMPILED:
-            raise UserError(f"Unknown compile_step={self.compile_step!r}. Allowed: {', '.join(_COMPILED)}.")
-        if self.attention not in ATTENTIONS:
-            raise UserError(f"Unknown attention={self.attention!r}. Allowed: {', '.join(ATTENTIONS)}.")
         if isinstance(self.compile_cache_dir, bool):
             # YAML reads an unquoted off as false.
             self.compile_cache_dir = "auto" if self.compile_cache_dir else "off"
+        self._check_choices()
         super().__post_init__()
+
+    def _check_choices(self) -> None:
+        own = [cls for cls in type(self).__mro__ if cls.__module__.startswith("hf_tpu_ext.")]
+        for name in dict.fromkeys(name for cls in own for name in vars(cls).get("__annotations__", {})):
+            chosen = type(self).__dataclass_fields__[name]
+            choices, value = chosen.metadata.get("choices"), vars(self)[name]
+            if isinstance(value, bool) and choices and "off" in choices:
+                # YAML reads an unquoted off as false.
+                value = "on" if value else "off"
+                setattr(self, name, value)
+            if choices and value not in (*choices, chosen.default):
+                left_out = " Or leave it out." if chosen.default is None else ""
+                raise UserError(f"Unknown {name}={value!r}. Allowed: {', '.join(choices)}.{left_out}")
 
     def _check_average(self) -> None:
         if self.ema_decay is None:
@@ -366,19 +359,15 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
                 f"kd_top_k={self.kd_top_k} is not at least 1. Set it to 1 or more, for example kd_top_k=128, or leave it out for all "
                 "tokens."
             )
-        if self.kd_loss not in KD_LOSSES:
-            raise UserError(f"Unknown kd_loss={self.kd_loss!r}. Allowed: {', '.join(KD_LOSSES)}.")
         if not 0 < self.kd_beta < 1:
             raise UserError(
                 f"kd_beta={self.kd_beta} is not above 0 and below 1. Set it to a number in between, for example kd_beta=0.5. At the "
                 "ends jsd is another loss: leave kd_beta out and set kd_loss='forward_kl' or kd_loss='reverse_kl'."
             )
         if self.kd_teacher is None and self.kd_cache is None:
-            defaults = {name: type(self).__dataclass_fields__[name].default for name in _NEED_A_TEACHER}
-            changed = [name for name, default in defaults.items() if vars(self)[name] != default]
-            if changed:
+            if changed := self._changed("kd_"):
                 raise UserError(
-                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
+                    f"{changed}={vars(self)[changed]!r} has no effect without a teacher. Set kd_teacher=MODEL or "
                     "kd_cache=DIRECTORY, or leave it out."
                 )
             return
@@ -388,29 +377,19 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
                 "label_smoothing_factor out."
             )
 
+    def _changed(self, prefix: str) -> str | None:
+        """The first field with a prefix that is another than its default."""
+        of_prefix = (field_ for field_ in fields(self) if field_.name.startswith(prefix))
+        return next((field_.name for field_ in of_prefix if vars(self)[field_.name] != field_.default), None)
+
     def _check_quantization(self) -> None:
         if self.qat_weight_dtype is None:
-            defaults = {name: type(self).__dataclass_fields__[name].default for name in _NEED_A_WEIGHT_DTYPE}
-            changed = [name for name, default in defaults.items() if vars(self)[name] != default]
-            if changed:
+            if changed := self._changed("qat_"):
                 raise UserError(
-                    f"{changed[0]}={vars(self)[changed[0]]!r} has no effect without qat_weight_dtype. Set that as well, for example "
-                    f"qat_weight_dtype='int4', or leave {changed[0]} out."
+                    f"{changed}={vars(self)[changed]!r} has no effect without qat_weight_dtype. Set that as well, for example "
+                    f"qat_weight_dtype='int4', or leave {changed} out."
                 )
             return
-        if self.qat_weight_dtype not in WEIGHT_DTYPES:
-            raise UserError(
-                f"Unknown qat_weight_dtype={self.qat_weight_dtype!r}. Allowed: {', '.join(WEIGHT_DTYPES)}."
-            )
-        if self.qat_activation_dtype not in (None, *ACTIVATION_DTYPES):
-            raise UserError(
-                f"Unknown qat_activation_dtype={self.qat_activation_dtype!r}. Allowed: {', '.join(ACTIVATION_DTYPES)}. Or "
-                "leave it out to round weights only."
-            )
-        if self.qat_adapters not in ADAPTERS:
-            raise UserError(f"Unknown qat_adapters={self.qat_adapters!r}. Allowed: {', '.join(ADAPTERS)}.")
-        if self.qat_scale not in SCALES:
-            raise UserError(f"Unknown qat_scale={self.qat_scale!r}. Allowed: {', '.join(SCALES)}.")
         if self.qat_group_size < 2:
             raise UserError(
                 f"qat_group_size={self.qat_group_size} is not at least 2. 32 and 128 are usual: set qat_group_size=32, for example."

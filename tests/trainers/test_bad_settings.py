@@ -174,6 +174,13 @@ def test_variable_that_compiles_on_other_devices(runs, monkeypatch):
     assert not any("DYNAMO" in line for line in adapt(runs.config(), Place()).changes), "it is off by now"
 
 
+def test_batches_that_one_process_dispatches(runs, same_logs):
+    config = dict(accelerator_config={"dispatch_batches": True}, max_steps=3)
+    ours = runs.ours(**config)
+    assert "dispatch_batches has no effect: one process reads the batches of all chips" in ours.compiled.changes
+    same_logs(ours, runs.stock(**config))
+
+
 # ---- Weights that accelerate splits over processes ----
 
 

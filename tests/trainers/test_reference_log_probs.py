@@ -58,7 +58,7 @@ def files(tmp_path):
 @pytest.mark.parametrize(
     ("ours", "stock", "config_cls", "dataset", "settings"),
     [
-        (TPUDPOTrainer, DPOTrainer, DPOConfig, pairs(), {"ld_alpha": 0.5}),
+        (TPUDPOTrainer, DPOTrainer, DPOConfig, pairs(), {"ld_alpha": 0.5, "precompute_ref_batch_size": 3}),
         (TPUKTOTrainer, KTOTrainer, KTOConfig, unpaired(), {}),
         (TPUKTOTrainer, KTOTrainer, KTOConfig, unpaired(), {"loss_type": "apo_zero_unpaired", "lora": True}),
     ],

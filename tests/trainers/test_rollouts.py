@@ -42,8 +42,8 @@ LOSSES = {
     "dr_grpo": {"scale_rewards": "none"},
     "dapo": {"epsilon_high": 0.28, "mask_truncated_completions": True},
     "cispo": {"epsilon_high": 1.02},
-    "sapo": {},
-    "vespo": {},
+    "sapo": {"sapo_temperature_neg": 1.5, "sapo_temperature_pos": 0.7},
+    "vespo": {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
     "luspo": {"importance_sampling_level": "sequence"},
 }
 CASES = {
@@ -149,6 +149,7 @@ MORE = {
         {
             "use_adaptive_entropy": True,
             "entropy_target": 10.0,
+            "entropy_coef_min": 0.005,
             "entropy_coef_max": 0.02,
             "top_entropy_quantile": 0.5,
             **REUSED,

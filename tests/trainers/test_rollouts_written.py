@@ -6,8 +6,9 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from rollouts import LONGEST, OURS, WRITING, Case, prompts_for, train, trainer_for
+from rollouts import LONGEST, OURS, STOCK, WRITING, Case, assert_same_numbers, prompts_for, train, trainer_for
 from test_preference_resume import logged_after, weights_and_moments
+from trl import GRPOConfig, GRPOTrainer
 
 
 @pytest.fixture(scope="session")
@@ -105,3 +106,21 @@ def test_evaluates_and_predicts_outside_of_a_run(models):
     assert trainer.watch.recompiles == 0 and trainer.steps.compiled is None and trainer.steps.why_not is None
     predicted = trainer.predict(sets["a"])
     assert predicted.predictions is None and "test_loss" in predicted.metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 1, "chat_template_kwargs": {"enable_thinking": False}, "log_unique_prompts": True},
+        {"top_k": 1, "repetition_penalty": 1.5, "top_p": 0.9},
+        {"min_p": 0.999},
+        {"generation_kwargs": {"do_sample": False, "min_new_tokens": 5}},
+    ],
+    ids=str,
+)
+def test_text_without_chance_is_upstreams(models, monkeypatch, settings):
+    monkeypatch.setitem(STOCK, "grpo", (GRPOTrainer, GRPOConfig))
+    case = Case("grpo", {"beta": 0.1, **settings}, conversation=True, steps=4)
+    ours, stock = (train(case, models, which).state.log_history for which in (True, False))
+    assert_same_numbers(ours, stock)

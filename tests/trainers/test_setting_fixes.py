@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from accelerate.parallelism_config import ParallelismConfig
 from fixes import assert_fixes
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
@@ -115,6 +116,7 @@ def test_length_of_prompts(runs):
     [
         (dict(fp16=True), ["Set bf16=True and fp16=False"]),
         (dict(fp16_full_eval=True), [LEAVE_OUT]),
+        (dict(parallelism_config=ParallelismConfig()), [LEAVE_OUT]),
         (dict(XLA_USE_BF16="1"), ["Unset it and use bf16=True"]),
         (dict(XLA_DOWNCAST_BF16="1"), ["Unset it and use bf16=True"]),
         (dict(optim="adamw_bnb_8bit"), ["Allowed: adafactor, adagrad, adamw_torch, adamw_torch_fused"]),

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny import make_model
 
 
@@ -242,3 +243,62 @@ def test_changes_of_the_callers_arguments_are_taken_up(runs, same_logs, caplog):
     assert lines == [
         "bf16=True, max_length=24: changed after the trainer was made, which has no effect. Make another trainer with it."
     ]
+
+
+def test_changes_of_the_callers_arguments_are_answered_by_the_table(runs, same_logs, caplog):
+    trainers = []
+    for name in ("ours", "stock"):
+        trainer, config = make_trainer(runs, name, max_steps=3)
+        config.optim, config.ddp_find_unused_parameters = "sgd", False
+        trainer.train()
+        trainers.append(trainer)
+    same_logs(*trainers)
+    ours, lines = trainers[0], [record.message for record in caplog.records]
+    assert type(ours.optimizer.optimizer).__name__ == "SGD"
+    assert any(line.startswith("optim=sgd passes its learning rate as a Python number") for line in lines)
+    assert any(line.startswith("ddp_find_unused_parameters=False has no effect: ") for line in lines)
+    assert not any("after the trainer was made" in line for line in lines)
+    trainer, config = make_trainer(runs, "ours", max_steps=3)
+    config.fp16 = True
+    with pytest.raises(UserError, match="fp16=True does not work on XLA.*Set bf16=True and fp16=False"):
+        trainer.train()
+
+
+class Changes(TrainerCallback):
+    """Changes arguments, and the data of the next run, in the middle of a run."""
+
+    def __init__(self, **changes):
+        self.changes = changes
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            for name, value in self.changes.items():
+                setattr(args, name, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(max_grad_norm=0.01),
+        dict(max_grad_norm=0.0),
+        dict(learning_rate=1.0, weight_decay=1.0),
+        dict(per_device_train_batch_size=2, per_device_eval_batch_size=2),
+        dict(gradient_accumulation_steps=2, logging_steps=2),
+        dict(max_steps=6, eval_steps=1, seed=3),
+    ],
+    ids=str,
+)
+def test_changes_within_a_run_are_upstreams(runs, same_logs, changes):
+    logs = []
+    for train in (runs.ours, runs.stock):
+        more = {"callbacks": [Changes(**changes)]}
+        trainer = train(kwargs=more, max_steps=8, eval_strategy="steps", eval_steps=3)
+        history = trainer.state.log_history
+        trainer.train_dataset, trainer.eval_dataset = (
+            trainer.train_dataset.select(range(9)),
+            trainer.eval_dataset.select(range(5)),
+        )
+        trainer.train()
+        logs.append(SimpleNamespace(state=SimpleNamespace(log_history=history + trainer.state.log_history)))
+    same_logs(*logs)

@@ -73,9 +73,10 @@ WORK = (
     works(
         "logs",
         "logging_strategy logging_steps logging_first_step log_level log_level_replica log_on_each_node disable_tqdm run_name project "
-        "trackio_space_id trackio_bucket_id trackio_static_space_id include_num_input_tokens_seen skip_memory_metrics debug",
+        "trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics debug",
     ),
-    works("logs", "report_to", follows=False),
+    # Batches are counted as they are collated.
+    works("logs", "report_to include_num_input_tokens_seen", follows=False),
     works(
         "evaluation",
         "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start eval_accumulation_steps prediction_loss_only "

@@ -24,19 +24,8 @@ _OWN = {field.name for field in fields(ExtensionArguments)}
 _OF_A_CHECKPOINT = {"per_device_train_batch_size", "generation_batch_size", "steps_per_generation"}
 
 
-class _Noted:
-    """Notes what arguments are, to find what was changed since."""
-
-    def __init__(self, args: TrainingArguments):
-        self._args = args
-        self._values: dict[str, Any] = {}
-        self.changes()
-
-    def changes(self) -> dict[str, Any]:
-        """What has changed since the last time, with its present value."""
-        values, before = vars(self._args), self._values
-        self._values = {field.name: copy(values[field.name]) for field in fields(self._args) if field.name in values}
-        return {name: value for name, value in self._values.items() if name in before and before[name] != value}
+def _values(args: TrainingArguments) -> dict[str, Any]:
+    return {field.name: copy(vars(args)[field.name]) for field in fields(args) if field.name in vars(args)}
 
 
 class FollowedArguments:
@@ -67,10 +56,9 @@ class FollowedArguments:
         follows_upstream: bool,
         recipe_rows: list[int],
     ):
-        self._args, self._adapt, self._recipe_rows = compiled.args, adapt, recipe_rows
-        self._callers_args = callers
+        self._callers, self._own, self._adapt, self._recipe_rows = callers, compiled.args, adapt, recipe_rows
         self._follows = lambda name: name not in _OWN if follows_upstream else name in _FOLLOWED
-        self._callers, self._own = _Noted(callers), _Noted(compiled.args)
+        self._known = _values(callers), _values(compiled.args)
         self._said = set(compiled.changes)
 
     def take_up(self) -> None:
@@ -80,26 +68,29 @@ class FollowedArguments:
         Raises:
             `ValueError`: A new value is refused. The message says what to set instead.
         """
-        own = {name: value for name, value in self._own.changes().items() if name not in _OF_A_CHECKPOINT}
-        changed = self._callers.changes()
+        changed, own = (
+            {name: value for name, value in _values(args).items() if name in known and known[name] != value}
+            for args, known in zip((self._callers, self._own), self._known, strict=True)
+        )
         lines: list[str] = []
         if changed:
-            adapted = self._adapt(self._callers_args)
+            adapted = self._adapt(self._callers)
             lines = [line for line in adapted.changes if line not in self._said]
-            self._said.update(lines)
             for name in filter(self._follows, changed):
-                setattr(self._args, name, vars(adapted.args)[name])
+                setattr(self._own, name, vars(adapted.args)[name])
             if "gradient_accumulation_steps" in changed:
                 self._recipe_rows[1] = changed["gradient_accumulation_steps"]
-            self._own.changes()
+        self._known = _values(self._callers), _values(self._own)
+        self._said.update(lines)
         for line in lines:
             logger.warning(f"{line}.")
-        said = {line.partition(" ")[0].partition("=")[0] for line in lines}
-        late = {
-            name: value for name, value in {**own, **changed}.items() if not self._follows(name) and name not in said
-        }
+        said = {line.partition(" ")[0].partition("=")[0] for line in lines} | _OF_A_CHECKPOINT - set(changed)
+        late = [
+            f"{name}={value!r}"
+            for name, value in (own | changed).items()
+            if name not in said and not self._follows(name)
+        ]
         if late:
-            settings = ", ".join(f"{name}={value!r}" for name, value in late.items())
             logger.warning(
-                f"{settings}: changed after the trainer was made, which has no effect. Make another trainer with it."
+                f"{', '.join(late)}: changed after the trainer was made, which has no effect. Make another trainer with it."
             )

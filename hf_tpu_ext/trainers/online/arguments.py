@@ -31,11 +31,6 @@ class RewardedArguments(RolloutArguments):
     )
 
     def __post_init__(self):
-        if isinstance(self.share_prompts, bool):
-            # YAML reads an unquoted on as true.
-            self.share_prompts = "on" if self.share_prompts else "off"
-        if self.share_prompts not in ("auto", "on", "off"):
-            raise UserError(f"Unknown share_prompts={self.share_prompts!r}. Allowed: auto, on, off.")
         backend = select_backend("cpu" if self.use_cpu else self.backend, self.num_chips)
         given, steps = self.generation_batch_size, self.steps_per_generation
         # Both are refused by upstream.
