@@ -42,6 +42,7 @@ from .run.lengths import longest_kept, row_lengths
 from .run.metrics import DeferredMetrics
 from .run.own_code import owner_of
 from .run.predicted_text import PredictedText
+from .run.programs import TrainerPrograms
 from .run.training_steps import TrainingSteps
 from .run.watch import TrainerWatch
 from .run.weight_copies import WeightCopies
@@ -96,6 +97,8 @@ class SetUpMixin:
         check_same_settings(self.backend, args)
         #: What all hosts of a slice have to have in common.
         self.agreement = HostAgreement(self.backend)
+        #: Compiles what runs as programs.
+        self.programs = TrainerPrograms(self)
         self._arrange_batches()
         self.chips = Chips(self.backend, self.compiled.args, self.compiled.mesh)
         if self.backend.splits_weights:

@@ -49,7 +49,7 @@ class RewardedMixin(RolloutMixin):
 
     def _arrange_batches(self) -> None:
         super()._arrange_batches()
-        self.passes = Passes(self)
+        self.passes = Passes(self.programs)
         if self.backend.static_shapes:
             count_rows_of_chips(self.compiled.args, self.backend.num_chips * self.backend.ranks.count)
 

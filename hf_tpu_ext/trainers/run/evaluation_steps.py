@@ -11,8 +11,8 @@ from torch import nn
 from ...backends.program import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
-from .own_code import METHODS_OF_A_PREDICTION, draws_other_layers, find_own_code
-from .programs import compile_for, warn_traced
+from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP
+from .programs import warn_traced
 from .training_steps import SentBatch
 
 
@@ -77,8 +77,7 @@ class EvaluationSteps:
                 warn_traced(reason, training=False)
             self._said = reason
         elif self._compiled is None:
-            self._compiled = compile_for(
-                trainer,
+            self._compiled = trainer.programs.compile(
                 self._run_batch,
                 models,
                 METHODS_OF_A_PREDICTION,
@@ -133,15 +132,9 @@ class EvaluationSteps:
 
     def _why_not_replay(self, models: list[nn.Module]) -> str | None:
         trainer = self._trainer
-        if (setting := draws_other_layers(models[0])) is not None:
-            return f"{setting} leaves out other layers at every step"
-        if trainer.compiled.step_replay is True:
-            return None
-        if trainer._preprocess_on_device is not None:
-            found = "preprocess_logits_for_metrics is user code"
-        else:
-            found = find_own_code(trainer, models, METHODS_OF_A_PREDICTION) or find_own_code(trainer, models)
-        return None if found is None else f"{found}; step_replay=True if it does the same at every step"
+        if trainer._preprocess_on_device is not None and trainer.programs.step_replay is not True:
+            return "preprocess_logits_for_metrics is user code; step_replay=True if it does the same at every step"
+        return trainer.programs.why_traced(models, METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a batch reads and changes, besides the model; always in the same order."""

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from ...backends.program import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
-from .own_code import draws_other_layers, find_own_code
-from .programs import compile_for
+from .programs import TrainerPrograms
 
 
 #: What upstream computes log-probabilities with.
@@ -26,12 +25,12 @@ class Passes:
     unless code of the user's runs in it.
 
     Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
+        programs ([`TrainerPrograms`]):
+            Compiles them.
     """
 
-    def __init__(self, trainer):
-        self._trainer = trainer
+    def __init__(self, programs: TrainerPrograms):
+        self._programs = programs
         self._compiled: dict[Hashable, CompiledFunction | None] = {}
         # What computes the pass under way.
         self._trace: Callable[[dict[str, Tensor]], Any] | None = None
@@ -63,8 +62,7 @@ class Passes:
             trace (`Callable`):
                 Computes it.
         """
-        trainer = self._trainer
-        run_traced = partial(trainer.end_program, kind, f"step {trainer.state.global_step + 1}")
+        run_traced = partial(self._programs.end, kind, f"step {self._programs.done + 1}")
         key = kind, model.training
         if key not in self._compiled:
             self._compiled[key] = self._compile(model)
@@ -84,24 +82,11 @@ class Passes:
 
     def _compile(self, model: nn.Module) -> CompiledFunction | None:
         """What runs passes of a model; `None` where every pass is to be traced."""
-        why_not = partial(self._why_not_replay, model)
-        if self._trainer.compiled.step_replay is False or why_not() is not None:
+        why_not = partial(self._programs.why_traced, [model], _METHODS_OF_A_PASS)
+        if self._programs.step_replay is False or why_not() is not None:
             # A line has said so of the steps.
             return None
         # They change nothing.
-        return compile_for(
-            self._trainer,
-            self._compute,
-            [model],
-            _METHODS_OF_A_PASS,
-            state=list,
-            why_not=why_not,
-            training=model.training,
+        return self._programs.compile(
+            self._compute, [model], _METHODS_OF_A_PASS, state=list, why_not=why_not, training=model.training
         )
-
-    def _why_not_replay(self, model: nn.Module) -> str | None:
-        if (setting := draws_other_layers(model)) is not None:
-            return f"{setting} leaves out other layers at every pass"
-        if self._trainer.compiled.step_replay is True:
-            return None
-        return find_own_code(self._trainer, [model], _METHODS_OF_A_PASS)

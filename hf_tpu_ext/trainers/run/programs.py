@@ -13,7 +13,14 @@ from transformers.utils import logging
 from ...backends.program import CompiledFunction
 from ...step.fingerprint import StepFingerprint
 from ...step.python_state import PythonState
-from .own_code import HOOKS_OF_ALL_MODULES, METHODS_OF_A_STEP, attributes_of_a_step, namespaces_of_a_step
+from .own_code import (
+    HOOKS_OF_ALL_MODULES,
+    METHODS_OF_A_STEP,
+    attributes_of_a_step,
+    draws_other_layers,
+    find_own_code,
+    namespaces_of_a_step,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -25,63 +32,99 @@ def warn_traced(reason: str, training: bool = True) -> None:
     logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
 
 
-def compile_for(
-    trainer,
-    function: Callable[..., Any],
-    models: Sequence[nn.Module],
-    methods: tuple[str, ...],
-    state: Callable[[], list[torch.Tensor]],
-    why_not: Callable[[], str | None],
-    settings: Callable[[], dict[str, Any]] = dict,
-    training: bool = False,
-    on_change: Callable[[], None] | None = None,
-) -> CompiledFunction:
+class TrainerPrograms:
     """
-    Compile a function of a trainer, see [`~hf_tpu_ext.backends.program.CompiledFunction`].
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
-        function (`Callable`):
-            What is compiled.
-        models (`Sequence[torch.nn.Module]`):
-            Models that it runs, the first of which is that of the run.
-        methods (`tuple[str, ...]`):
-            Methods of the trainer whose code runs in it.
-        state (`Callable[[], list[torch.Tensor]]`):
-            Lists what it reads and writes besides the models, always in the same order.
-        why_not (`Callable[[], str | None]`):
-            Says, after a change, why each call is to be traced, as half a sentence.
-        settings (`Callable[[], dict[str, Any]]`, *optional*):
-            What else it depends on, by the names that people are shown.
-        training (`bool`, *optional*, defaults to `False`):
-            Whether it trains the model.
-        on_change (`Callable[[], None]`, *optional*):
-            Called when something has changed that it depends on, before that is noted.
+    Compiles functions of a trainer, and finds what guards them. What computes beside or within steps has this in place of the
+    trainer.
     """
 
-    def note(given: list[torch.Tensor]) -> PythonState:
-        if on_change is not None:
-            on_change()
-        return note_python_state(trainer, models, trainer.backend.programs.memory_of, given, methods)
+    def __init__(self, trainer):
+        self._trainer = trainer
 
-    trusts_code = trainer.compiled.step_replay is True
-    fingerprint = StepFingerprint(
-        models,
-        note,
-        lambda: settings() | {"how the trainer computes": trainer.settings_of_programs()},
-        why_not,
-        training,
-        trusts_code,
-    )
-    return trainer.backend.programs.compile(
-        function,
-        lambda: [*fingerprint.tensors, *state()],
-        fingerprint,
-        trainer.copies.context,
-        draws_on_host=trusts_code,
-        warn=partial(warn_traced, training=training),
-    )
+    @property
+    def step_replay(self) -> bool | None:
+        """As in [`ExtensionArguments`]."""
+        return self._trainer.compiled.step_replay
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps of the run that are done."""
+        return self._trainer.state.global_step
+
+    def end(self, kind: str, where: str, **given: Any) -> Any:
+        """End the program that was recorded, as [`TrainerWatch.end_program`]."""
+        return self._trainer.watching.end_program(kind, where, **given)
+
+    def why_traced(self, models: Sequence[nn.Module], *methods: tuple[str, ...]) -> str | None:
+        """
+        Why each call of a function is to be traced, as half a sentence: it runs models, the trained one first, and code of the
+        trainer's `methods`, or of another list of them.
+        """
+        if (setting := draws_other_layers(models[0])) is not None:
+            return f"{setting} leaves out other layers at every step"
+        if self.step_replay is True:
+            return None
+        for names in methods:
+            if (found := find_own_code(self._trainer, models, names)) is not None:
+                return f"{found}; step_replay=True if it does the same at every step"
+        return None
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        models: Sequence[nn.Module],
+        methods: tuple[str, ...],
+        state: Callable[[], list[torch.Tensor]],
+        why_not: Callable[[], str | None],
+        settings: Callable[[], dict[str, Any]] = dict,
+        training: bool = False,
+        on_change: Callable[[], None] | None = None,
+    ) -> CompiledFunction:
+        """
+        Compile a function of the trainer, see [`~hf_tpu_ext.backends.program.CompiledFunction`].
+
+        Args:
+            function (`Callable`):
+                What is compiled.
+            models (`Sequence[torch.nn.Module]`):
+                Models that it runs, the first of which is that of the run.
+            methods (`tuple[str, ...]`):
+                Methods of the trainer whose code runs in it.
+            state (`Callable[[], list[torch.Tensor]]`):
+                Lists what it reads and writes besides the models, always in the same order.
+            why_not (`Callable[[], str | None]`):
+                Says, after a change, why each call is to be traced, as half a sentence.
+            settings (`Callable[[], dict[str, Any]]`, *optional*):
+                What else it depends on, by the names that people are shown.
+            training (`bool`, *optional*, defaults to `False`):
+                Whether it trains the model.
+            on_change (`Callable[[], None]`, *optional*):
+                Called when something has changed that it depends on, before that is noted.
+        """
+        trainer, programs = self._trainer, self._trainer.backend.programs
+
+        def note(given: list[torch.Tensor]) -> PythonState:
+            if on_change is not None:
+                on_change()
+            return note_python_state(trainer, models, programs.memory_of, given, methods)
+
+        trusts_code = self.step_replay is True
+        fingerprint = StepFingerprint(
+            models,
+            note,
+            lambda: settings() | {"how the trainer computes": trainer.settings_of_programs()},
+            why_not,
+            training,
+            trusts_code,
+        )
+        return programs.compile(
+            function,
+            lambda: [*fingerprint.tensors, *state()],
+            fingerprint,
+            trainer.copies.context,
+            draws_on_host=trusts_code,
+            warn=partial(warn_traced, training=training),
+        )
 
 
 def note_python_state(

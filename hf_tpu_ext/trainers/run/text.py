@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
@@ -14,7 +13,7 @@ from transformers.utils import logging
 from ...generation import Generated, Generator
 from ...generation.sampling import count_until_end, find_ends
 from .own_code import find_own_code
-from .programs import compile_for, warn_traced
+from .programs import warn_traced
 
 
 logger = logging.get_logger(__name__)
@@ -117,18 +116,12 @@ class TextGeneration:
         if trainer.compiled.step_replay is False or known == self._known:
             return
         self._known, self.generator.compiled = known, None
-        why_not = partial(self._why_not_replay, models)
+        why_not = partial(trainer.programs.why_traced, models, _METHODS)
         if (reason := why_not()) is not None:
             if reason not in (self._said, trainer.steps.why_not):
                 warn_traced(reason, training=False)
             self._said = reason
             return
-        self.generator.compiled = compile_for(
-            trainer, self.generator.trace, models, _METHODS, state=self.generator.tensors, why_not=why_not
+        self.generator.compiled = trainer.programs.compile(
+            self.generator.trace, models, _METHODS, state=self.generator.tensors, why_not=why_not
         )
-
-    def _why_not_replay(self, models: list[nn.Module]) -> str | None:
-        if self._trainer.compiled.step_replay is True:
-            return None
-        found = find_own_code(self._trainer, models, _METHODS)
-        return None if found is None else f"{found}; step_replay=True if it does the same at every step"

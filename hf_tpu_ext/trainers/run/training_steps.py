@@ -18,13 +18,11 @@ from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
 from ..checkpoint.files import newest_checkpoint
 from .own_code import (
     METHODS_OF_A_STEP,
-    draws_other_layers,
     find_code_between_stages,
-    find_own_code,
     has_own_code,
     places_between_stages,
 )
-from .programs import compile_for, warn_traced
+from .programs import warn_traced
 
 
 # How the names of numbers begin, beside the columns of a batch.
@@ -288,8 +286,7 @@ class TrainingSteps(TrainerCallback):
         self._note_places(places_between_stages(trainer))
         if self._why_stages() is not None:
             return
-        self.compiled = compile_for(
-            trainer,
+        self.compiled = trainer.programs.compile(
             self._train_step,
             models,
             METHODS_OF_A_STEP,
@@ -313,13 +310,7 @@ class TrainingSteps(TrainerCallback):
         return find_code_between_stages(self._trainer)
 
     def _why_not(self, models: Sequence[nn.Module]) -> str | None:
-        if (reason := self._why_stages()) is not None:
-            return reason
-        if (setting := draws_other_layers(models[0])) is not None:
-            return f"{setting} leaves out other layers at every step"
-        if self._trainer.compiled.step_replay is True or (found := find_own_code(self._trainer, models)) is None:
-            return None
-        return f"{found}; step_replay=True if it does the same at every step"
+        return self._why_stages() or self._trainer.programs.why_traced(models, METHODS_OF_A_STEP)
 
     def _follow_optimizer(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own, and with callbacks that it has added."""
