@@ -1,13 +1,13 @@
 """The layers of a model, and whether they are alike: the same but for the values of their parameters."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .module_settings import settings_of
 
-
+_PLAIN = (bool, int, float, str, type(None))
 # transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
 _CAPTURES = "transformers.utils.output_capturing"
 
@@ -51,7 +51,7 @@ def _traits(layer: nn.Module) -> dict[str, tuple]:
     return {
         name: (
             type(module),
-            {key: value for key, value in settings_of(module).items() if key != "layer_idx"},
+            {key: value for key, value in vars(module).items() if _is_setting(value) and key != "layer_idx"},
             [
                 (key, weight.shape, weight.dtype, weight.requires_grad)
                 for key, weight in module.named_parameters(recurse=False)
@@ -59,3 +59,10 @@ def _traits(layer: nn.Module) -> dict[str, tuple]:
         )
         for name, module in layer.named_modules()
     }
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute is a number, a string or a collection of them. Deeper ones name the place of their module."""
+    if isinstance(value, (dict, list, tuple, set)):
+        return all(isinstance(item, _PLAIN) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _PLAIN)
