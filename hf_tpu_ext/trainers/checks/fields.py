@@ -18,6 +18,7 @@ from ..configs import NO_DEEPSPEED
 from . import adaptations
 from .adaptations import ADAMW_NAMES, HOST_SCALAR_NAMES
 from .answers import CompiledArguments, Place, Row, Run, at, refused, replaced, without_effect, works
+from .own_fields import OWN, WEIGHTS_IN_PARTS, is_set
 
 
 # Optimizers whose class is of `torch.optim`, which takes no negative rate. Adafactor does.
@@ -29,10 +30,6 @@ _LOSSES_OF_KTO = KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"]
 
 def _never(value: Any, run: Run) -> bool:
     return False
-
-
-def _is_set(value: Any, run: Run) -> bool:
-    return bool(value)
 
 
 def _trains(run: Run) -> bool:
@@ -235,7 +232,7 @@ REFUSED_ON_XLA = (
         "tools environment_factory",
         "does not work on XLA: conversations with tools have other lengths at every turn, each of which compiles. Leave it out, and "
         "train on prompts, or use a rollout_func that runs the whole conversation.",
-        when=_is_set,
+        when=is_set,
     ),
     refused(
         "tf32",
@@ -267,7 +264,7 @@ REPLACED = (
             "shards by accelerate, which does not know the chips of torch_tpu. Leave it out, and set mesh='fsdp', which shards the "
             "weights over them.",
             values="with torch_tpu",
-            when=_is_set,
+            when=is_set,
         ),
     ),
     replaced(
@@ -322,98 +319,6 @@ WITHOUT_EFFECT = (
     ),
 )
 
-OWN = (
-    *at(
-        lambda place: place.static_shapes and place.traced,
-        without_effect("compile_step", "it applies to torch_tpu", when=lambda value, run: value in ("step", "layers")),
-    ),
-    *at(
-        lambda place: place.static_shapes and not place.traced,
-        refused(
-            "rematerialization",
-            "does not work with torch_tpu, where layers are checkpointed as a whole. Set rematerialization='full' or "
-            "rematerialization='none'.",
-            when=lambda value, run: value == "dots",
-        ),
-        refused(
-            "attention",
-            "does not work with torch_tpu. Leave it out: attn_implementation chooses the attention there, and 'sdpa', the default, is "
-            "torch_tpu's flash kernel.",
-            when=lambda value, run: value == "splash",
-        ),
-        without_effect("attention", "steps are not traced by torch_tpu"),
-        without_effect(
-            "scan_layers step_replay",
-            "steps are not traced by torch_tpu",
-            when=lambda value, run: value in ("on", True),
-        ),
-    ),
-    *at(
-        lambda place: not place.static_shapes,
-        without_effect("num_chips mesh show_sharding", "it applies to TPU chips"),
-        without_effect("scan_layers", "it applies to XLA", when=lambda value, run: value == "on"),
-        without_effect("attention", "attn_implementation chooses here"),
-        without_effect("rematerialization", "it applies to XLA; gradient_checkpointing=True works here"),
-        without_effect("step_replay", "steps run eagerly", when=_is_set),
-        without_effect("max_recompiles", "nothing is compiled"),
-        without_effect("length_buckets", "batches are padded to their longest row"),
-        without_effect(
-            "max_prompt_length", "prompts of any length are taken, and padded to the longest of their batch"
-        ),
-        without_effect("compile_step", "it applies to torch_tpu", when=lambda value, run: value in ("step", "layers")),
-    ),
-)
-
-_IN_PARTS = "does not work with mesh={args.mesh!r}, of which each chip holds parts of the weights. "
-_SPLIT = "does not work with {by}, which splits what is trained over processes. "
-_TRAIN_WITHOUT = _SPLIT + "Leave {name} out, or train without {by}."
-_WEIGHTS_IN_PARTS = (
-    *at(
-        lambda place: place.splits_weights,
-        refused(
-            "optim",
-            _IN_PARTS + "Set optim='adamw_torch_fused', or set mesh='data'.",
-            when=lambda value, run: value not in ADAMW_NAMES,
-        ),
-        refused(
-            "ema_decay show_samples predict_with_generate sync_ref_model kd_teacher kd_cache qat_weight_dtype "
-            "optimizer_cls_and_kwargs",
-            _IN_PARTS + "Leave it out, or set mesh='data'.",
-            when=_is_set,
-        ),
-        refused(
-            "optimizers",
-            _IN_PARTS + "Leave it out, or set mesh='data'.",
-            when=lambda value, run: value is not None and value[0] is not None,
-        ),
-    ),
-    *at(lambda place: place.split_by is not None, refused("ema_decay", _TRAIN_WITHOUT)),
-    *at(
-        lambda place: place.split_by in ("fsdp", "deepspeed stage 3"),
-        refused("qat_weight_dtype show_samples predict_with_generate", _TRAIN_WITHOUT),
-    ),
-    *at(
-        lambda place: place.split_by == "fsdp",
-        refused(
-            "kd_teacher",
-            _SPLIT
-            + "Make a cache of the teacher first (hf-tpu cache-teacher --kd_teacher MODEL --kd_cache DIRECTORY), then set "
-            "kd_cache=DIRECTORY and leave kd_teacher out.",
-            # It is compared with the name of the teacher that has made the cache, and not loaded.
-            when=lambda value, run: value is not None and run["kd_cache"] is None,
-        ),
-    ),
-    # Its weights are whole in the forward pass alone, and the gradient of a head is computed later.
-    *at(
-        lambda place: place.split_by == "deepspeed stage 3",
-        refused(
-            "kd_teacher kd_cache",
-            _SPLIT
-            + "Set zero_stage: 2 in accelerate's configuration (stage in DeepSpeed's own), or train without deepspeed.",
-        ),
-    ),
-)
-
 #: Of upstream's fields.
 FIELDS: tuple[Row, ...] = WORK + REFUSED_ANYWHERE + REFUSED_ON_XLA + REPLACED + WITHOUT_EFFECT
 
@@ -444,7 +349,7 @@ def adapt(
         `ValueError`: A value is refused. The message says what to set instead.
     """
     run = Run(CompiledArguments(copy_arguments(args)), place, given, loads_model)
-    for row in FIELDS + OWN + _WEIGHTS_IN_PARTS:
+    for row in FIELDS + OWN + WEIGHTS_IN_PARTS:
         row.apply(run)
     return run.compiled
 

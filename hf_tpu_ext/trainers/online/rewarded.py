@@ -93,10 +93,6 @@ class RewardedMixin(RolloutMixin):
         #: Whether layers read a prompt once for all its completions.
         self.shares_prompts = False
         if not self.backend.traces_steps:
-            if asked == "on":
-                self.compiled.changes.append(
-                    f"share_prompts=on has no effect on {self.backend.name}: it is for torch_xla"
-                )
             return
         reason = self._why_prompts_apart(self.model)
         if reason is not None and asked == "on":

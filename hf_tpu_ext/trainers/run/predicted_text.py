@@ -36,12 +36,6 @@ class PredictedText:
 
     def __init__(self, trainer):
         args = trainer.args
-        packs = vars(args).get("packing") if vars(args).get("eval_packing") is None else args.eval_packing
-        if packs or vars(args).get("padding_free"):
-            raise UserError(
-                "predict_with_generate=True writes on after the prompt of each row, and packed rows have several. Set "
-                "eval_packing=False and padding_free=False."
-            )
         model = unwrap_peft_model(trainer.model)
         if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
             raise UserError(

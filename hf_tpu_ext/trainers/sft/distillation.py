@@ -107,11 +107,6 @@ class DistillationMixin:
 
     def _open_cache(self) -> None:
         args = self.args
-        if args.packing or args.eval_packing:
-            raise UserError(
-                "packing=True joins sequences to rows, and a teacher's cache is looked up by the sequence. Set packing=False "
-                "and eval_packing=False; length_buckets keeps the padding low."
-            )
         cache = TeacherCache(args.kd_cache, preload=args.kd_preload)
         self._check_teacher_of(cache)
         vocab_size = unwrap_peft_model(self.model).get_output_embeddings().weight.shape[0]
