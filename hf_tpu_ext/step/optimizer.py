@@ -13,6 +13,10 @@ from ..errors import UserError
 from .ema import WeightAverage, at_least_float32
 
 
+# Of PyTorch's AdamW. The first two are other updates, and with the others state is on the device.
+_OTHER_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+
+
 @dataclass(frozen=True, eq=False)
 class _Update:
     group: dict[str, Any]
@@ -54,6 +58,26 @@ class LazyAdamW(torch.optim.AdamW):
         self._counters: list[torch.Tensor] = []
         self._counts = torch.zeros(0)
         self.register_load_state_dict_pre_hook(partial(place_loaded, backend))
+
+    @classmethod
+    def in_place_of(cls, optimizer: torch.optim.Optimizer, backend: Backend) -> torch.optim.Optimizer:
+        """
+        An optimizer of this class with the groups and the state of a plain [`torch.optim.AdamW`], or that optimizer itself where it
+        is another one, has options that this class lacks, or hooks.
+        """
+        if (
+            type(optimizer) is not torch.optim.AdamW
+            or any(group[option] for group in optimizer.param_groups for option in _OTHER_OPTIONS)
+            or any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+        ):
+            return optimizer
+        defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        own = cls(optimizer.param_groups, backend, **defaults)
+        # Whoever made the other one may go on to change them there.
+        own.param_groups, own.state = optimizer.param_groups, optimizer.state
+        return own
 
     def create_state(self) -> None:
         """Create the moments and step counters that are missing, so that the first step is like every other."""

@@ -65,7 +65,7 @@ class TPUTrainerMixin(
     | `compute_loss` | masks of static shape, a fused head as a loop, metrics left on the device |
     | `_prepare_inputs`, `_get_num_items_in_batch`, `_track_num_input_tokens` | the batch is sent once, and counted on the host |
     | `_clip_grad_norm`, `_get_grad_norm` | the norm stays on the device, and is the program's where a step is replayed |
-    | `get_optimizer_cls_and_kwargs`, `create_optimizer` | AdamW whose numbers are tensors; the scan over layers |
+    | `create_optimizer` | AdamW whose numbers are tensors; the scan over layers |
     | `_move_model_to_device`, `_init_training_state` | the model is placed over all chips, whose rows are one batch |
     | `compute_loss_context_manager` | autocast of XLA, with float32 weights |
     | `floating_point_ops` | upstream counts the parameters at every micro-step |

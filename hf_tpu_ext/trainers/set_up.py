@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -9,10 +11,10 @@ import torch
 from torch import nn
 from transformers import DefaultFlowCallback, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
+from transformers.training_args import OptimizerNames
 
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
-from ..backends.selection import find_backend
 from ..callbacks.run_lines import RunLines
 from ..layers.random_numbers import RandomSeeds
 from ..quantization.bitsandbytes import check_method, find_config
@@ -22,7 +24,7 @@ from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_lo
 from ..step.program_adamw import ProgramAdamW
 from ..step.running_code import is_known
 from ..step.users_model import save_from_host
-from .checks.adaptations import ADAMW_NAMES, set_gradient_checkpointing
+from .checks.adaptations import ADAMW_NAMES, FEW_BIT_ADAMW_NAMES, set_gradient_checkpointing
 from .checks.answers import Place
 from .checks.device import bind_device
 from .checks.fields import adapt
@@ -165,6 +167,8 @@ class SetUpMixin:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
+        if self.backend.own_optimizer and not self._follows_optimizer:
+            self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, self.accelerator.prepare_optimizer)
         if self.backend.ranks.count > 1:
             # Gradients are averaged by the steps. Left to itself, accelerate would wrap the model for that.
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -248,21 +252,14 @@ class SetUpMixin:
             contexts.enter_context(self.backend.autocast(self.compiled.compute_dtype))
         return contexts
 
-    @classmethod
-    def get_optimizer_cls_and_kwargs(cls, args, model=None) -> tuple[Any, dict[str, Any]]:
-        # Called on the class, as upstream's static method is: an override of `create_optimizer` calls it so.
-        optimizer_cls, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
-        extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
-        backend = find_backend("cpu" if args.use_cpu else extension.backend)
-        if backend.own_optimizer and args.optim in ADAMW_NAMES:
-            return LazyAdamW, {**kwargs, "backend": backend}
-        if backend.compiles_functions and optimizer_cls is torch.optim.AdamW:
-            return ProgramAdamW, kwargs
-        return optimizer_cls, kwargs
-
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        created = self.optimizer is None
-        optimizer = super().create_optimizer(model)
+        created, chosen = self.optimizer is None, self.optimizer_cls_and_kwargs
+        if created and chosen is None and self.backend.unknown_upstream:
+            self.optimizer_cls_and_kwargs = self._choose_optimizer(self.model if model is None else model)
+        try:
+            optimizer = super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = chosen
         if created and (self.backend.traces_steps or self.backend.splits_weights):
             self._save_from_host(optimizer)
         if created and self.backend.splits_weights:
@@ -271,6 +268,27 @@ class SetUpMixin:
         if self.backend.traces_steps:
             self.layers.begin(optimizer)
         return optimizer
+
+    def _choose_optimizer(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+        """The class of the optimizer and its settings: upstream's, or this package's in the place of PyTorch's AdamW."""
+        args = self.args
+        if args.optim in FEW_BIT_ADAMW_NAMES or (self.backend.own_optimizer and args.optim in ADAMW_NAMES):
+            args = copy(args)
+            args.optim = OptimizerNames.ADAMW_TORCH
+        optimizer_cls, kwargs = self.get_optimizer_cls_and_kwargs(args, model)
+        if optimizer_cls is torch.optim.AdamW:
+            if self.backend.own_optimizer:
+                return LazyAdamW, {**kwargs, "backend": self.backend}
+            if self.backend.compiles_functions:
+                return ProgramAdamW, kwargs
+        return optimizer_cls, kwargs
+
+    def _prepare_optimizer(self, prepare: Callable, optimizer: torch.optim.Optimizer, *args, **kwargs) -> Any:
+        """Accelerate's `prepare_optimizer`, of an AdamW that somebody's `create_optimizer` made."""
+        own = LazyAdamW.in_place_of(optimizer, self.backend)
+        if own is not optimizer:
+            self._save_from_host(own)
+        return prepare(own, *args, **kwargs)
 
     def _save_from_host(self, optimizer: torch.optim.Optimizer) -> None:
         # Checkpoints hold CPU tensors. A state dict of somebody's own may do anything with them.

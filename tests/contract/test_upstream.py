@@ -40,7 +40,6 @@ PACKAGE = [ast.parse(file.read_text(encoding="utf-8")) for file in Path(trainers
 HOOKS = {
     "_move_model_to_device": ["model", "device"],
     "compute_loss_context_manager": [],
-    "get_optimizer_cls_and_kwargs": ["args", "model"],
     "create_optimizer": ["model"],
     "_hp_search_setup": ["trial"],
     "_prepare_inputs": ["inputs"],
@@ -109,6 +108,7 @@ OF_SFT = {
 }
 # What is called besides.
 CALLED = {
+    "get_optimizer_cls_and_kwargs": ["args", "model"],
     "_get_learning_rate": [],
     "_evaluate": ["trial", "ignore_keys_for_eval", "skip_scheduler"],
     "is_world_process_zero": [],
@@ -159,6 +159,7 @@ SET = {
     "data_collator",
     "gather_function",
     "model",
+    "optimizer_cls_and_kwargs",
     "preprocess_logits_for_metrics",
 }
 READ = {

@@ -106,7 +106,7 @@ def test_optimizer_names():
     assert all(OptimizerNames(name.value) is name for name in names)
     config = TrainingArguments("unused", use_cpu=True, optim="adamw_torch", learning_rate=3e-4, adam_beta2=0.95)
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(config, None)
-    assert cls is torch.optim.AdamW, "trainers/set_up.py, get_optimizer_cls_and_kwargs"
+    assert cls is torch.optim.AdamW, "trainers/set_up.py, _choose_optimizer"
     assert kwargs == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 
 

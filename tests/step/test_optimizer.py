@@ -273,3 +273,32 @@ def test_counters_that_were_replaced_or_set_are_those_that_count(backend):
     del optimizer.state[parameters[2]]
     optimizer.step()
     assert [optimizer.state[parameter]["step"].item() for parameter in parameters] == [9, 5, 1]
+
+
+def test_in_the_place_of_an_adamw_with_its_groups_and_state(xla):
+    weights = [torch.nn.Parameter(xla.send(torch.ones(3))) for _ in range(2)]
+    made = torch.optim.AdamW(
+        [{"params": weights[:1], "lr": 0.5, "weight_decay": 0.0}, {"params": weights[1:]}], lr=0.1
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0 / (1 + step))
+    own = LazyAdamW.in_place_of(made, xla)
+    assert isinstance(own, LazyAdamW) and [group["lr"] for group in own.param_groups] == [0.5, 0.1]
+    for weight in weights:
+        weight.grad = xla.send(torch.ones(3))
+    own.step()
+    schedule.step()
+    assert [group["lr"] for group in own.param_groups] == [0.25, 0.05] and made.state.keys() == own.state.keys()
+    assert [xla.fetch(weight.detach())[0].item() for weight in weights] == pytest.approx(
+        [0.5, 0.99 - 0.1 + 0.009], abs=2e-3
+    )
+
+
+@pytest.mark.parametrize("options", [dict(amsgrad=True), dict(maximize=True), dict(lr=torch.tensor(0.1))], ids=str)
+def test_another_update_than_this_one_is_left_to_pytorch(xla, options):
+    made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **{"foreach": False, **options})
+    assert LazyAdamW.in_place_of(made, xla) is made
+    hooked = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    hooked.register_step_post_hook(lambda *_: None)
+    assert LazyAdamW.in_place_of(hooked, xla) is hooked
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    assert LazyAdamW.in_place_of(sgd, xla) is sgd

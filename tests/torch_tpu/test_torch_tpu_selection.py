@@ -110,7 +110,7 @@ def test_a_plan_is_made_where_torch_xla_is(fresh, capsys):
         (dict(attention="splash"), "attention='splash' does not work with torch_tpu"),
         (dict(fp16=True), "fp16=True does not work"),
         (dict(max_length=None), "max_length=None does not work"),
-        (dict(optim="adamw_8bit"), "optim=adamw_8bit does not run"),
+        (dict(optim="lion_8bit"), "optim=lion_8bit does not run"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_by_name(runs, config, words):

@@ -41,7 +41,7 @@ GPTQ = GPTQConfig(bits=4)
         (dict(length_buckets=[4], streaming=True), ["length_buckets=4", "streaming", "length_buckets=[12, 24, 48]"]),
         (dict(fp16=True), ["fp16=True", "bf16=True and fp16=False"]),
         (dict(fp16_full_eval=True), ["fp16_full_eval=True", "Leave it out"]),
-        (dict(optim="adamw_bnb_8bit"), ["optim=adamw_bnb_8bit", "adamw_torch", "adafactor"]),
+        (dict(optim="ademamix_8bit"), ["optim=ademamix_8bit", "adamw_torch", "adafactor"]),
         (dict(optim="lion_8bit"), ["optim=lion_8bit", "adamw_torch"]),
         (dict(gradient_checkpointing_kwargs={"selective": True}), ["selective", "Leave it out"]),
         (dict(show_samples=2, kwargs={"eval_dataset": None}), ["show_samples=2", "eval_dataset", "eval_strategy"]),
@@ -100,7 +100,7 @@ def test_output_directory_that_cannot_be_written_to(runs, tmp_path):
 @pytest.mark.parametrize(
     ("config", "kwargs"),
     [
-        (dict(optim="adamw_bnb_8bit"), {}),
+        (dict(optim="ademamix_8bit"), {}),
         (dict(show_samples=2), {"eval_dataset": None}),
         (dict(per_device_train_batch_size=0), {}),
     ],

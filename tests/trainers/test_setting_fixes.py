@@ -119,7 +119,7 @@ def test_length_of_prompts(runs):
         (dict(parallelism_config=ParallelismConfig()), [LEAVE_OUT]),
         (dict(XLA_USE_BF16="1"), ["Unset it and use bf16=True"]),
         (dict(XLA_DOWNCAST_BF16="1"), ["Unset it and use bf16=True"]),
-        (dict(optim="adamw_bnb_8bit"), ["Allowed: adafactor, adagrad, adamw_torch, adamw_torch_fused"]),
+        (dict(optim="ademamix_8bit"), ["Allowed: adafactor, adagrad, adamw_torch, adamw_torch_fused"]),
         (dict(fsdp="full_shard", mesh="data"), ["Leave fsdp out", "leave mesh out"]),
         (dict(fsdp="full_shard", limit_all_gathers=True), ["Leave limit_all_gathers out"]),
         (

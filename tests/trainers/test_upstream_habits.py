@@ -3,6 +3,7 @@
 import ast
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_tpu_ext import TPUTrainer
+from hf_tpu_ext.step.optimizer import LazyAdamW
 
 
 class LineConfig(PreTrainedConfig):
@@ -195,10 +197,28 @@ def test_an_override_of_create_optimizer_asks_the_class_for_the_optimizer(xla, t
         own = type("TwoRates", (cls,), {"create_optimizer": create_optimizer})
         trainer = make(own, tmp_path, max_steps=3, logging_steps=1)
         trainer.train()
+        # Not only the trainer's own is a part of the program of a step.
+        assert isinstance(trainer.optimizer.optimizer, LazyAdamW if cls is TPUTrainer else torch.optim.AdamW)
         return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
     ours, upstreams = on_both_sides(train)
     assert ours == upstreams
+
+
+@pytest.mark.parametrize(
+    "name", ["paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "adamw_torch_8bit"]
+)
+def test_adamw_of_few_bits_is_adamw_with_a_line(xla, tmp_path, monkeypatch, capsys, name):
+    # Nothing of it is imported.
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    losses = []
+    for cls, optim in ((TPUTrainer, name), (Trainer, "adamw_torch")):
+        trainer = make(cls, tmp_path, max_steps=3, logging_steps=1, optim=optim)
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        assert trainer.args.optim == optim
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert f"optim={name} is replaced by AdamW" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])

@@ -14,8 +14,22 @@ from ..configs import ExtensionArguments
 from .answers import Run
 
 
+#: AdamW whose moments have few bits, or are kept on the host: on XLA they have those of the weights, on the chips.
+FEW_BIT_ADAMW_NAMES = {
+    OptimizerNames.ADAMW_BNB,
+    OptimizerNames.ADAMW_8BIT,
+    OptimizerNames.PAGED_ADAMW,
+    OptimizerNames.PAGED_ADAMW_8BIT,
+    OptimizerNames.ADAMW_TORCH_4BIT,
+    OptimizerNames.ADAMW_TORCH_8BIT,
+}
 #: AdamW in its several implementations: all become [`LazyAdamW`].
-ADAMW_NAMES = {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED, OptimizerNames.ADAMW_TORCH_XLA}
+ADAMW_NAMES = {
+    OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.ADAMW_TORCH_FUSED,
+    OptimizerNames.ADAMW_TORCH_XLA,
+    *FEW_BIT_ADAMW_NAMES,
+}
 #: Optimizers that take their learning rate as a Python number.
 HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
 # Options of `fsdp_config`, and the values, in lower case, that say what is done anyway.
@@ -69,9 +83,18 @@ def compute_in_bfloat16(run: Run) -> None:
 def choose_optimizer(run: Run) -> None:
     """AdamW inside the step's program, or PyTorch's own optimizer."""
     args, changes = run.args, run.compiled.changes
-    if not run.place.traced and args.optim in (ADAMW_NAMES - {OptimizerNames.ADAMW_TORCH_XLA}) | HOST_SCALAR_NAMES:
+    if (
+        not run.place.traced
+        and args.optim in {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED} | HOST_SCALAR_NAMES
+    ):
         return
-    if args.optim in ADAMW_NAMES:
+    if args.optim in FEW_BIT_ADAMW_NAMES:
+        # The name stays: the trainer asks for the class of another one.
+        changes.append(
+            f"optim={OptimizerNames(args.optim).value} is replaced by AdamW, whose moments have the dtype of the weights and "
+            "stay on the chips"
+        )
+    elif args.optim in ADAMW_NAMES:
         if args.optim != OptimizerNames.ADAMW_TORCH:
             changes.append(
                 f"optim={OptimizerNames(args.optim).value} is replaced by AdamW with the same update inside the "
@@ -84,7 +107,7 @@ def choose_optimizer(run: Run) -> None:
             "or 1 recompiles; optim=adamw_torch never does"
         )
     else:
-        allowed = sorted(name.value for name in ADAMW_NAMES | HOST_SCALAR_NAMES)
+        allowed = sorted(name.value for name in ADAMW_NAMES - FEW_BIT_ADAMW_NAMES | HOST_SCALAR_NAMES)
         raise UserError(
             f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs custom kernels or "
             f"device-to-host syncs). Allowed: {', '.join(allowed)}."

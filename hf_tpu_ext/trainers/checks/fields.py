@@ -245,7 +245,9 @@ REFUSED_ON_XLA = (
 REPLACED = (
     replaced(
         "optim",
-        "AdamW inside the step's program, where it is AdamW. `sgd`, `adagrad`, `rmsprop` and `adafactor` are PyTorch's and "
+        "AdamW inside the step's program, where it is AdamW. That of few bits or in pages (`adamw_8bit`, `adamw_bnb_8bit`, "
+        "`paged_adamw_8bit`, `paged_adamw_32bit`, `adamw_torch_4bit`, `adamw_torch_8bit`) has moments of the weights' dtype, on the "
+        "chips. `sgd`, `adagrad`, `rmsprop` and `adafactor` are PyTorch's and "
         "transformers' own. Others, of custom kernels, are refused.",
         beside="optim_args optim_target_modules",
         adapt=adaptations.choose_optimizer,
