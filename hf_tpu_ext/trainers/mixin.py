@@ -75,7 +75,7 @@ class TPUTrainerMixin(
     | `_load_optimizer_and_scheduler` | the state goes from the file to the chips one tensor at a time |
     | `_load_from_checkpoint` | adapters keep the dtype that TRL gave them |
     | `_save`, `save_model`, `_save_optimizer_and_scheduler`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer or by all hosts, written atomically |
-    | `train`, `_hp_search_setup` | takes up changed arguments, finds a complete checkpoint, leaves nothing to the next run or trial |
+    | `train`, `_inner_training_loop`, `_hp_search_setup` | takes up changed arguments, finds a complete checkpoint, says that memory has run out, leaves nothing to the next run or trial |
 
     Args:
         *args:
@@ -410,6 +410,17 @@ class TPUTrainerMixin(
                     return super().train(checkpoint, trial, ignore_keys_for_eval)
                 finally:
                     self._end_run()
+
+    def _inner_training_loop(
+        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+    ):
+        try:
+            return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except RuntimeError as error:
+            if self.args.auto_find_batch_size and "RESOURCE_EXHAUSTED" in str(error):
+                # Accelerate goes on with a smaller batch where it knows the words.
+                raise RuntimeError("XLA has run out of memory.") from error
+            raise
 
     @contextmanager
     def models_as_run(self) -> Iterator[None]:

@@ -163,13 +163,20 @@ def test_losses_that_are_nan_are_logged_as_upstream_does(xla, tmp_path, caplog, 
 class Full(TrainerCallback):
     """Has no memory for more than 4 rows."""
 
+    def __init__(self, words):
+        self.words = words
+
     def on_step_end(self, args, state, control, **kwargs):
         if state.train_batch_size > 4:
-            raise RuntimeError("CUDA out of memory.")
+            raise RuntimeError(self.words)
 
 
-def test_a_smaller_batch_after_memory_has_run_out(xla, tmp_path):
-    trainer = make(TPUTrainer, tmp_path, [Full()], per_device_train_batch_size=8, auto_find_batch_size=True)
+@pytest.mark.parametrize(
+    "words",
+    ["CUDA out of memory.", "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.75G of 15.75G hbm."],
+)
+def test_a_smaller_batch_after_memory_has_run_out(xla, tmp_path, words):
+    trainer = make(TPUTrainer, tmp_path, [Full(words)], per_device_train_batch_size=8, auto_find_batch_size=True)
     trainer.train()
     assert trainer.state.global_step == 2 and trainer._train_batch_size == 4
 
