@@ -7,7 +7,12 @@ from ..backends.selection import choose_before_upstream
 choose_before_upstream()
 
 from ..callbacks.preemption import TrainingPreempted  # noqa: E402
-from .configs import ExtensionArguments, TPUSFTConfig, TPUTrainingArguments  # noqa: E402
+from .configs import (  # noqa: E402
+    ExtensionArguments,
+    TPUSeq2SeqTrainingArguments,
+    TPUSFTConfig,
+    TPUTrainingArguments,
+)
 from .mixin import TPUTrainerMixin  # noqa: E402
 from .online.distillation import TPUDistillationConfig, TPUDistillationTrainer  # noqa: E402
 from .online.grpo import TPUGRPOConfig, TPUGRPOTrainer  # noqa: E402
@@ -16,7 +21,7 @@ from .preference.dpo import TPUDPOConfig, TPUDPOTrainer  # noqa: E402
 from .preference.kto import TPUKTOConfig, TPUKTOTrainer  # noqa: E402
 from .preference.reward import TPURewardConfig, TPURewardTrainer  # noqa: E402
 from .sft.trainer import TPUSFTTrainer  # noqa: E402
-from .trainer import TPUTrainer  # noqa: E402
+from .trainer import TPUSeq2SeqTrainer, TPUTrainer  # noqa: E402
 
 
 __all__ = [
@@ -35,6 +40,8 @@ __all__ = [
     "TPURewardTrainer",
     "TPUSFTConfig",
     "TPUSFTTrainer",
+    "TPUSeq2SeqTrainer",
+    "TPUSeq2SeqTrainingArguments",
     "TPUTrainer",
     "TPUTrainerMixin",
     "TPUTrainingArguments",

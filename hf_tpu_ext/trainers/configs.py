@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from inspect import formatannotation
 from textwrap import wrap
 
-from transformers import TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from trl import SFTConfig
 
 from ..backends import BACKENDS, select_backend
@@ -403,11 +403,8 @@ class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
 
 @describe_fields
 @dataclass
-class TPUTrainingArguments(PredictedTextArguments, ExtensionArguments, TrainingArguments):
-    """
-    [`~transformers.TrainingArguments`] with the settings of [`ExtensionArguments`] and [`PredictedTextArguments`], and with the one
-    below.
-    """
+class PaddedArguments(ExtensionArguments):
+    """[`ExtensionArguments`] of the trainers that do not truncate rows."""
 
     max_length: int | None = field(
         default=None,
@@ -416,3 +413,13 @@ class TPUTrainingArguments(PredictedTextArguments, ExtensionArguments, TrainingA
             "rounded up."
         },
     )
+
+
+@dataclass
+class TPUTrainingArguments(PredictedTextArguments, PaddedArguments, TrainingArguments):
+    """[`~transformers.TrainingArguments`] with the settings of [`PaddedArguments`] and [`PredictedTextArguments`]."""
+
+
+@dataclass
+class TPUSeq2SeqTrainingArguments(PaddedArguments, Seq2SeqTrainingArguments):
+    """[`~transformers.Seq2SeqTrainingArguments`] with the settings of [`PaddedArguments`]."""

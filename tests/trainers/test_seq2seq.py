@@ -5,6 +5,8 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     DataCollatorForSeq2Seq,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -14,12 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext import TPUSeq2SeqTrainer, TPUSeq2SeqTrainingArguments, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.trainers import TPUTrainerMixin
-
-
-class TPUSeq2SeqTrainer(TPUTrainerMixin, Seq2SeqTrainer):
-    """As the documentation says."""
 
 
 LONGEST = 8
@@ -32,6 +30,18 @@ def t5():
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **sizes, **tokens))
 
 
+def bart():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=259, d_model=32, max_position_embeddings=32, dropout=0.0)
+    parts = {
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in dict(layers=1, attention_heads=4, ffn_dim=32).items()
+    }
+    tokens = dict(pad_token_id=0, bos_token_id=2, eos_token_id=1, decoder_start_token_id=1, forced_eos_token_id=1)
+    return BartForConditionalGeneration(BartConfig(**sizes, **parts, **tokens))
+
+
 def rows_of(count):
     rng = np.random.default_rng(0)
     rows = []
@@ -42,7 +52,7 @@ def rows_of(count):
     return Dataset.from_list(rows)
 
 
-def make(cls, args_cls, runs, collator=None, **config):
+def make(cls, args_cls, runs, collator=None, model=t5, **config):
     defaults = dict(
         max_steps=3,
         per_device_train_batch_size=4,
@@ -56,10 +66,12 @@ def make(cls, args_cls, runs, collator=None, **config):
         use_cpu=not issubclass(cls, TPUTrainerMixin),
     )
     args = args_cls(str(runs.output_dir), **{**defaults, **config})
-    collate = DataCollatorForSeq2Seq(runs.tokenizer, model=None, **(collator or {}))
-    rows = rows_of(8)
+    made, rows = model(), rows_of(8)
+    # With label smoothing, the labels are not for the model.
+    smoothed = made if config.get("label_smoothing_factor") else None
+    collate = DataCollatorForSeq2Seq(runs.tokenizer, model=smoothed, **(collator or {}))
     return cls(
-        t5(), args, collate, train_dataset=rows, eval_dataset=rows.select(range(4)), processing_class=runs.tokenizer
+        made, args, collate, train_dataset=rows, eval_dataset=rows.select(range(4)), processing_class=runs.tokenizer
     )
 
 
@@ -110,8 +122,42 @@ def test_text_is_that_of_generate(runs):
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "smoothing"),
+    [
+        pytest.param(t5, 0.0, id="t5"),
+        pytest.param(bart, 0.1, id="bart, smoothed"),
+        pytest.param(t5, 0.1, id="t5, smoothed", marks=pytest.mark.slow),
+        pytest.param(bart, 0.0, id="bart", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_predictions_are_upstreams(runs, model, smoothing):
+    """With an evaluation in training, whose text is counted."""
+    found = []
+    for cls, args_cls in (
+        (TPUSeq2SeqTrainer, TPUSeq2SeqTrainingArguments),
+        (Seq2SeqTrainer, Seq2SeqTrainingArguments),
+    ):
+        text = dict(predict_with_generate=True, generation_max_length=LONGEST)
+        trainer = make(
+            cls,
+            args_cls,
+            runs,
+            model=model,
+            label_smoothing_factor=smoothing,
+            eval_strategy="steps",
+            eval_steps=3,
+            **text,
+        )
+        trainer.compute_metrics = lambda prediction: {"tokens": float((prediction.predictions > 1).sum())}
+        trainer.train()
+        found.append([log.get("loss", log.get("eval_loss")) for log in trainer.state.log_history[:-1]])
+        found[-1] += [log["eval_tokens"] for log in trainer.state.log_history if "eval_tokens" in log]
+    assert len(found[0]) == 5 and found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_text_of_a_general_trainer_names_the_other(runs):
     with pytest.raises(
-        ValueError, match=r"T5ForConditionalGeneration is an .* class TPUSeq2SeqTrainer\(TPUTrainerMixin"
+        ValueError, match=r"T5ForConditionalGeneration is an .* Train it with hf_tpu_ext.TPUSeq2SeqTrainer"
     ):
         make(TPUTrainer, TPUTrainingArguments, runs, predict_with_generate=True)

@@ -25,7 +25,7 @@ from ...errors import UserError
 from ...formatting import dtype_name
 from ...layers.batch_length import BatchLength
 from ..checks.upstream import upstream_of
-from ..configs import TPUTrainingArguments
+from ..configs import PaddedArguments
 from .index_ranges import IndexRanges, classes_for
 from .lengths import row_lengths
 from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
@@ -118,7 +118,7 @@ class BatchesMixin:
         if self._ranges is None:
             owner = self._owner_of_loss
             own_loss = self.compute_loss_func is None and owner.__module__ in _LOSSES_BY_LABELS
-            truncates = "max_length" in vars(self.args) and not isinstance(self.args, TPUTrainingArguments)
+            truncates = "max_length" in vars(self.args) and not isinstance(self.args, PaddedArguments)
             truncation = f"{type(self.args).__name__}(max_length={{}})" if truncates else _TRUNCATION
             self._ranges = IndexRanges(self.model, own_loss, truncation)
         self._ranges.check(batch)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from ...data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from ...errors import UserError
 from ..checks.datasets import named_datasets
-from ..configs import ExtensionArguments, TPUTrainingArguments
+from ..configs import ExtensionArguments, PaddedArguments
 
 
 #: A single number in `length_buckets` up to this one is a count of buckets, not a length.
@@ -56,7 +56,7 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
 
 def longest_kept(args: TrainingArguments) -> int | None:
     """The length in tokens that a trainer truncates rows to; `None` where rows are taken as they are."""
-    return None if isinstance(args, TPUTrainingArguments) else vars(args).get("max_length")
+    return None if isinstance(args, PaddedArguments) else vars(args).get("max_length")
 
 
 def lengths_for(

@@ -40,8 +40,8 @@ class PredictedText:
         if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
             raise UserError(
                 f"predict_with_generate=True of {type(args).__name__} writes on after a prompt, and {type(model).__name__} is an "
-                "encoder-decoder model. Train it by class TPUSeq2SeqTrainer(TPUTrainerMixin, Seq2SeqTrainer): ... with "
-                "Seq2SeqTrainingArguments(predict_with_generate=True); TPUTrainerMixin is in hf_tpu_ext.trainers."
+                "encoder-decoder model. Train it with hf_tpu_ext.TPUSeq2SeqTrainer and "
+                "Seq2SeqTrainingArguments(predict_with_generate=True)."
             )
         if trainer.compute_metrics is None:
             logger.warning(
