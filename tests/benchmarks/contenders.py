@@ -31,24 +31,7 @@ class _MeterCallback(TrainerCallback):
 def train_with(
     trainer_class: type[Trainer], plan: Plan, meter: Meter, config_class: type[SFTConfig] = SFTConfig, **config
 ) -> dict[int, float]:
-    """
-    Train with a trainer.
-
-    Args:
-        trainer_class (`type`):
-            Its class.
-        plan ([`Plan`]):
-            What to train.
-        meter ([`Meter`]):
-            What is told when a step begins.
-        config_class (`type`, *optional*, defaults to [`~trl.SFTConfig`]):
-            Class of its config.
-        **config:
-            Fields of the config besides those of the plan.
-
-    Returns:
-        `dict[int, float]`: Mean loss of each `logging_steps` steps, by the last of them.
-    """
+    """Train with a trainer."""
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(plan.model_dir),
         peft_config=LoraConfig(r=8, target_modules="all-linear") if plan.lora else None,
@@ -158,16 +141,7 @@ class Contender:
     script: Path = Path(__file__)
 
     def adapt(self, plan: Plan) -> Plan:
-        """
-        Shorten a plan to what this contender is timed for.
-
-        Args:
-            plan ([`Plan`]):
-                The common plan.
-
-        Returns:
-            [`Plan`]: Its own.
-        """
+        """Shorten a plan to what this contender is timed for."""
         return replace(plan, window=plan.logging_steps, repeats=1) if self.one_window else plan
 
 

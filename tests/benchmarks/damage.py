@@ -49,30 +49,14 @@ def round_group_wise(weight: Tensor, bits: int, group_size: int) -> Tensor:
 
 @torch.no_grad()
 def damage(model: PreTrainedModel, bits: int, group_size: int) -> None:
-    """
-    Round the weights of all linear layers but the head, in place.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-        bits (`int`):
-            As in [`round_group_wise`].
-        group_size (`int`):
-            As in [`round_group_wise`].
-    """
+    """Round the weights of all linear layers but the head, in place."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             module.weight.copy_(round_group_wise(module.weight, bits, group_size))
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
-    """
-    Add what [`prepare`] needs to a command line, and the size of groups.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser of a benchmark.
-    """
+    """Add what [`prepare`] needs to a command line, and the size of groups."""
     where = "made there when it is absent, as `make quickstart` makes it"
     parser.add_argument(
         "--model_dir", type=Path, default=Path(".cache/quickstart/model"), help=f"SmolLM2-135M-Instruct; {where}"
@@ -84,29 +68,13 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Add what [`prepare`] and [`damage`] need to a command line.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser of a benchmark.
-    """
+    """Add what [`prepare`] and [`damage`] need to a command line."""
     add_sources(parser)
     parser.add_argument("--bits", type=int, default=3, help="bits of a rounded weight (default: 3)")
 
 
 def prepare(arguments: argparse.Namespace) -> DatasetDict:
-    """
-    Make sure that model and data are there.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            With `model_dir` and `data_dir`.
-
-    Returns:
-        [`~datasets.DatasetDict`]: Splits `train` and `test` with one column, `text`: Python functions, each under a comment
-        that says what it does.
-    """
+    """Make sure that model and data are there."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     prepare_model(arguments.model_dir)
     if not (arguments.data_dir / "train.jsonl").exists():
@@ -116,15 +84,6 @@ def prepare(arguments: argparse.Namespace) -> DatasetDict:
 
 
 def to_text(row: dict) -> dict[str, str]:
-    """
-    Join a function and its docstring to a plain text.
-
-    Args:
-        row (`dict`):
-            Row of [`make_docstrings`].
-
-    Returns:
-        `dict[str, str]`: The `text`.
-    """
+    """Join a function and its docstring to a plain text."""
     source = re.search(r"```python\n(.*)\n```", row["prompt"][0]["content"], re.DOTALL)[1]
     return {"text": f"# {row['completion'][0]['content']}\n{source}\n"}

@@ -46,16 +46,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
-    Parse the command line.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; by default those of the process.
-
-    Returns:
-        `argparse.Namespace`: The arguments.
-    """
+    """Parse the command line."""
     parser = make_parser(__doc__, DOCUMENT)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 28], help="layers (default: 4 8 16 28)")
     parser.add_argument("--quick", action="store_true", help="2 layers: for the counts, not the times")
@@ -72,13 +63,7 @@ class FirstStep:
     """Takes the place of a [`Meter`] and notes when the first step begins and ends, and what was compiled until then."""
 
     def step_begins(self, step: int) -> None:
-        """
-        Note that a step begins.
-
-        Args:
-            step (`int`):
-                Number of steps done.
-        """
+        """Note that a step begins."""
         xm.wait_device_ops()
         if step == 0:
             self._cpu_seconds_at_start = time.process_time()
@@ -93,18 +78,7 @@ class FirstStep:
 
 
 def train(run: str, plan: Plan) -> dict[str, Any]:
-    """
-    Train in this process.
-
-    Args:
-        run (`str`):
-            One of [`RUNS`].
-        plan ([`Plan`]):
-            What to train.
-
-    Returns:
-        `dict[str, Any]`: What was measured.
-    """
+    """Train in this process."""
     first_step = FirstStep()
     if run == "stock":
         train_with(SFTTrainer, plan, first_step, pad_to_multiple_of=plan.max_length)
@@ -122,21 +96,7 @@ def train(run: str, plan: Plan) -> dict[str, Any]:
 
 
 def measure(run: str, plan: Plan) -> dict[str, Any]:
-    """
-    Train in a process of its own.
-
-    Args:
-        run (`str`):
-            One of [`RUNS`].
-        plan ([`Plan`]):
-            What to train.
-
-    Returns:
-        `dict[str, Any]`: What was measured.
-
-    Raises:
-        `SystemExit`: The process failed. Its output is printed.
-    """
+    """Train in a process of its own."""
     command = [sys.executable, __file__, "--run", run, "--plan", json.dumps(vars(plan), default=str)]
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -148,25 +108,7 @@ def measure(run: str, plan: Plan) -> dict[str, Any]:
 
 
 def make_row(layers: int, run: str, cold: dict[str, Any], again: dict[str, Any] | None) -> str:
-    """
-    Show a run.
-
-    Args:
-        layers (`int`):
-            Layers of the model.
-        run (`str`):
-            One of [`RUNS`].
-        cold (`dict[str, Any]`):
-            What the first process measured.
-        again (`dict[str, Any]`, *optional*):
-            What the second process measured, if there was one.
-
-    Returns:
-        `str`: Row of a Markdown table.
-
-    Raises:
-        `SystemExit`: The second process did not find a program.
-    """
+    """Show a run."""
     found = ""
     if again is not None:
         cache = again["cache"]

@@ -175,15 +175,7 @@ def make_batches(plan: Plan, pad_token_id: int) -> Iterator[tuple[np.ndarray, np
 
 
 def train(plan: Plan, connection: Connection) -> None:
-    """
-    Train in float32, one program a step.
-
-    Args:
-        plan ([`Plan`]):
-            What to train and to measure.
-        connection (`Connection`):
-            As in [`Meter`].
-    """
+    """Train in float32, one program a step."""
     jax.config.update("jax_default_matmul_precision", "highest")
     counts = Counter(compiles=0, executions=0, reads=0)
     jax.monitoring.register_event_duration_secs_listener(

@@ -65,19 +65,7 @@ TRAINERS = {"this package": TPUSFTTrainer, "written out": WrittenOut}
 
 
 def prepare(directory: Path, length: int, rows: int, **sizes) -> None:
-    """
-    Make a model, data, and the cache of a teacher.
-
-    Args:
-        directory (`Path`):
-            Where to.
-        length (`int`):
-            Tokens of a row, at least.
-        rows (`int`):
-            Rows of the data.
-        **sizes:
-            Fields of the configuration of both models.
-    """
+    """Make a model, data, and the cache of a teacher."""
     make_model(directory / "model", **sizes)
     make_model(directory / "teacher", seed=1, **sizes)
     texts = [{"text": f"{number} " * length} for number in range(rows)]
@@ -99,26 +87,7 @@ def prepare(directory: Path, length: int, rows: int, **sizes) -> None:
 
 
 def make_trainer(directory: Path, length: int, steps: int, name: str, cached: bool, lora: bool) -> TPUSFTTrainer:
-    """
-    Make a trainer of what [`prepare`] made.
-
-    Args:
-        directory (`Path`):
-            Where that is.
-        length (`int`):
-            Tokens of a row.
-        steps (`int`):
-            Steps to train.
-        name (`str`):
-            One of [`TRAINERS`].
-        cached (`bool`):
-            Whether to learn from the cache.
-        lora (`bool`):
-            Whether to train adapters alone.
-
-    Returns:
-        [`TPUSFTTrainer`]: The trainer.
-    """
+    """Make a trainer of what [`prepare`] made."""
     return TRAINERS[name](
         AutoModelForCausalLM.from_pretrained(directory / "model"),
         TPUSFTConfig(
@@ -142,52 +111,20 @@ def make_trainer(directory: Path, length: int, steps: int, name: str, cached: bo
 
 
 def temp_bytes(report: str) -> int:
-    """
-    Read the size of a program's temporary buffers.
-
-    Args:
-        report (`str`):
-            What XLA writes to `*buffer-assignment.txt`.
-
-    Returns:
-        `int`: Bytes of its preallocated temporary buffers.
-    """
+    """Read the size of a program's temporary buffers."""
     return sum(
         int(size) for size in re.findall(r"^allocation \d+: size (\d+), preallocated-temp", report, re.MULTILINE)
     )
 
 
 def train_one_step(directory: Path, name: str, lora: bool) -> None:
-    """
-    Compile a step and run it once.
-
-    Args:
-        directory (`Path`):
-            What [`prepare`] made.
-        name (`str`):
-            One of [`TRAINERS`].
-        lora (`bool`):
-            Whether to train adapters alone.
-    """
+    """Compile a step and run it once."""
     make_trainer(directory, MEMORY_LENGTH, 1, name, cached=True, lora=lora).train()
 
 
 def run_apart(function: Callable[..., None], dump: Path, *args, **kwargs) -> None:
     """
     Call a function in a process of its own, where XLA writes reports. It reads its flags once, when it is loaded.
-
-    Args:
-        function (`Callable`):
-            What to call.
-        dump (`Path`):
-            Where the reports go.
-        *args:
-            Arguments of the function.
-        **kwargs:
-            Arguments of the function.
-
-    Raises:
-        `SystemExit`: It failed; its own message is printed.
     """
     process = multiprocessing.get_context("spawn").Process(target=function, args=args, kwargs=kwargs)
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump}"
@@ -199,16 +136,7 @@ def run_apart(function: Callable[..., None], dump: Path, *args, **kwargs) -> Non
 
 
 def measure_memory(vocab_size: int) -> dict[str, int]:
-    """
-    Measure the memory of all steps at a vocabulary.
-
-    Args:
-        vocab_size (`int`):
-            Size of the vocabulary.
-
-    Returns:
-        `dict[str, int]`: Bytes of temporary buffers of the step, the largest program of a run, by row of the table.
-    """
+    """Measure the memory of all steps at a vocabulary."""
     found = {}
     with TemporaryDirectory() as name:
         directory = Path(name)
@@ -252,18 +180,7 @@ class Timer(TrainerCallback):
 
 
 def measure_time(windows: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """
-    Time steps with a cached teacher and without one, in turns.
-
-    Args:
-        windows (`int`):
-            How many windows of each to time. One more before them compiles.
-        steps (`int`):
-            Steps of a window.
-
-    Returns:
-        `dict[str, list[tuple[float, float]]]`: Seconds per step of each window, on the clock and of the processors.
-    """
+    """Time steps with a cached teacher and without one, in turns."""
     with TemporaryDirectory() as directory:
         prepare(Path(directory), TIME_LENGTH, 64, **TIME_SIZES)
         timers = {}
@@ -278,33 +195,13 @@ def measure_time(windows: int, steps: int) -> dict[str, list[tuple[float, float]
 
 
 def ratios(seconds: dict[str, list[tuple[float, float]]]) -> tuple[float, float]:
-    """
-    Compare steps with a teacher to those without one.
-
-    Args:
-        seconds (`dict[str, list[tuple[float, float]]]`):
-            As [`measure_time`] returns them.
-
-    Returns:
-        `tuple[float, float]`: Median over the rounds of the ratio within a round, on the clock and of the processors.
-    """
+    """Compare steps with a teacher to those without one."""
     rounds = list(zip(seconds["cached"], seconds["plain"], strict=True))
     return tuple(statistics.median(own[clock] / other[clock] for own, other in rounds) for clock in range(2))
 
 
 def make_tables(memory: dict[int, dict[str, int]], seconds: dict[str, list[tuple[float, float]]]) -> str:
-    """
-    Show the results.
-
-    Args:
-        memory (`dict[int, dict[str, int]]`):
-            What [`measure_memory`] returned, by vocabulary.
-        seconds (`dict[str, list[tuple[float, float]]]`):
-            As [`measure_time`] returns them.
-
-    Returns:
-        `str`: Two Markdown tables.
-    """
+    """Show the results."""
     lines = [
         "| Temporary memory of a step, vocabulary | " + " | ".join(f"{size:,}" for size in memory) + " |",
         "|---|" + "---:|" * len(memory),
@@ -324,16 +221,7 @@ def make_tables(memory: dict[int, dict[str, int]], seconds: dict[str, list[tuple
 
 
 def describe(arguments: argparse.Namespace) -> str:
-    """
-    Say what was run.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            The command line.
-
-    Returns:
-        `str`: Markdown list.
-    """
+    """Say what was run."""
     return "\n".join(
         [
             f"- memory: {BATCH_SIZE} x {MEMORY_LENGTH} tokens, one layer, hidden size {MEMORY_SIZES['hidden_size']}, float32, "
@@ -348,18 +236,7 @@ def describe(arguments: argparse.Namespace) -> str:
 
 
 def check(memory: dict[int, dict[str, int]], seconds: dict[str, list[tuple[float, float]]]) -> None:
-    """
-    Hold the results to what the documentation promises.
-
-    Args:
-        memory (`dict[int, dict[str, int]]`):
-            As in [`make_tables`].
-        seconds (`dict[str, list[tuple[float, float]]]`):
-            As in [`make_tables`].
-
-    Raises:
-        `SystemExit`: They do not keep it.
-    """
+    """Hold the results to what the documentation promises."""
     share = memory[32768]["LoRA: this package"] / memory[32768]["LoRA: written out"]
     if share > MOST_MEMORY:
         raise SystemExit(f"The step takes {share:.3f} of the written-out memory (at most {MOST_MEMORY}).")

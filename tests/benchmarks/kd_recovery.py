@@ -72,22 +72,7 @@ class Task:
 
 
 def make_trainer(directory: Path, model: str, arguments: argparse.Namespace, **settings) -> TPUSFTTrainer:
-    """
-    Make a trainer.
-
-    Args:
-        directory (`Path`):
-            Of a [`Task`].
-        model (`str`):
-            Its model to train: `"teacher"` or `"student"`.
-        arguments (`argparse.Namespace`):
-            The command line.
-        **settings:
-            Arguments of [`TPUSFTConfig`] besides; `peft_config` is the trainer's.
-
-    Returns:
-        [`TPUSFTTrainer`]: The trainer.
-    """
+    """Make a trainer."""
     peft_config = settings.pop("peft_config", None)
     data = load_dataset("json", data_dir=str(directory / "data"))
     common = {
@@ -132,20 +117,7 @@ def log_probs(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def score(model: PreTrainedModel, batches: Batches, teacher: list[Tensor]) -> dict[str, float]:
-    """
-    Measure a model on held-out text, by plain transformers.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model on the CPU.
-        batches (`list[dict[str, torch.Tensor]]`):
-            As in [`Task`].
-        teacher (`list[torch.Tensor]`):
-            [`log_probs`] of the teacher for each batch.
-
-    Returns:
-        `dict[str, float]`: `loss`, the mean cross-entropy, and `kl`, the mean KL(teacher ‖ model), in nats per label.
-    """
+    """Measure a model on held-out text, by plain transformers."""
     model.eval()
     loss = kl = count = 0
     for batch, theirs in zip(batches, teacher, strict=True):
@@ -158,17 +130,7 @@ def score(model: PreTrainedModel, batches: Batches, teacher: list[Tensor]) -> di
 
 
 def make_cache(task: Task, student: str = "student", bf16: bool = False) -> None:
-    """
-    Run `hf-tpu cache-teacher`. Does nothing where the cache is there.
-
-    Args:
-        task ([`Task`]):
-            What is trained.
-        student (`str`, *optional*, defaults to `"student"`):
-            The folder of the model that learns.
-        bf16 (`bool`, *optional*, defaults to `False`):
-            Whether the teacher computes in bfloat16.
-    """
+    """Run `hf-tpu cache-teacher`. Does nothing where the cache is there."""
     directory, arguments = task.directory, task.arguments
     hf_tpu(
         [
@@ -189,20 +151,7 @@ def make_cache(task: Task, student: str = "student", bf16: bool = False) -> None
 
 
 def train(task: Task, method: str, seed: int) -> PreTrainedModel:
-    """
-    Train with a method.
-
-    Args:
-        task ([`Task`]):
-            What is trained.
-        method (`str`):
-            One of [`METHODS`].
-        seed (`int`):
-            Seed of the adapters and of the order of the rows.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model, on the CPU.
-    """
+    """Train with a method."""
     model, teacher = METHODS[method]
     arguments = task.arguments
     if teacher:
@@ -216,16 +165,7 @@ def train(task: Task, method: str, seed: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def compare(task: Task) -> Results:
-    """
-    Measure teacher and student, and train and measure with each method and seed.
-
-    Args:
-        task ([`Task`]):
-            What is trained.
-
-    Returns:
-        `dict[str, list[dict]]`: For `"teacher"`, `"student"` and each method, for each seed what [`score`] returned, by kind.
-    """
+    """Measure teacher and student, and train and measure with each method and seed."""
     kinds = {kind: batches for group in task.held_out.values() for kind, batches in group.items()}
     models = {
         name: AutoModelForCausalLM.from_pretrained(task.directory / name, dtype=torch.float32)
@@ -250,18 +190,7 @@ def compare(task: Task) -> Results:
 
 
 def prepare_real(arguments: argparse.Namespace, directory: Path) -> Task:
-    """
-    Make the task of SmolLM2.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            The command line.
-        directory (`Path`):
-            Where to.
-
-    Returns:
-        [`Task`]: The task.
-    """
+    """Make the task of SmolLM2."""
     functions = prepare(arguments)["test"]["text"]
     download(directory / "texts")
     texts = {**read_texts(directory / "texts"), "code": "\n\n".join(functions)}
@@ -307,13 +236,7 @@ def prepare_tiny(arguments: argparse.Namespace, directory: Path) -> Task:
 
 
 def save_damaged(task: Task) -> None:
-    """
-    Make the student: the teacher with rounded weights.
-
-    Args:
-        task ([`Task`]):
-            What is trained.
-    """
+    """Make the student: the teacher with rounded weights."""
     directory, arguments = task.directory, task.arguments
     student = AutoModelForCausalLM.from_pretrained(directory / "teacher", dtype=torch.float32)
     damage(student, arguments.bits, arguments.group_size)
@@ -322,13 +245,7 @@ def save_damaged(task: Task) -> None:
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """
-    Add what a [`Task`] is made of, and how it is trained, to a command line.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            Parser of a benchmark.
-    """
+    """Add what a [`Task`] is made of, and how it is trained, to a command line."""
     parser.add_argument("--tiny", action="store_true", help="the tiny model and worked additions")
     parser.add_argument(
         "--validate", action="store_true", help="measure on the text to choose settings on, and no other"
@@ -346,34 +263,14 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def name_task(arguments: argparse.Namespace, name: str) -> argparse.Namespace:
-    """
-    Name a benchmark's table and working directory.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            The command line.
-        name (`str`):
-            Name of the benchmark.
-
-    Returns:
-        `argparse.Namespace`: The command line, with `name` and `work_dir`.
-    """
+    """Name a benchmark's table and working directory."""
     arguments.name = f"{name}_tiny" if arguments.tiny else name
     arguments.work_dir = arguments.work_dir or Path(".cache", arguments.name)
     return arguments
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
-    Parse the command line.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; by default those of the process.
-
-    Returns:
-        `argparse.Namespace`: The arguments.
-    """
+    """Parse the command line."""
     parser = make_parser(__doc__, DOCUMENT)
     add_arguments(parser)
     add_task_arguments(parser)

@@ -11,76 +11,24 @@ Results = dict[str, list[dict[str, dict[str, float]]]]
 
 
 def mean_of(result: dict[str, dict[str, float]], kinds: list[str], measure: str) -> float:
-    """
-    Mean of a measure over kinds of text, of which there is equally much.
-
-    Args:
-        result (`dict[str, dict[str, float]]`):
-            Measures by kind.
-        kinds (`list[str]`):
-            The kinds.
-        measure (`str`):
-            `"loss"` or `"kl"`.
-
-    Returns:
-        `float`: The mean.
-    """
+    """Mean of a measure over kinds of text, of which there is equally much."""
     return statistics.mean(result[kind][measure] for kind in kinds)
 
 
 def recovered(results: Results, name: str, kinds: list[str], of: Callable[[float], float] = float) -> list[float]:
-    """
-    Share of what was lost that a method brought back.
-
-    Args:
-        results (`dict[str, list[dict]]`):
-            As [`kd_recovery.compare`] returns them.
-        name (`str`):
-            The method.
-        kinds (`list[str]`):
-            Kinds of text.
-        of (`Callable[[float], float]`, *optional*):
-            What of the loss in nats per token: the loss itself by default, the perplexity with `math.exp`.
-
-    Returns:
-        `list[float]`: For each seed: 0 for nothing, 1 for the teacher's quality.
-    """
+    """Share of what was lost that a method brought back."""
     teacher, damaged = (of(mean_of(results[model][0], kinds, "loss")) for model in ("teacher", "student"))
     return [(damaged - of(mean_of(result, kinds, "loss"))) / (damaged - teacher) for result in results[name]]
 
 
 def show(values: list[float], form: str, spread_form: str | None = None) -> str:
-    """
-    Write down the values of several seeds.
-
-    Args:
-        values (`list[float]`):
-            One for each seed.
-        form (`str`):
-            How to write a number, for `format`.
-        spread_form (`str`, *optional*):
-            How to write the standard deviation. Likewise by default.
-
-    Returns:
-        `str`: The mean, and with several seeds the standard deviation.
-    """
+    """Write down the values of several seeds."""
     mean = format(statistics.mean(values), form)
     return mean if len(values) == 1 else f"{mean} ± {format(statistics.stdev(values), spread_form or form)}"
 
 
 def make_tables(results: Results, groups: dict[str, list[str]]) -> str:
-    """
-    Show the results.
-
-    Args:
-        results (`dict[str, list[dict]]`):
-            As [`kd_recovery.compare`] returns them.
-        groups (`dict[str, list[str]]`):
-            Kinds of text by group.
-
-    Returns:
-        `str`: A Markdown table with the groups, and for groups of several kinds one with the kinds.
-    """
+    """Show the results."""
     titles = {name: "rounded student, before training" if name == "student" else name for name in results}
     head = [f"{group}: perplexity | recovered of it | of its logarithm | KL to the teacher" for group in groups]
     lines = [f"| | {' | '.join(head)} |", "|---|" + "---:|" * (4 * len(groups))]
@@ -106,18 +54,7 @@ def make_tables(results: Results, groups: dict[str, list[str]]) -> str:
 
 
 def cached_against_online(results: Results, kinds: list[str]) -> str:
-    """
-    Compare the two teachers with what changes from seed to seed.
-
-    Args:
-        results (`dict[str, list[dict]]`):
-            As [`kd_recovery.compare`] returns them, with at least two seeds.
-        kinds (`list[str]`):
-            Kinds of text.
-
-    Returns:
-        `str`: A line for the description.
-    """
+    """Compare the two teachers with what changes from seed to seed."""
     cached, online = (
         [mean_of(result, kinds, "loss") for result in results[f"{teacher} teacher"]]
         for teacher in ("cached", "online")
@@ -130,18 +67,7 @@ def cached_against_online(results: Results, kinds: list[str]) -> str:
 
 
 def describe(arguments: argparse.Namespace, tokens: dict[str, int]) -> str:
-    """
-    Say what was run.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            The command line.
-        tokens (`dict[str, int]`):
-            How many tokens are measured, by kind of text.
-
-    Returns:
-        `str`: Markdown list.
-    """
+    """Say what was run."""
     model = "a tiny model that has learned additions" if arguments.tiny else "SmolLM2-135M-Instruct"
     text = (
         "worked additions; other ones are held out"

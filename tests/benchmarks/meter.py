@@ -106,13 +106,7 @@ class Meter:
         return time.perf_counter(), time.process_time(), _host_seconds()
 
     def step_begins(self, step: int) -> None:
-        """
-        Note that a step begins.
-
-        Args:
-            step (`int`):
-                Number of steps done.
-        """
+        """Note that a step begins."""
         plan = self._plan
         counting = range(plan.logging_steps, 2 * plan.logging_steps - 1)
         if step not in (counting.start, counting.stop, *plan.edges):
@@ -138,13 +132,5 @@ class Meter:
             self._started = self._clocks()
 
     def finish(self, losses: dict[int, float], versions: str) -> None:
-        """
-        Report what is known at the end.
-
-        Args:
-            losses (`dict[int, float]`):
-                Mean loss of each `logging_steps` steps, by the last of them.
-            versions (`str`):
-                Versions of the libraries that trained.
-        """
+        """Report what is known at the end."""
         self._connection.send({"programs": self._count()["compiles"], "losses": losses, "versions": versions})

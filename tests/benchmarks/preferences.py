@@ -77,15 +77,6 @@ DAMAGES: tuple[Callable[[list[str], random.Random], list[str]], ...] = (shuffle,
 def make_pairs(count: int, held_out: bool) -> Dataset:
     """
     Make pairs of passages from all over the chapters of the language reference, every fifth of which is held out.
-
-    Args:
-        count (`int`):
-            How many.
-        held_out (`bool`):
-            Whether they are of chapters that are held out.
-
-    Returns:
-        [`~datasets.Dataset`]: Columns `prompt`, `chosen` and `rejected`, plain text.
     """
     rng = random.Random(SEED)
     chapters = [text for index, text in enumerate(topics.values()) if (index % 5 == 0) is held_out]

@@ -131,16 +131,7 @@ class Row:
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
-    """
-    What is measured: all rows with one seed first.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            The command line.
-
-    Yields:
-        [`Row`]: One at a time.
-    """
+    """What is measured: all rows with one seed first."""
     for bits in arguments.bits:
         yield Row(bits, ROUNDED)
     for seed in range(arguments.seeds):
@@ -155,13 +146,6 @@ def write_own_text(task: Task) -> Task:
     """
     Let the original write as many rows as are trained on: samples of its own distribution, from the token that separates
     documents. Nothing is written again where they are there.
-
-    Args:
-        task ([`Task`]):
-            What the others are trained on.
-
-    Returns:
-        [`Task`]: The same with this text.
     """
     arguments, directory = task.arguments, task.directory / OWN_TEXT
     count, length = arguments.batch_size * arguments.steps, arguments.max_length
@@ -193,31 +177,14 @@ def trained_in(row: Row, directory: Path) -> Path:
 
 
 def make_caches(task: Task) -> None:
-    """
-    Make what the methods train on: the text that the original writes, and its cached log-probs.
-
-    Args:
-        task ([`Task`]):
-            What is trained.
-    """
+    """Make what the methods train on: the text that the original writes, and its cached log-probs."""
     own = {METHODS[name].own_text for name in task.arguments.methods if METHODS[name].learning_rate}
     for trained in [write_own_text(task)] * (True in own) + [task] * (False in own):
         make_cache(trained, student="teacher", bf16=task.arguments.bf16)
 
 
 def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
-    """
-    What makes the trained model: settings of [`TPUSFTConfig`] for a row.
-
-    Args:
-        row ([`Row`]):
-            What is trained.
-        arguments (`argparse.Namespace`):
-            The command line.
-
-    Returns:
-        `dict`: Settings.
-    """
+    """What makes the trained model: settings of [`TPUSFTConfig`] for a row."""
     method = METHODS[row.name]
     settings = {
         "qat_weight_dtype": f"int{row.bits}",
@@ -237,20 +204,7 @@ def settings_of(row: Row, arguments: argparse.Namespace) -> dict:
 
 
 def export(run: Path, output_dir: Path, **settings) -> tuple[PreTrainedModel, int]:
-    """
-    Export what a run trained, and load the files by plain transformers.
-
-    Args:
-        run (`Path`):
-            A run, or a model.
-        output_dir (`Path`):
-            Where to write.
-        **settings:
-            Arguments of [`export_run`] besides.
-
-    Returns:
-        `tuple[PreTrainedModel, int]`: The model, which computes in float32, and the bytes of its weights on disk.
-    """
+    """Export what a run trained, and load the files by plain transformers."""
     written = export_run(run, output_dir, dtype="bfloat16", overwrite=True, **settings)
     # Unpacked once: PEFT takes no packed layers, and each pass would unpack them.
     unpacked = CompressedTensorsConfig(dequantize=True)
@@ -259,18 +213,7 @@ def export(run: Path, output_dir: Path, **settings) -> tuple[PreTrainedModel, in
 
 
 def make(row: Row, task: Task) -> tuple[PreTrainedModel, int]:
-    """
-    Train a row, and export it.
-
-    Args:
-        row ([`Row`]):
-            What to train.
-        task ([`Task`]):
-            What it is trained on.
-
-    Returns:
-        `tuple[PreTrainedModel, int]`: As [`export`] returns them; with adapters that stay, those on top of the rounded weights.
-    """
+    """Train a row, and export it."""
     arguments, original = task.arguments, task.directory / "teacher"
     run, exported = (task.directory / folder / row.directory for folder in ("trained", "exported"))
     asked = {"quantize": f"int{row.bits}", "group_size": arguments.group_size}
@@ -303,17 +246,7 @@ def make(row: Row, task: Task) -> tuple[PreTrainedModel, int]:
 
 
 def compare(task: Task) -> dict[str, list[dict]]:
-    """
-    Measure the original and every row. What was measured before, with the same settings, is read.
-
-    Args:
-        task ([`Task`]):
-            What is trained.
-
-    Returns:
-        `dict`: By `"original"` its result, and by `"int4"` etc. and name those of the seeds. A result has, by kind of all
-        groups, what [`score`] returned, and `bytes`.
-    """
+    """Measure the original and every row. What was measured before, with the same settings, is read."""
     arguments, original = task.arguments, task.directory / "teacher"
     kinds = {kind: batches for group in task.held_out.values() for kind, batches in group.items()}
     measured_with = {"group_size": arguments.group_size, "bf16": arguments.bf16, "kinds": list(kinds)}
@@ -368,16 +301,7 @@ def compare(task: Task) -> dict[str, list[dict]]:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
-    Parse the command line.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; by default those of the process.
-
-    Returns:
-        `argparse.Namespace`: The arguments.
-    """
+    """Parse the command line."""
     parser = make_parser(__doc__, DOCUMENT)
     add_sources(parser)
     add_task_arguments(parser)

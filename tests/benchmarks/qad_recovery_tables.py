@@ -22,18 +22,7 @@ Results = dict[str, Result | dict[str, list[Result]]]
 
 
 def make_tables(results: Results, kinds: list[str]) -> str:
-    """
-    Show the results.
-
-    Args:
-        results (`dict`):
-            As [`qad_recovery.compare`] returns them.
-        kinds (`list[str]`):
-            Kinds of text to show.
-
-    Returns:
-        `str`: Two Markdown tables: over all kinds of text, and by kind.
-    """
+    """Show the results."""
     original = results[ORIGINAL]
     loss = mean_of(original, kinds, "loss")
     head = ("weights", "", "on disk", "perplexity", "recovered of its logarithm", "KL to the original", "seeds")
@@ -67,20 +56,7 @@ def make_tables(results: Results, kinds: list[str]) -> str:
 
 
 def describe(arguments: argparse.Namespace, methods: dict, tokens: dict[str, int]) -> str:
-    """
-    Say what was run.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            The command line.
-        methods (`dict[str, Method]`):
-            How each method was trained.
-        tokens (`dict[str, int]`):
-            How many tokens are measured, by kind of text.
-
-    Returns:
-        `str`: Markdown list.
-    """
+    """Say what was run."""
     model = (
         "a tiny model that has learned additions"
         if arguments.tiny

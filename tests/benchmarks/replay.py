@@ -25,16 +25,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "step_replay.md"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
-    Parse the command line.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; by default those of the process.
-
-    Returns:
-        `argparse.Namespace`: The arguments.
-    """
+    """Parse the command line."""
     parser = make_parser(__doc__, DOCUMENT)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16, 28], help="layers (default: 4 8 16 28)")
     parser.add_argument("--repeats", type=int, default=7, help="timed windows of each run (default: 7)")
@@ -48,23 +39,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_row(layers: int, plan: Plan, results: dict[str, dict[str, Any]]) -> str:
-    """
-    Show one comparison.
-
-    Args:
-        layers (`int`):
-            Layers of the model.
-        plan ([`Plan`]):
-            What was trained.
-        results (`dict[str, dict[str, Any]]`):
-            Measurements of `"traced"`, `"ours"` and `"stacked"`, and of `"jax"` for full training.
-
-    Returns:
-        `str`: Row of a Markdown table.
-
-    Raises:
-        `SystemExit`: The losses differ.
-    """
+    """Show one comparison."""
     traced, replayed = results["traced"], results["ours"]
     if traced["losses"] != replayed["losses"]:
         raise SystemExit(f"Replayed steps have other losses: {replayed['losses']}, traced {traced['losses']}.")

@@ -39,16 +39,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
-    Parse the command line.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; by default those of the process.
-
-    Returns:
-        `argparse.Namespace`: The arguments.
-    """
+    """Parse the command line."""
     parser = make_parser(__doc__, DOCUMENT)
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (default: 28)")
     parser.add_argument("--repeats", type=int, default=21, help="timed windows of each contender (default: 21)")
@@ -62,20 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_plan(arguments: argparse.Namespace, directory: Path, lora: bool = False) -> Plan:
-    """
-    Make the model and the rows that all contenders train.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            See [`parse_arguments`].
-        directory (`Path`):
-            Where to write them.
-        lora (`bool`, *optional*, defaults to `False`):
-            As in [`Plan`].
-
-    Returns:
-        [`Plan`]: What to train and to measure.
-    """
+    """Make the model and the rows that all contenders train."""
     tokenizer = AutoTokenizer.from_pretrained(make_model(directory / "model", num_hidden_layers=arguments.layers))
     lines = (make_arithmetic(directory / "data") / "train.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [row["prompt"][0]["content"] + row["completion"][0]["content"] for row in map(json.loads, lines)]
@@ -122,15 +100,7 @@ class Runner:
         self._connection.send(self.plan)
 
     def receive(self) -> dict[str, Any]:
-        """
-        Wait for the next message.
-
-        Returns:
-            `dict[str, Any]`: What the process sent.
-
-        Raises:
-            `SystemExit`: The process ended. Its log is printed.
-        """
+        """Wait for the next message."""
         try:
             return self._connection.recv()
         except EOFError:
@@ -144,18 +114,7 @@ class Runner:
 
 
 def measure(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """
-    Run contenders.
-
-    Args:
-        plan ([`Plan`]):
-            What to train and to measure.
-        names (`Sequence[str]`):
-            Which of [`CONTENDERS`].
-
-    Returns:
-        `dict[str, dict[str, Any]]`: Measurements by contender.
-    """
+    """Run contenders."""
     runners, results = {}, {}
     for name in names:
         print(f"{name}: compiling and counting", file=sys.stderr)
@@ -176,22 +135,7 @@ def measure(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def ratio(results: dict[str, dict[str, Any]], mine: str, other: str, measured: str = "steps_per_second") -> float:
-    """
-    Compare two contenders round by round.
-
-    Args:
-        results (`dict[str, dict[str, Any]]`):
-            See [`measure`].
-        mine (`str`):
-            One of [`CONTENDERS`].
-        other (`str`):
-            What it is divided by.
-        measured (`str`, *optional*, defaults to `"steps_per_second"`):
-            What is compared.
-
-    Returns:
-        `float`: Median over the rounds of the one over the other.
-    """
+    """Compare two contenders round by round."""
     rounds = zip(results[mine]["windows"], results[other]["windows"], strict=False)
     return statistics.median(window[measured] / theirs[measured] for window, theirs in rounds)
 
@@ -219,20 +163,7 @@ def check_losses(results: dict[str, dict[str, Any]], stock: str) -> None:
 
 
 def describe_setup(arguments: argparse.Namespace, plan: Plan, results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """
-    Say what was run, with what, and on what.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            See [`parse_arguments`].
-        plan ([`Plan`]):
-            What was trained and measured.
-        results (`dict[str, dict[str, Any]]`):
-            See [`measure`].
-
-    Returns:
-        `dict[str, str]`: Lines by name.
-    """
+    """Say what was run, with what, and on what."""
     return {
         "model": f"Qwen3, {arguments.layers} layers, hidden size {SIZES['hidden_size']}, float32; batch of "
         f"{plan.batch_size} x {plan.max_length} tokens",
@@ -245,18 +176,7 @@ def describe_setup(arguments: argparse.Namespace, plan: Plan, results: dict[str,
 
 
 def make_table(results: dict[str, dict[str, Any]], loss_step: int) -> str:
-    """
-    Show the results.
-
-    Args:
-        results (`dict[str, dict[str, Any]]`):
-            See [`measure`].
-        loss_step (`int`):
-            The step whose loss is shown.
-
-    Returns:
-        `str`: Markdown table.
-    """
+    """Show the results."""
     lines = [
         "| | programs compiled | executions per step | reads per step | steps per second | of the bare loop | "
         f"of padded stock | CPU seconds per step | of them in Python | loss at step {loss_step} |",

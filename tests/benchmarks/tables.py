@@ -10,18 +10,7 @@ from hf_tpu_ext.atomic_write import write_atomically
 
 
 def make_parser(description: str, document: Path) -> argparse.ArgumentParser:
-    """
-    Make the parser of a benchmark's command line, with the options that [`publish`] takes.
-
-    Args:
-        description (`str`):
-            What the benchmark does, as it is to be printed.
-        document (`Path`):
-            Document that its table is in.
-
-    Returns:
-        `argparse.ArgumentParser`: The parser.
-    """
+    """Make the parser of a benchmark's command line, with the options that [`publish`] takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all measurements to FILE")
     parser.add_argument(
@@ -31,21 +20,7 @@ def make_parser(description: str, document: Path) -> argparse.ArgumentParser:
 
 
 def publish(arguments: argparse.Namespace, document: Path, name: str, block: str, measured: Any) -> None:
-    """
-    Print a benchmark's table, and write what the command line asks for.
-
-    Args:
-        arguments (`argparse.Namespace`):
-            What a parser of [`make_parser`] made.
-        document (`Path`):
-            Markdown file.
-        name (`str`):
-            Name of the table's markers in it.
-        block (`str`):
-            Markdown.
-        measured (`Any`):
-            All measurements, as JSON.
-    """
+    """Print a benchmark's table, and write what the command line asks for."""
     print(block)
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
@@ -59,20 +34,7 @@ def versions() -> str:
 
 
 def write_block(document: Path, name: str, block: str) -> None:
-    """
-    Replace what stands between two markers of a document.
-
-    Args:
-        document (`Path`):
-            Markdown file.
-        name (`str`):
-            Name in the markers.
-        block (`str`):
-            Markdown.
-
-    Raises:
-        `ValueError`: The markers are not there.
-    """
+    """Replace what stands between two markers of a document."""
     start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
     before, found_start, rest = document.read_text(encoding="utf-8").partition(start)
     _, found_end, after = rest.partition(end)

@@ -87,18 +87,7 @@ class Program:
 
 
 def compile_ours(case: Case, directory: Path) -> Program:
-    """
-    Compile the step of this package, with `hf-tpu plan`.
-
-    Args:
-        case ([`Case`]):
-            The run.
-        directory (`Path`):
-            Where its model and the plan go.
-
-    Returns:
-        [`Program`]: What the compiler made.
-    """
+    """Compile the step of this package, with `hf-tpu plan`."""
     named = str(Path(__file__).with_name("trace_parts.py"))
     planned, _ = plan(case, directory, "--hlo", str(directory), program=[named])
     (program,) = planned["programs"]
@@ -109,18 +98,7 @@ def compile_ours(case: Case, directory: Path) -> Program:
 
 
 def compile_jax(case: Case, directory: Path) -> Program:
-    """
-    Compile the step in JAX.
-
-    Args:
-        case ([`Case`]):
-            The run.
-        directory (`Path`):
-            Where its model and the results go.
-
-    Returns:
-        [`Program`]: What the compiler made.
-    """
+    """Compile the step in JAX."""
     topology = find_topology(case.topology)
     model = make_model(case.model, directory, **case.sizes)
     options = {

@@ -249,20 +249,7 @@ PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-1", settings={"max
 
 
 def make_model(name: str, directory: Path, **sizes: int) -> Path:
-    """
-    Write what a plan needs of a model: its configuration and a tokenizer.
-
-    Args:
-        name (`str`):
-            One of [`MODELS`].
-        directory (`Path`):
-            Where to.
-        **sizes (`int`):
-            In place of its own.
-
-    Returns:
-        `Path`: The directory of the model.
-    """
+    """Write what a plan needs of a model: its configuration and a tokenizer."""
     kind, published = MODELS[name]
     path = directory / name.replace(" ", "_")
     make_tokenizer(path)
@@ -276,25 +263,7 @@ def make_model(name: str, directory: Path, **sizes: int) -> Path:
 def plan(
     case: Case, directory: Path, *more: str, program: Sequence[str] = ("-m", "hf_tpu_ext.cli.main")
 ) -> tuple[dict, str]:
-    """
-    Plan a run with `hf-tpu plan`.
-
-    Args:
-        case ([`Case`]):
-            The run.
-        directory (`Path`):
-            Where its model and the plan go.
-        *more (`str`):
-            Further words of the command.
-        program (`Sequence[str]`, *optional*):
-            What Python runs, by default `hf-tpu`.
-
-    Returns:
-        `tuple[dict, str]`: The plan as JSON and as a page.
-
-    Raises:
-        `RuntimeError`: It could not be told whether the run fits. The output is in the message.
-    """
+    """Plan a run with `hf-tpu plan`."""
     settings = {
         "model_name_or_path": str(make_model(case.model, directory, **case.sizes)),
         **({} if case.command in ("grpo", "distillation") else {"max_length": str(case.length)}),
@@ -328,18 +297,7 @@ def plan(
 
 
 def make_row(case: Case, planned: dict) -> str:
-    """
-    Write the row of a run.
-
-    Args:
-        case ([`Case`]):
-            The run.
-        planned (`dict`):
-            Its plan.
-
-    Returns:
-        `str`: A row of a Markdown table.
-    """
+    """Write the row of a run."""
     derived, program = planned["derived"], planned["programs"][-1]
     cells = [case.model, case.title, case.topology, f"{program['cpu_seconds']:.0f}"]
     if derived["parts"] is None:
@@ -358,18 +316,7 @@ def make_row(case: Case, planned: dict) -> str:
 
 
 def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
-    """
-    Plan runs.
-
-    Args:
-        cases (`list[Case]`):
-            The runs.
-        jobs (`int`):
-            How many to plan at once.
-
-    Returns:
-        `tuple[str, list[dict]]`: A Markdown table, and the plans.
-    """
+    """Plan runs."""
     lines = [
         "| model | run | on | CPU seconds to compile | fits | a chip holds | of it temporary | of it code | a step is expected to take | cycles |",
         "|---|---|---|---:|---|---:|---:|---:|---:|---:|",

@@ -33,16 +33,7 @@ _MEASURED = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
-    Parse the command line.
-
-    Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; by default those of the process.
-
-    Returns:
-        `argparse.Namespace`: The arguments.
-    """
+    """Parse the command line."""
     parser = make_parser(__doc__, DOCUMENT)
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (default: 28)")
     parser.add_argument("--repeats", type=int, default=8, help="rounds of a pair (default: 8)")
@@ -58,16 +49,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_table(pairs: list[dict[str, dict[str, Any]]]) -> str:
-    """
-    Show the results.
-
-    Args:
-        pairs (`list[dict[str, dict[str, Any]]]`):
-            Measurements of `"ours"` and `"unwatched"`, of each pair of processes.
-
-    Returns:
-        `str`: Markdown table.
-    """
+    """Show the results."""
     lines = [
         "| | watched | not watched | watched / not watched | middle half of the pairs |",
         "|---|---:|---:|---:|---:|",
