@@ -1,6 +1,5 @@
 """Kernels inside a program: what another compiler made, as one operator."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -11,8 +10,6 @@ class Kernels:
 
     #: What kernels are lowered for here: `"tpu"`, or `"cpu"` where they are interpreted. `None`: there are none.
     platform: str | None = None
-    #: The Python that lowers them.
-    python: str = sys.executable
     #: Where they are kept, if anywhere.
     directory: Path | None = None
 

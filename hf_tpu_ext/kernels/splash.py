@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ..atomic_write import write_atomically
-from .versions import required_versions
+from .versions import find_wrong_versions, required_versions
 
 
 _SCRIPT = Path(__file__).with_name("lower_splash.py")
@@ -54,33 +54,19 @@ class SplashAttention:
     platform: str = "tpu"
 
 
-@dataclass(frozen=True)
-class Lowering:
-    """How kernels are lowered: by which Python, which has jax, and the directory that keeps them, if there is one."""
-
-    python: str = sys.executable
-    directory: Path | None = None
-
-
 @cache
-def why_not_lowered(python: str) -> str | None:
-    """Why a Python, given by its path, cannot lower kernels, and what to type; `None` if it can."""
-    wanted = required_versions(*_PACKAGES)
-    script = "from importlib.metadata import version; print(version('jax'), version('jaxlib'))"
-    try:
-        done = subprocess.run([python, "-c", script], capture_output=True, text=True)
-    except OSError as error:
-        return f"{python} cannot be started ({error.strerror})"
-    if done.returncode == 0 and done.stdout.split() == list(wanted.values()):
+def why_not_lowered() -> str | None:
+    """Why this environment cannot lower kernels, and what to type; `None` if it can."""
+    if not (wrong := find_wrong_versions(*_PACKAGES)):
         return None
-    found = f"jax {done.stdout.split()[0]} is" if done.returncode == 0 else "jax is not"
-    return f"{found} installed, and kernels need: pip install {' '.join(f'{n}=={v}' for n, v in wanted.items())}"
+    wanted = " ".join(f"{name}=={version}" for name, version in required_versions(*_PACKAGES).items())
+    return f"{', '.join(wrong)}, and kernels need: pip install {wanted}"
 
 
 @cache
-def lower(kernel: SplashAttention, how: Lowering) -> dict[str, bytes]:
+def lower(kernel: SplashAttention, directory: Path | None = None) -> dict[str, bytes]:
     """
-    Lower a kernel to HLO, or read it where it is kept.
+    Lower a kernel to HLO, or read it where it is kept: in `directory`, if there is one.
 
     Returns:
         `dict[str, bytes]`: Serialized `HloModuleProto`s, the same in every process: `"infer"` takes query, key and value of
@@ -95,18 +81,18 @@ def lower(kernel: SplashAttention, how: Lowering) -> dict[str, bytes]:
     key = hashlib.sha256(
         "\n".join([request, str(required_versions(*_PACKAGES)), _SCRIPT.read_text(encoding="utf-8")]).encode()
     )
-    kept = None if how.directory is None else how.directory / key.hexdigest()[:32]
+    kept = None if directory is None else directory / key.hexdigest()[:32]
     if kept is not None and all((kept / f"{name}.pb").exists() for name in _PROGRAMS):
         return {name: (kept / f"{name}.pb").read_bytes() for name in _PROGRAMS}
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        (directory / "request.json").write_text(request, encoding="utf-8")
-        done = subprocess.run([how.python, str(_SCRIPT), name], stderr=subprocess.PIPE, text=True)
+        exchange = Path(name)
+        (exchange / "request.json").write_text(request, encoding="utf-8")
+        done = subprocess.run([sys.executable, str(_SCRIPT), name], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise RuntimeError(
                 f"{kernel} cannot be lowered, attention='slices' does without it:\n{done.stderr[-2000:]}"
             )
-        programs = {name: (directory / f"{name}.pb").read_bytes() for name in _PROGRAMS}
+        programs = {name: (exchange / f"{name}.pb").read_bytes() for name in _PROGRAMS}
     if kept is not None:
         # Where it cannot be written, kernels are lowered by each process, a second or two each.
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """The versions of what makes programs for TPU."""
 
 import re
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires, version
 
 
 def required_versions(*names: str) -> dict[str, str]:
@@ -12,3 +12,17 @@ def required_versions(*names: str) -> dict[str, str]:
     """
     found = (re.fullmatch(r"(\w+)==([\w.]+); extra == ['\"]plan['\"]", line) for line in requires("hf_tpu_ext"))
     return {match[1]: match[2] for match in found if match and (not names or match[1] in names)}
+
+
+def find_wrong_versions(*names: str) -> list[str]:
+    """Say which of the [`required_versions`] are not the ones that are installed, and what is; empty where all are."""
+    wrong = []
+    for name, required in required_versions(*names).items():
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            wrong.append(f"{name} {required} is not installed")
+        else:
+            if installed != required:
+                wrong.append(f"{name} is {installed}, not {required}")
+    return wrong

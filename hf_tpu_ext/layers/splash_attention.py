@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..formatting import dtype_name
-from ..kernels.splash import Lowering, SplashAttention, lower, why_not_lowered
+from ..kernels.splash import SplashAttention, lower, why_not_lowered
 from .activation_checkpointing import keep_results
 from .autocast import matmul_dtype
 from .sliced_attention import eager_attention, sliced_attention, why_whole
@@ -27,7 +27,7 @@ def why_no_splash(backend: Backend) -> str | None:
     """Why splash attention cannot be computed on a backend, and what to type, as half a sentence; `None` if it can."""
     if backend.kernels.platform is None:
         return f"there are no kernels on {backend.name}"
-    return why_not_lowered(backend.kernels.python)
+    return why_not_lowered()
 
 
 class _Splash(torch.autograd.Function):
@@ -58,12 +58,12 @@ def _by_token(backend: Backend, output: Tensor) -> Tensor:
 
 def _call(backend: Backend, kernel: SplashAttention, program: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Each chip computes its own rows: of a kernel, the partitioner knows nothing and would gather them all."""
-    how = Lowering(backend.kernels.python, backend.kernels.directory)
+    programs = lower(kernel, backend.kernels.directory)
     sharding = backend.manual_sharding
     if sharding.active:
-        return backend.kernels.call(lower(kernel, how)[program], tensors)
+        return backend.kernels.call(programs[program], tensors)
     shards = tuple(sharding.full_to_shard(tensor, by_rows=True) for tensor in tensors)
-    return tuple(map(sharding.shard_to_full, backend.kernels.call(lower(kernel, how)[program], shards)))
+    return tuple(map(sharding.shard_to_full, backend.kernels.call(programs[program], shards)))
 
 
 def splash_attention(

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from ..errors import UserError
 from ..formatting import format_bytes
 from ..hardware.topologies import Topology
 from ..installing import install_command
-from ..kernels.versions import required_versions
+from ..kernels.versions import find_wrong_versions
 from .hlo import argument_shapes
 from .programs import CompiledProgram, TracedProgram
 
@@ -31,15 +30,7 @@ _HOST_BYTES = 5 * 2**30
 
 def why_no_compiler() -> str | None:
     """Say why nothing can be compiled for TPU in this environment, and what to type; `None` if it can."""
-    wrong = []
-    for name, required in required_versions().items():
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            wrong.append(f"{name} {required} is not installed")
-        else:
-            if installed != required:
-                wrong.append(f"{name} is {installed}, not {required}")
+    wrong = find_wrong_versions()
     if not wrong:
         return None
     return f"The TPU compiler is not installed: {', '.join(wrong)}. Install it: {install_command('plan')}"

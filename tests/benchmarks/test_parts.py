@@ -1,4 +1,11 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 from parts import cycles_by_part
+
+from hf_tpu_ext.examples.tiny import make_model
 
 
 def program(*lines, before=""):
@@ -94,3 +101,16 @@ def test_cycles_are_by_part_of_the_model_where_the_program_names_it():
         "rope and norms": 30,
         "copies and layout": 4,
     }
+
+
+@pytest.mark.slow
+def test_what_a_plan_traces_is_named(tmp_path):
+    model = make_model(tmp_path / "model")
+    argv = ["plan", "--topology", "v5e-1", "--seq-lengths", "64", "--max_length", "64", "--hlo", str(tmp_path)]
+    argv += ["--model_name_or_path", str(model), "--use_peft", "true", "--output_dir", str(tmp_path / "run")]
+    script = Path(__file__).with_name("trace_parts.py")
+    done = subprocess.run([sys.executable, script, *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    (program,) = tmp_path.glob("training_step_*.txt")
+    found = cycles_by_part(program.read_text(encoding="utf-8"))
+    assert {"attention", "rope and norms", "adapters", "head", "optimizer"} <= found.keys()

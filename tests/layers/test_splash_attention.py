@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, masking_utils
 from transformers.models.gemma2 import modeling_gemma2
 
-from hf_tpu_ext.kernels.splash import Lowering, SplashAttention, lower, why_not_lowered
+from hf_tpu_ext.kernels.splash import SplashAttention, lower, why_not_lowered
 from hf_tpu_ext.layers import splash_attention as splash
 from hf_tpu_ext.layers.attention import choose_attention, static_masks
 from hf_tpu_ext.layers.sliced_attention import sliced_attention
@@ -116,56 +116,53 @@ def test_masks_made_in_slices(xla, monkeypatch):
 
 def test_kernels_are_the_same_bytes_in_every_process(tmp_path):
     """They are part of the hash of a program, by which it is found in the compilation cache."""
-    programs = lower(KERNEL, Lowering())
+    programs = lower(KERNEL)
     script = (
         "import sys; from hf_tpu_ext.kernels.splash import *; "
-        f"open(sys.argv[1], 'wb').write(b''.join(lower({KERNEL!r}, Lowering()).values()))"
+        f"open(sys.argv[1], 'wb').write(b''.join(lower({KERNEL!r}).values()))"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "all")], check=True, cwd=tmp_path)
     assert (tmp_path / "all").read_bytes() == b"".join(programs.values())
 
 
-def test_kernels_are_kept(tmp_path):
-    how = Lowering(directory=tmp_path / "kernels")
-    programs = lower(KERNEL, how)
+def test_kernels_are_kept(tmp_path, monkeypatch):
+    programs = lower(KERNEL, tmp_path)
     lower.cache_clear()
     # No Python is started.
-    assert lower(KERNEL, Lowering("/none", how.directory)) == programs
+    monkeypatch.setattr(sys, "executable", "/none")
+    assert lower(KERNEL, tmp_path) == programs
     lower.cache_clear()
-    for path in how.directory.glob("*/infer.pb"):
+    for path in tmp_path.glob("*/infer.pb"):
         path.unlink()
     with pytest.raises(FileNotFoundError):
-        lower(KERNEL, Lowering("/none", how.directory))
+        lower(KERNEL, tmp_path)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     lower.cache_clear()
-    assert lower(KERNEL, Lowering(directory=tmp_path / "file" / "kernels")).keys() == {"infer", "forward", "backward"}
-
-
-def test_a_python_that_cannot_be_started(tmp_path):
-    assert "cannot be started (No such file" in why_not_lowered(str(tmp_path / "python"))
+    assert lower(KERNEL, tmp_path / "file" / "kernels").keys() == {"infer", "forward", "backward"}
 
 
 def test_programs_name_their_arithmetic():
     """For `hf-tpu plan`: two products forward, seven in the two kernels of the backward pass, of the blocks that are seen."""
-    programs = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16"), Lowering())
+    programs = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16"))
     # Blocks of 512, of which one of four is masked; a head is as wide as the matrix unit.
     product = 2 * 3 * 4 * (3 * 512**2) * 128
     assert f"attention_kernel[flops={2 * product}]".encode() in programs["forward"]
     assert f"attention_kernel[flops={7 * product // 2}]".encode() in programs["backward"]
-    narrow = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16", window=100), Lowering())
+    narrow = lower(SplashAttention(3, 4, 2, 1024, DIM, "bfloat16", window=100))
     assert f"attention_kernel[flops={2 * product}]".encode() in narrow["forward"]
 
 
-def test_other_versions_of_jax_are_refused(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 0.4.1 0.4.1\n")
-    python.chmod(0o755)
-    assert "jax 0.4.1 is installed" in why_not_lowered(str(python)) and "pip install jax==" in why_not_lowered(
-        str(python)
-    )
+def test_other_versions_of_jax_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "jax-0.4.1.dist-info").mkdir()
+    (tmp_path / "jax-0.4.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: jax\nVersion: 0.4.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    why_not_lowered.cache_clear()
+    reason = why_not_lowered()
+    why_not_lowered.cache_clear()
+    assert "jax is 0.4.1, not" in reason and "pip install jax==" in reason
 
 
 @pytest.mark.parametrize(
@@ -238,6 +235,6 @@ class TestMasks:
 def test_asked_for_and_not_there(xla, model, monkeypatch):
     assert choose_attention(model, xla) == "sliced"
     assert choose_attention(model, xla, "splash") == "splash"
-    monkeypatch.setattr("hf_tpu_ext.layers.splash_attention.why_not_lowered", lambda python: f"jax is not in {python}")
-    with pytest.raises(ValueError, match="attention='splash' is not possible: jax is not in .*'slices'"):
+    monkeypatch.setattr("hf_tpu_ext.layers.splash_attention.why_not_lowered", lambda: "jax is not installed")
+    with pytest.raises(ValueError, match="attention='splash' is not possible: jax is not installed.*'slices'"):
         choose_attention(model, xla, "splash")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hf_tpu_ext.hardware.topologies import find_topology
-from hf_tpu_ext.kernels.splash import Lowering, SplashAttention, lower
+from hf_tpu_ext.kernels.splash import SplashAttention, lower
 from hf_tpu_ext.plan.compiler import compile_programs
 from hf_tpu_ext.plan.programs import Argument, TracedProgram
 
@@ -38,7 +38,7 @@ OTHERS = {
     ids=["v5e-1", "v6e-1", "v5p-2", *OTHERS],
 )
 def test_the_compiler_takes_it(topology, changes):
-    programs = lower(replace(KERNEL, **changes), Lowering())
+    programs = lower(replace(KERNEL, **changes))
     taken = {"infer": 4, "forward": 4, "backward": 7}
     traced = [
         TracedProgram(name, (1, 1), programs[name], [Argument("other", 0, False)] * count, 1)
