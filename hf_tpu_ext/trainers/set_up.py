@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import DefaultFlowCallback, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
@@ -167,6 +168,10 @@ class SetUpMixin:
         # Batches stay on the host until the step takes them: token counts, missing rows and shapes are known there
         # without a read. The backend places the model.
         self.accelerator.device_placement = False
+        if self.backend.traces_steps and self.accelerator.dispatch_batches:
+            self.accelerator.prepare_data_loader = partial(
+                _prepare_undispatched, self.accelerator, self.accelerator.prepare_data_loader
+            )
         if self.backend.own_optimizer and not self._follows_optimizer:
             self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, self.accelerator.prepare_optimizer)
         if self.backend.ranks.count > 1:
@@ -300,3 +305,12 @@ class SetUpMixin:
                 else self.backend.fetch(state_dict)
             )
         )
+
+
+def _prepare_undispatched(accelerator: Accelerator, prepare: Callable, *args, **kwargs) -> Any:
+    """Accelerate's `prepare_data_loader`. With `dispatch_batches` it would send a batch to the device before it has its shape."""
+    asked, accelerator.dataloader_config.dispatch_batches = accelerator.dispatch_batches, None
+    try:
+        return prepare(*args, **kwargs)
+    finally:
+        accelerator.dataloader_config.dispatch_batches = asked

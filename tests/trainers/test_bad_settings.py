@@ -178,6 +178,7 @@ def test_batches_that_one_process_dispatches(runs, same_logs):
     config = dict(accelerator_config={"dispatch_batches": True}, max_steps=3)
     ours = runs.ours(**config)
     assert "dispatch_batches has no effect: one process reads the batches of all chips" in ours.compiled.changes
+    assert ours.accelerator.dispatch_batches
     same_logs(ours, runs.stock(**config))
 
 

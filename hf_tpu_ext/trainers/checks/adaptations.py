@@ -193,8 +193,6 @@ def share_rows(run: Run) -> None:
     """How processes share rows: with torch_xla there is one, and with torch_tpu all take as many batches."""
     config = run.args.accelerator_config
     if run.place.traced and config.dispatch_batches:
-        # Accelerate would send a batch to the device before it has its shape.
-        config.dispatch_batches = None
         run.compiled.changes.append("dispatch_batches has no effect: one process reads the batches of all chips")
     if run.place.processes == 1:
         return
