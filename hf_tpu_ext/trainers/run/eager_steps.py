@@ -51,7 +51,7 @@ class EagerSteps(TrainerCallback):
     grad_norm: torch.Tensor | None = None
 
     def __init__(self, trainer):
-        self._trainer = trainer
+        self._trainer, self._backend = trainer, trainer.backend
         # The step that has begun and not ended.
         self._under_way: str | None = None
         # The last step whose compiles were counted.
@@ -93,14 +93,14 @@ class EagerSteps(TrainerCallback):
 
     def reset_upstream_loss(self) -> None:
         """Set the sum of losses that upstream keeps back to 0."""
-        self._trainer._tr_loss = self._trainer.backend.send(torch.zeros(()))
+        self._trainer._tr_loss = self._backend.send(torch.zeros(()))
 
     # A rate of exactly 0, as in the first step of a warm-up, would be a constant, and the update another program.
 
     def _send_rates(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         for group, rate in self._rates:
-            group["lr"] = self._trainer.backend.send(torch.tensor(rate, dtype=torch.float32))
+            group["lr"] = self._backend.send(torch.tensor(rate, dtype=torch.float32))
 
     def _restore_rates(self, *_) -> None:
         for group, rate in self._rates:
@@ -116,7 +116,7 @@ class EagerSteps(TrainerCallback):
             # What it writes is no part of the step. Upstream's step begins so, too.
             model.train()
             inputs = SentBatch(trainer._send_batch(inputs))
-            self.data = trainer.backend.send(trainer._step_data())
+            self.data = self._backend.send(trainer._step_data())
         self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
         trainer._log_step_loss(loss, trainer.accelerator.sync_gradients)
@@ -126,9 +126,9 @@ class EagerSteps(TrainerCallback):
 
     def _average_gradients(self, model: nn.Module) -> None:
         """Give all processes the mean of their gradients, once for an optimizer step."""
-        ranks = self._trainer.backend.ranks
+        ranks = self._backend.ranks
         # Split ones are exchanged in the backward pass, a layer at a time.
-        if ranks.count == 1 or self._trainer.backend.splits_weights:
+        if ranks.count == 1 or self._backend.splits_weights:
             return
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Rows of one process may use an expert that those of another do not.

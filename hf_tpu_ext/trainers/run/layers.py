@@ -50,13 +50,13 @@ class LayerScan:
     """
 
     def __init__(self, trainer):
-        self._trainer = trainer
+        self._trainer, self._backend, self._compiled = trainer, trainer.backend, trainer.compiled
         #: The layers of the run under way, or of the last one.
         self.stack: LayerStack | None = None
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the layers as one loop from now on, if wanted and possible. Wanted and impossible is a `ValueError`."""
-        wanted = self._trainer.compiled.scan_layers
+        wanted = self._compiled.scan_layers
         if wanted == "off":
             return
         plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -72,9 +72,9 @@ class LayerScan:
             if not self._own_code_allows_scan():
                 return
             parent, name = find_layers(self._trainer.model)
-            layers, policy = getattr(parent, name), self._trainer.compiled.rematerialization
+            layers, policy = getattr(parent, name), self._compiled.rematerialization
             by_rows, made_in_turn = self._are_by_rows(layers), unpacked_once(layers[0])
-            self.stack = LayerStack(layers, self._trainer.backend, policy, by_rows, made_in_turn)
+            self.stack = LayerStack(layers, self._backend, policy, by_rows, made_in_turn)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             if "call_event" not in vars(self._trainer.callback_handler):
                 self._trainer.callback_handler.call_event = partial(
@@ -101,19 +101,19 @@ class LayerScan:
     def _put_stack(self) -> None:
         modules, name, _ = self._place_of_layers
         modules[name] = self.stack
-        if self._trainer.backend.num_chips > 1:
-            ShardingPlan(self.stack, self._trainer.chips.mesh).apply(self.stack, self._trainer.backend)
-        self._trainer.backend.wait()
+        if self._backend.num_chips > 1:
+            ShardingPlan(self.stack, self._trainer.chips.mesh).apply(self.stack, self._backend)
+        self._backend.wait()
 
     def end(self) -> None:
         """Give the layers their parameters back, if they run as one loop."""
         if self.is_stacked:
             # What is pending reads the stacked parameters.
-            self._trainer.backend.flush()
+            self._backend.flush()
             modules, name, layers = self._place_of_layers
             self.stack.unstack()
             modules[name] = layers
-            self._trainer.backend.wait()
+            self._backend.wait()
 
     def _are_by_rows(self, layers: nn.ModuleList) -> bool:
         """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""
@@ -129,7 +129,7 @@ class LayerScan:
         found = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
         if found is None:
             return True
-        if self._trainer.compiled.scan_layers == "on":
+        if self._compiled.scan_layers == "on":
             logger.warning(
                 f"scan_layers='on': {found}, and sees one layer with stacked parameters. Leave scan_layers out if it looks at "
                 "layers."
@@ -142,7 +142,7 @@ class LayerScan:
 
     def _call_event(self, call_event: Callable, event: str, *args, **kwargs) -> TrainerControl | None:
         # With "on", it was said that what runs at every step looks at no layers.
-        stays = EVENTS_AT_EVERY_STEP if self._trainer.compiled.scan_layers == "on" else EVENTS_OF_A_STEP
+        stays = EVENTS_AT_EVERY_STEP if self._compiled.scan_layers == "on" else EVENTS_OF_A_STEP
         callbacks = self._trainer.callback_handler.callbacks
         if not self.is_stacked or event in stays or not any(has_own_code(callback, event) for callback in callbacks):
             return call_event(event, *args, **kwargs)
@@ -187,16 +187,16 @@ class LayerScan:
         logger.warning(f"scan_layers is off from here on, layers are unrolled: {reason}.")
         self._stacked_groups.split()
         self._trainer.averaging.split(self.stack)
-        self.stack, self._trainer.compiled.scan_layers = None, "off"
+        self.stack, self._compiled.scan_layers = None, "off"
         self._trainer.steps.make_gradients()
-        self._trainer.backend.wait()
+        self._backend.wait()
 
     def _why_layers_differ(self, layers: nn.ModuleList) -> str | None:
         config = unwrap_peft_model(self._trainer.model).config
         for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
                 return f"{setting}=True needs an output of every layer"
-        if self._trainer.backend.programs.aliased(list(layers.parameters())):
+        if self._backend.programs.aliased(list(layers.parameters())):
             return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
         return why_not_alike(layers, self._trainer.chips.split_output)
 
@@ -214,7 +214,7 @@ class LayerScan:
             modules[name] = before
 
     def _why_not_scan(self, optimizer: torch.optim.Optimizer) -> str | None:
-        if self._trainer.compiled.rematerialization not in ("none", "full", "dots"):
+        if self._compiled.rematerialization not in ("none", "full", "dots"):
             return "the scan rematerializes layers as a whole, and rematerialization names modules of them"
         if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
             return "the scan rematerializes every layer, and every_n_layers asks for some"
@@ -231,12 +231,12 @@ class LayerScan:
             return reason
         if (name := _name_in_two_groups(layers, optimizer)) is not None:
             return f"{name} of the layers is in several parameter groups of the optimizer"
-        if self._trainer.compiled.scan_layers != "auto":
+        if self._compiled.scan_layers != "auto":
             return None
         if config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS:
             return f"scan_layers='auto' does not scan {config.model_type} with {len(layers)} layers"
         size = sum(parameter.numel() for parameter in layers[0].parameters())
-        if self._trainer.compiled.rematerialization == "none" and size > _MOST_UNROLLED:
+        if self._compiled.rematerialization == "none" and size > _MOST_UNROLLED:
             return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
         return None
 

@@ -40,7 +40,8 @@ class TextGeneration:
     """
 
     def __init__(self, trainer, config: GenerationConfig, prompt_lengths: Sequence[int] = ()):
-        self._trainer, self._config, self._lengths = trainer, config, list(prompt_lengths)
+        self._trainer, self._backend = trainer, trainer.backend
+        self._config, self._lengths = config, list(prompt_lengths)
         self.generator: Generator | None = None
         self._made_for: tuple | None = None
         self._known: list[int] = []
@@ -53,7 +54,7 @@ class TextGeneration:
         model = self._trainer.model
         was_training = model.training
         try:
-            if not self._trainer.backend.static_shapes:
+            if not self._backend.static_shapes:
                 return self._generate_eagerly(prompts)
             missing = 0 if rows is None else max(0, rows - len(prompts))
             made = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed, copies)
@@ -66,12 +67,12 @@ class TextGeneration:
         trainer = self._trainer
         lengths = self._lengths or [max(map(len, prompts))]
         # A run adds the end of its tokenizer to the model's own settings, and so may the caller.
-        compiles = trainer.backend.compiles_functions and self._may_compile()
+        compiles = self._backend.compiles_functions and self._may_compile()
         settings = unwrap_peft_model(trainer.model).generation_config.to_dict(), trainer.settings_of_programs()
         made_for = lengths, settings, compiles
         if made_for != self._made_for:
             self._made_for = made_for
-            self.generator = Generator(trainer.model, trainer.backend, self._config, lengths, self._run, compiles)
+            self.generator = Generator(trainer.model, self._backend, self._config, lengths, self._run, compiles)
             self._known = []
         with trainer.models_as_run(), trainer.compute_loss_context_manager(), trainer.chips.tokens_stay_on_chips():
             self._follow_model()

@@ -9,6 +9,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ...backends.base import Backend
 from ...errors import UserError
 from ...layers.alike_layers import find_layers
 from ...layers.random_numbers import draws_random_numbers
@@ -89,7 +90,7 @@ class CompiledSteps(EagerSteps):
             return f"{reason}, and the model has no list of layers"
         self.compiles = "layers"
         parent, name = layers
-        self._layers = [self._trainer.backend.compile_module(layer) for layer in getattr(parent, name)]
+        self._layers = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
         return reason
 
     def _follow_python(self) -> None:
@@ -112,9 +113,7 @@ class CompiledSteps(EagerSteps):
     def _describe(self, reason: str | None) -> str:
         if self.compiles == "step":
             updates = isinstance(self._optimizer, ProgramAdamW)
-            cut = ", in two programs: processes exchange gradients between them" * (
-                self._trainer.backend.ranks.count > 1
-            )
+            cut = ", in two programs: processes exchange gradients between them" * (self._backend.ranks.count > 1)
             return f"The step is compiled whole{', with its update' if updates else '; the optimizer is run by operators'}{cut}"
         return self._describe_layers(reason)
 
@@ -137,7 +136,7 @@ class CompiledSteps(EagerSteps):
             return "a step runs another model, too"
         if trainer._state_of_steps():
             return "a step keeps numbers for the next one"
-        if trainer.backend.splits_weights:
+        if self._backend.splits_weights:
             return "weights are split over processes, which gather those of a layer where it runs"
         setting = draws_random_numbers(trainer.model)
         if setting is None and trainer.args.neftune_noise_alpha is not None:
@@ -176,11 +175,12 @@ class CompiledSteps(EagerSteps):
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         others = {name: value for name, value in batch.items() if name not in tensors}
-        data = {**trainer.backend.send(trainer._step_data()), "items": num_items_in_batch}
+        data = {**self._backend.send(trainer._step_data()), "items": num_items_in_batch}
         if not isinstance(num_items_in_batch, torch.Tensor):
             del data["items"]
             others["items"] = num_items_in_batch
-        state = _State(trainer, model, closing, updates)
+        sums = {"loss": trainer.loss_log.tensors, "metrics": trainer.metrics.sums("train")}
+        state = _State(self._backend, model, self._optimizer, sums, trainer.args.max_grad_norm, closing, updates)
         arguments = [state.tensors(), tensors, data, state.rates()]
         key = (
             self._under_way,
@@ -205,7 +205,7 @@ class CompiledSteps(EagerSteps):
                     return state.results(tensors, rates)
 
             try:
-                self._programs[key] = trainer.backend.compile_function(traced, arguments)
+                self._programs[key] = self._backend.compile_function(traced, arguments)
             except _CodeOfUser as error:
                 self._go_on_by_layers(f"{error}, which may do something else at each step")
                 return super().run(model, inputs, num_items_in_batch, step)
@@ -232,13 +232,21 @@ def _identities(tensors: list[torch.Tensor]) -> list[int]:
 class _State:
     """What a step reads and changes, as one structure of tensors."""
 
-    def __init__(self, trainer, model: nn.Module, closing: bool, updates: bool):
-        self._trainer, self._model, self._closing, self._updates = trainer, model, closing, updates
-        self._optimizer = trainer._plain_optimizer
+    def __init__(
+        self,
+        backend: Backend,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sums: dict[str, dict[str, torch.Tensor]],
+        max_grad_norm: float | None,
+        closing: bool,
+        updates: bool,
+    ):
+        self._backend, self._model, self._optimizer, self._sums = backend, model, optimizer, sums
+        self._max_grad_norm, self._closing, self._updates = max_grad_norm, closing, updates
         self._names = dict(model.named_parameters())
-        self._sums = {"loss": trainer.loss_log.tensors, "metrics": trainer.metrics.sums("train")}
         if updates:
-            self._optimizer.create_state()
+            optimizer.create_state()
 
     def tensors(self) -> dict[str, Any]:
         """The present values."""
@@ -259,7 +267,7 @@ class _State:
     def rates(self) -> list[torch.Tensor]:
         """Learning rates, as data."""
         rates = [torch.tensor(group["lr"], dtype=torch.float32) for group in self._optimizer.param_groups]
-        return self._trainer.backend.send(rates) if self._updates else []
+        return self._backend.send(rates) if self._updates else []
 
     def settings(self) -> Hashable:
         """What else a program depends on."""
@@ -269,7 +277,7 @@ class _State:
         ]
         gradients = tuple(parameter.grad is not None for parameter in self._names.values())
         required = tuple(parameter.requires_grad for parameter in self._names.values())
-        return tuple(groups), gradients, required, self._trainer.args.max_grad_norm, self._updates
+        return tuple(groups), gradients, required, self._max_grad_norm, self._updates
 
     def replaced(self, tensors: dict[str, Any]):
         """Context in which the model and the sums are these tensors, while a step is traced."""
@@ -281,13 +289,13 @@ class _State:
         leaves = dict(self._model.named_parameters())
         if self._closing:
             used = [leaf for leaf in leaves.values() if leaf.grad is not None]
-            for leaf, mean in zip(used, self._trainer.backend.ranks.mean([leaf.grad for leaf in used]), strict=True):
+            for leaf, mean in zip(used, self._backend.ranks.mean([leaf.grad for leaf in used]), strict=True):
                 leaf.grad = mean
         if not self._updates:
             results["gradients"] = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
             return results
         with torch.no_grad():
-            results["norm"] = clip_gradients(self._model, self._trainer.args.max_grad_norm)
+            results["norm"] = clip_gradients(self._model, self._max_grad_norm)
             names = {parameter: name for name, parameter in self._names.items()}
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 used = [names[parameter] for parameter in group["params"] if leaves[names[parameter]].grad is not None]
