@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..report.record import RecordWriter
-from ..watch.program_watch import ProgramEvent
+from ..watch.programs import ProgramEvent
 from .step_status import StepStatus
 
 

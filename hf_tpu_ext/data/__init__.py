@@ -2,6 +2,7 @@
 
 from .buckets import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from .packing import PackedCollator
+from .padding_report import TokenWaste
 from .static_shapes import (
     PAD_VALUES,
     CollatedBatch,
@@ -15,7 +16,6 @@ from .static_shapes import (
     pad_rows,
     pad_value_of,
 )
-from .waste import TokenWaste
 
 
 __all__ = [

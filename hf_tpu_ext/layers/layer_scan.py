@@ -150,7 +150,7 @@ class LayerStack(nn.ModuleList):
 
     Args:
         layers ([`~torch.nn.ModuleList`]):
-            Layers that are alike, see [`~hf_tpu_ext.layers.alike_layers.why_not_alike`]. They have no parameters while the stack is
+            Layers that are alike, see [`~hf_tpu_ext.layers.layer_list.why_layers_differ`]. They have no parameters while the stack is
             in use.
         backend ([`Backend`]):
             The backend in use.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..backends.manual_sharding import ManualSharding
-from .random_bits import BY_COLUMN, BY_ROW, scramble
+from .counter_rng import BY_COLUMN, BY_ROW, scramble
 
 
 # Odd, as those for rows and columns: another multiplier of MurmurHash3.

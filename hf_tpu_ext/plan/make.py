@@ -11,7 +11,7 @@ from ..formatting import count
 from ..hardware.prices import PRICES, read_prices
 from ..hardware.topologies import Topology
 from ..kernels.versions import required_versions
-from ..layers.estimate import read_dimensions, step_flops
+from ..layers.flops import read_dimensions, step_flops
 from ..sharding import describe_hosts, describe_mesh
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .compiler import compile_programs, why_no_compiler

@@ -13,7 +13,7 @@ from ..layers.layer_scan import LayerStack
 from ..layers.rope import use_matrix_rope
 from ..layers.static_kernels import use_static_kernels
 from ..quantization.bitsandbytes import pack_linear_layers
-from ..step.users_model import accept_cpu_tensors
+from ..step.host_io import accept_cpu_tensors
 
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.

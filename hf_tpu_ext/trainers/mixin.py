@@ -18,7 +18,7 @@ from ..layers.attention import static_masks
 from ..layers.frozen_weights import bfloat16_holds
 from ..layers.looped_head import head_computed_by, score_tokens
 from ..step.optimizer import clip_gradients
-from ..watch.program_watch import ProgramWatch
+from ..watch.programs import ProgramWatch
 from .checkpoint.files import leaving_no_empty_dir, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin

@@ -20,11 +20,11 @@ from ..callbacks.run_lines import RunLines
 from ..layers.random_numbers import RandomSeeds
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
+from ..step.host_io import save_from_host
 from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
 from ..step.program_adamw import ProgramAdamW
 from ..step.running_code import is_known
-from ..step.users_model import save_from_host
 from .checks.adaptations import ADAMW_NAMES, FEW_BIT_ADAMW_NAMES, set_gradient_checkpointing
 from .checks.answers import Place
 from .checks.device import bind_device
@@ -34,6 +34,7 @@ from .checks.settings import check_architecture, check_processes, split_by
 from .checks.upstream import check_trainer, loads_model
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
+from .run.compiled_steps import CompiledSteps
 from .run.eager_steps import EagerSteps, check_split
 from .run.ema import Averaging
 from .run.evaluation_steps import EvaluationSteps
@@ -43,13 +44,12 @@ from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.metrics import DeferredMetrics
-from .run.own_code import owner_of
 from .run.predicted_text import PredictedText
 from .run.programs import TrainerPrograms
 from .run.training_steps import TrainingSteps
+from .run.user_code import owner_of
 from .run.watch import TrainerWatch
 from .run.weight_copies import WeightCopies
-from .run.whole_steps import CompiledSteps
 
 
 # The name of its loggers begins so.

@@ -92,7 +92,7 @@ def _traced(plan: Plan, meter: Meter) -> dict[int, float]:
 
 def _unwatched(plan: Plan, meter: Meter) -> dict[int, float]:
     from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-    from hf_tpu_ext.watch.recompile_monitor import RecompileMonitor
+    from hf_tpu_ext.watch.syncs import RecompileMonitor
 
     class Unwatched(TPUSFTTrainer):
         def __init__(self, *args, **kwargs):

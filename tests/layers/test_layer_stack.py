@@ -9,8 +9,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.layers.alike_layers import find_layers, why_not_alike
 from hf_tpu_ext.layers.attention import static_masks
+from hf_tpu_ext.layers.layer_list import find_layers, why_layers_differ
 from hf_tpu_ext.layers.layer_scan import LayerStack
 from hf_tpu_ext.layers.static_kernels import use_static_kernels
 
@@ -175,12 +175,12 @@ def test_dropout_is_drawn_the_same_way_twice_and_anew_for_each_layer(xla):
 
 def test_what_differs_is_named(load):
     layers = load().model.layers
-    assert why_not_alike(layers) is None
+    assert why_layers_differ(layers) is None
     layers[1].self_attn.scaling = 3.0
-    assert why_not_alike(layers) == "self_attn of layer 1 differs from that of layer 0"
+    assert why_layers_differ(layers) == "self_attn of layer 1 differs from that of layer 0"
     layers = load().model.layers
     layers[2].mlp.down_proj.weight.requires_grad_(False)
-    assert why_not_alike(layers) == "mlp.down_proj of layer 2 differs from that of layer 0"
+    assert why_layers_differ(layers) == "mlp.down_proj of layer 2 differs from that of layer 0"
     layers = load().model.layers
     layers[1].register_forward_hook(print)
-    assert why_not_alike(layers) == "a hook is registered on the whole of layer 1"
+    assert why_layers_differ(layers) == "a hook is registered on the whole of layer 1"

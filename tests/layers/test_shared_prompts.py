@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.layers import attention
-from hf_tpu_ext.layers.alike_layers import find_layers
 from hf_tpu_ext.layers.attention import choose_attention, static_masks
+from hf_tpu_ext.layers.layer_list import find_layers
 from hf_tpu_ext.layers.layer_scan import LayerStack
 from hf_tpu_ext.layers.shared_prompts import SharedPrompts, prompts_shared
 from hf_tpu_ext.layers.static_kernels import use_static_kernels

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.step.program_adamw import ProgramAdamW
-from hf_tpu_ext.trainers.run import whole_steps
+from hf_tpu_ext.trainers.run import compiled_steps
 
 
 WHOLE = dict(config_cls=TPUSFTConfig, compile_step="step", gradient_checkpointing=False)
@@ -124,12 +124,12 @@ def test_what_python_reads_is_followed(runs, caplog, changes):
     common = dict(
         report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, per_device_train_batch_size=4
     )
-    whole_steps.logger.addHandler(caplog.handler)
+    compiled_steps.logger.addHandler(caplog.handler)
     try:
         ours = TPUTrainingArguments(str(runs.output_dir), compile_step="step", run_report=False, **common, **config)
         mine, trainer = train(TPUTrainer, ours)
     finally:
-        whole_steps.logger.removeHandler(caplog.handler)
+        compiled_steps.logger.removeHandler(caplog.handler)
     theirs, _ = train(Trainer, TrainingArguments(str(runs.output_dir), use_cpu=True, **common, **config))
     assert mine == pytest.approx(theirs, rel=1e-5)
     line = "such changes before"
@@ -202,13 +202,13 @@ def test_an_attention_of_the_users_is_run_at_every_step(runs, same_logs, caplog)
 
     AttentionInterface.register("own", attend)
     trainers = []
-    whole_steps.logger.addHandler(caplog.handler)
+    compiled_steps.logger.addHandler(caplog.handler)
     for train in (partial(runs.ours, config_cls=TPUSFTConfig), runs.stock):
         rescale.scale = 1.0
         model = AutoModelForCausalLM.from_pretrained(runs.model_dir, attn_implementation="own", dtype=torch.float32)
         settings = dict(gradient_checkpointing=False, max_steps=4, kwargs={"callbacks": [rescale]})
         trainers.append(train(model=model, **settings))
-    whole_steps.logger.removeHandler(caplog.handler)
+    compiled_steps.logger.removeHandler(caplog.handler)
     same_logs(*trainers)
     assert "<locals>.attend (test_torch_tpu_compiled.py, line" in caplog.text
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.watch.program_watch import TooManyRecompiles
+from hf_tpu_ext.watch.programs import TooManyRecompiles
 
 
 # Operators that read the device, or copy from it.

@@ -9,7 +9,7 @@ from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.xla.backend import XLABackend
 from hf_tpu_ext.hardware.topologies import find_chip
-from hf_tpu_ext.layers.estimate import read_dimensions, step_flops
+from hf_tpu_ext.layers.flops import read_dimensions, step_flops
 from hf_tpu_ext.report.phases import BESIDES_STEPS
 
 

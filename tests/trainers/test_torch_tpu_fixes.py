@@ -11,8 +11,8 @@ from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.run.batches import BatchesMixin
+from hf_tpu_ext.trainers.run.compiled_steps import CompiledSteps
 from hf_tpu_ext.trainers.run.eager_steps import check_split
-from hf_tpu_ext.trainers.run.whole_steps import CompiledSteps
 from hf_tpu_ext.trainers.sft.distillation import DistillationMixin
 
 

@@ -28,8 +28,8 @@ from ..loops import Loops
 from ..process_ranks import ProcessRanks, cut_at_collectives
 from ..ranks import Ranks
 from ..streamed import streamed
+from .donation import changes_as_results
 from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
-from .in_place import changes_as_results
 
 
 _CACHE_VARIABLE = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"

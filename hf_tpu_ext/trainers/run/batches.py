@@ -28,8 +28,8 @@ from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
 from .index_ranges import IndexRanges, classes_for
 from .lengths import row_lengths
-from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
 from .training_steps import SentBatch
+from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
 
 
 logger = logging.get_logger(__name__)

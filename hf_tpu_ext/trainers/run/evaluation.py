@@ -16,9 +16,9 @@ from ...data import CollatedBatch, count_rows
 from ...step.metrics import DeviceSums
 from ...step.running_code import is_known
 from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
-from .own_code import computes_loss_by_itself, owner_of
 from .predicted_columns import as_collated, find_added, without_added
 from .predicted_text import PredictedText
+from .user_code import computes_loss_by_itself, owner_of
 
 
 #: Predictions and batches that are held back until they are read together take no more than this.

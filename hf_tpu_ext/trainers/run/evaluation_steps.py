@@ -11,9 +11,9 @@ from torch import nn
 from ...backends.program import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
-from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP
 from .programs import warn_traced
 from .training_steps import SentBatch
+from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP
 
 
 #: What the watch calls the program of a batch whose loss is added up, and of one whose predictions are kept.

@@ -14,12 +14,12 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...errors import UserError
-from ...layers.alike_layers import find_layers, why_not_alike
+from ...layers.layer_list import find_layers, why_layers_differ
 from ...layers.layer_scan import LayerStack
 from ...quantization.packed_linear import unpacked_once
 from ...sharding import ShardingPlan
 from ...step.optimizer import LazyAdamW
-from .own_code import (
+from .user_code import (
     EVENTS_AT_EVERY_STEP,
     EVENTS_OF_A_STEP,
     find_own_code,
@@ -198,7 +198,7 @@ class LayerScan:
                 return f"{setting}=True needs an output of every layer"
         if self._backend.programs.aliased(list(layers.parameters())):
             return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
-        return why_not_alike(layers, self._trainer.chips.split_output)
+        return why_layers_differ(layers, self._trainer.chips.split_output)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

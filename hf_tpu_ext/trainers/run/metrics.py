@@ -13,7 +13,7 @@ from transformers import Trainer
 from ...backends.base import Backend
 from ...step.deferred_reads import Appended, DeferredReads, metrics_in
 from ...step.metrics import DeviceSums
-from .own_code import functions_of, names_of_a_step, syntax_of
+from .user_code import functions_of, names_of_a_step, syntax_of
 
 
 #: TRL keeps under this name the tokens that were trained on, of the whole run.

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ...backends.program import CompiledFunction
 from ...step.fingerprint import StepFingerprint
 from ...step.python_state import PythonState
-from .own_code import (
+from .user_code import (
     HOOKS_OF_ALL_MODULES,
     METHODS_OF_A_STEP,
     attributes_of_a_step,

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ...callbacks.run_lines import RunLines
 from ...callbacks.run_record import RunRecord
 from ...callbacks.step_status import StepStatus
-from ...layers.estimate import read_dimensions, step_flops
+from ...layers.flops import read_dimensions, step_flops
 from ...quantization.packed_linear import count_parameters
 from .facts import describe_run
 

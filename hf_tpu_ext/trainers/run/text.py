@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 from ...generation import Generated, Generator
 from ...generation.sampling import count_until_end, find_ends
-from .own_code import find_own_code
 from .programs import warn_traced
+from .user_code import find_own_code
 
 
 logger = logging.get_logger(__name__)

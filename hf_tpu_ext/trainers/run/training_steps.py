@@ -16,13 +16,13 @@ from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
 from ..checkpoint.files import newest_checkpoint
-from .own_code import (
+from .programs import warn_traced
+from .user_code import (
     METHODS_OF_A_STEP,
     find_code_between_stages,
     has_own_code,
     places_between_stages,
 )
-from .programs import warn_traced
 
 
 # How the names of numbers begin, beside the columns of a batch.

@@ -12,12 +12,12 @@ from ...backends.insight import SourceLine
 from ...backends.program import describe_batch
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
-from ...watch.program_watch import ProgramWatch
+from ...watch.programs import ProgramWatch
 from ...watch.recompile_cause import Facts
-from ...watch.recompile_monitor import RecompileMonitor
 from ...watch.source_lines import describe_line, package_of
-from .own_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, names_of_a_step
+from ...watch.syncs import RecompileMonitor
 from .programs import note_python_state
+from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, names_of_a_step
 
 
 class TrainerWatch:

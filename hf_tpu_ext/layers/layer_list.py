@@ -23,7 +23,7 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
     return found[0] if len(found) == 1 else None
 
 
-def why_not_alike(layers: nn.ModuleList, hook: Callable | None = None) -> str | None:
+def why_layers_differ(layers: nn.ModuleList, hook: Callable | None = None) -> str | None:
     """Why layers cannot be the turns of one loop: what differs. The forward `hook` may be on all of them."""
     first = _traits(layers[0])
     for index, layer in enumerate(layers):

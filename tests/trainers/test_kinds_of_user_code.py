@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kinds_of_user_code import KINDS, REPLAYED, STAGES, STEPS, TRACED, Setup, describe
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
-from users_code import KINDS, REPLAYED, STAGES, STEPS, TRACED, Setup, describe
 
 from hf_tpu_ext import TPUSFTTrainer
 

@@ -11,7 +11,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_tpu_ext.layers.estimate import read_dimensions, step_flops
+from hf_tpu_ext.layers.flops import read_dimensions, step_flops
 
 
 QWEN3 = Qwen3Config(

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ...backends.base import Backend
 from ...errors import UserError
-from ...layers.alike_layers import find_layers
+from ...layers.layer_list import find_layers
 from ...layers.random_numbers import draws_random_numbers
 from ...step.optimizer import clip_gradients
 from ...step.program_adamw import ProgramAdamW
@@ -19,9 +19,9 @@ from ...step.python_state import PythonState
 from ...step.running_code import RunningCode
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .eager_steps import EagerSteps
-from .own_code import find_own_code
 from .programs import note_python_state
 from .training_steps import SentBatch
+from .user_code import find_own_code
 
 
 logger = logging.get_logger(__name__)

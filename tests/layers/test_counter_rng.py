@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_tpu_ext.layers.random_bits import gumbel, scramble
+from hf_tpu_ext.layers.counter_rng import gumbel, scramble
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

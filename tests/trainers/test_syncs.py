@@ -9,7 +9,7 @@ from planted import ROWS, causes, collate, collate_then, line_of, said, train_ti
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.watch.program_watch import TooManyRecompiles
+from hf_tpu_ext.watch.programs import TooManyRecompiles
 
 
 @pytest.fixture

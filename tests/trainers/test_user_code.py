@@ -18,8 +18,8 @@ from trl import SFTTrainer
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.backends.random_state import read_random_state
 from hf_tpu_ext.step.python_state import COUNTS_ATTRIBUTES, PythonState
-from hf_tpu_ext.trainers.run.own_code import find_own_code, names_of_a_step
 from hf_tpu_ext.trainers.run.programs import note_python_state
+from hf_tpu_ext.trainers.run.user_code import find_own_code, names_of_a_step
 
 
 @pytest.fixture(scope="module")
