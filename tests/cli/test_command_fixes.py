@@ -357,12 +357,13 @@ def test_prompts_of_a_plan_need_a_tokenizer(monkeypatch):
     ("script", "told"),
     [("kill -9 $$", "compile one graph at a time (--jobs 1)"), ("echo no; exit 3", "failed for v5e-8:\nno")],
 )
-def test_a_compiler_that_stops(tmp_path, script, told):
+def test_a_compiler_that_stops(tmp_path, monkeypatch, script, told):
+    # In place of the Python that compiles.
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
+    monkeypatch.setattr(compiler.sys, "executable", str(python))
     program = SimpleNamespace(module=b"", arguments=[])
-    settings = {"program": program, "topology": find_topology("v5e-8"), "python": str(python)}
-    assert told in refusal(compiler._compile, settings)
+    assert told in refusal(compiler._compile, {"program": program, "topology": find_topology("v5e-8")})
     # What the message names is an option.
     plan._options(["--jobs", "1"])

@@ -93,7 +93,7 @@ def test_a_ragged_batch_in_the_loss(train, lines):
     assert step == 5
     # The program is compared with the one before when it runs again.
     first, second = lines()
-    assert "in Cuts.compute_loss, test_recompile_monitor.py:" in first
+    assert "in Cuts.compute_loss, test_syncs.py:" in first
     assert cause.startswith("`slice` was s64[4,7] ") and cause in second
     assert f"[{line_of(Cuts, 'value[:, :length]')}]" in cause
 

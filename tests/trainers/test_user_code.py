@@ -361,7 +361,7 @@ def test_an_attention_of_the_users_is_used_and_traced(runs, tiny_model, caplog, 
         trainers.append(run(model=model, max_steps=5, logging_steps=1, gradient_checkpointing=False))
         assert len(calls) == 5 * model.config.num_hidden_layers
     same_logs(*trainers)
-    assert "attend (test_own_code.py, line" in caplog.text.replace("<locals>.", "")
+    assert "attend (test_user_code.py, line" in caplog.text.replace("<locals>.", "")
 
 
 def test_a_step_that_reads_the_device_is_not_replayed_whatever_was_said(xla, tmp_path, caplog):
