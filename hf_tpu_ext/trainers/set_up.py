@@ -69,6 +69,8 @@ class SetUpMixin:
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
+        if self.backend.unknown_upstream:
+            check_trainer(type(self), given.arguments)
         # What the caller changes in its arguments later is adapted in the same way.
         adapt_arguments = partial(
             adapt,
@@ -79,7 +81,6 @@ class SetUpMixin:
         self.compiled = adapt_arguments(args)
         quantization = None
         if self.backend.unknown_upstream:
-            check_trainer(type(self), given.arguments)
             # Upstream ignores the argument unless it loads the model.
             quantization = given.arguments.get("quantization_config") if isinstance(model, str) else None
             if isinstance(model, nn.Module):

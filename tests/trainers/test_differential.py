@@ -13,7 +13,7 @@ from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArgum
 from hf_tpu_ext.examples.tiny import make_tokenizer
 from hf_tpu_ext.step import running_code
 from hf_tpu_ext.step.python_state import PythonState
-from hf_tpu_ext.trainers.run import layers, training_steps
+from hf_tpu_ext.trainers.run import layers, programs
 from hf_tpu_ext.trainers.run.batches import BatchesMixin
 from hf_tpu_ext.trainers.run.layers import LayerScan
 
@@ -87,7 +87,7 @@ def test_preferences_train_as_upstreams(train, seed):
 
 def freeze_python(monkeypatch):
     """Steps are replayed whatever code of the user's is in them."""
-    monkeypatch.setattr(training_steps, "find_own_code", lambda *args, **kwargs: None)
+    monkeypatch.setattr(programs, "find_own_code", lambda *args, **kwargs: None)
     monkeypatch.setattr(running_code, "is_of_library", lambda module: True)
     monkeypatch.setattr(PythonState, "change", lambda self: None)
 

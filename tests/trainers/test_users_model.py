@@ -280,7 +280,7 @@ class Changes(TrainerCallback):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(max_grad_norm=0.1),
+        dict(max_grad_norm=0.01),
         dict(max_grad_norm=0.0),
         dict(learning_rate=1.0, weight_decay=1.0),
         dict(per_device_train_batch_size=2, per_device_eval_batch_size=2),
