@@ -41,11 +41,14 @@ STARTS = {
 }
 REFUSED = {
     "ema": (dict(ema_decay=0.9), "ema_decay=0.9 does not work with mesh='fsdp'"),
-    "qat": (dict(qat_weight_dtype="int4", qat_group_size=16), "qat_weight_dtype=int4 does not work with mesh='fsdp'"),
+    "qat": (
+        dict(qat_weight_dtype="int4", qat_group_size=16),
+        "qat_weight_dtype='int4' does not work with mesh='fsdp'",
+    ),
     "quantized": (dict(quantized=True, lora={}), "a model with quantized weights does not work with mesh='fsdp'"),
     "samples": (dict(show_samples=2), "show_samples=2 does not work with mesh='fsdp'"),
-    "sgd": (dict(optim="sgd"), "optim=sgd does not work with mesh='fsdp'"),
-    "teacher": (dict(kd_teacher="base"), "kd_teacher=base does not work with mesh='fsdp'"),
+    "sgd": (dict(optim="sgd"), "optim='sgd' does not work with mesh='fsdp'"),
+    "teacher": (dict(kd_teacher="base"), "kd_teacher='base' does not work with mesh='fsdp'"),
     "synced": (
         dict(case={"kind": "dpo", "steps": 1}, sync_ref_model=True),
         "sync_ref_model=True does not work with mesh='fsdp'",

@@ -59,6 +59,12 @@ def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
     assert_fixes(check, {"mesh": "fsdp", **settings, **given}, *fixes)
 
 
+def test_values_are_shown_as_they_are_typed(runs):
+    place = Place("tpu", traced=False, processes=2, splits_weights=True)
+    with pytest.raises(ValueError, match="^optim='sgd' does not work with mesh='fsdp'"):
+        adapt(runs.config(TPUSFTConfig, mesh="fsdp", optim="sgd"), place)
+
+
 def test_text_that_is_generated_by_weights_in_parts(runs):
     def check(mesh):
         if mesh == "fsdp":

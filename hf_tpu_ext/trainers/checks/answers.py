@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cache
 from typing import Any, Literal
 
@@ -148,11 +149,12 @@ class Row:
             value = run[name]
             if not (self.when(value, run) if self.when else is_changed(name, value, run)):
                 continue
+            shown = value.value if isinstance(value, Enum) else value
             on = "" if run.place.static_shapes else f" on {run.place.name}"
             says = self.says.format(name=name, args=run.args, by=run.place.split_by, on=on)
             if self.answer == "refused":
-                raise UserError(f"{f'{name}={value!r}' if name in vars(run.args) else name} {says}")
-            run.compiled.changes.append(f"{name if value is True else f'{name}={value}'} {says}")
+                raise UserError(f"{f'{name}={shown!r}' if name in vars(run.args) else name} {says}")
+            run.compiled.changes.append(f"{name if value is True else f'{name}={shown}'} {says}")
         if self.becomes is not KEPT:
             vars(run.args).update(dict.fromkeys(names, self.becomes) | dict.fromkeys(self.beside.split()))
 
