@@ -438,7 +438,8 @@ class TPUTrainerMixin(
     def frozen_in_bfloat16(self) -> AbstractContextManager:
         """Within this context frozen weights take half the memory, where that changes no number."""
         # FSDP2 keeps the parts of a weight by their memory.
-        if self.compiled.compute_dtype != torch.bfloat16 or self.backend.splits_weights:
+        stays = self.compiled.compute_dtype != torch.bfloat16 or self.backend.splits_weights
+        if stays or self.frozen.in_use is not None:
             return nullcontext()
         # A reference that follows the policy changes, whatever its parameters say.
         others = [] if vars(self.args).get("sync_ref_model") else self._other_models()

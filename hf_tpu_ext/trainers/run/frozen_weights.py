@@ -32,9 +32,7 @@ class ShortFrozenWeights:
         Within this context, frozen weights of models, the first of which is the trained one, are bfloat16 where `holds` says that
         bfloat16 holds them exactly.
         """
-        if self.in_use is not None:
-            yield
-            return
+        assert self.in_use is None, "they are bfloat16 already"
         self.in_use = [FrozenWeights(model, self._backend, ShardingPlan(model, mesh).specs) for model in models]
         try:
             for frozen in self.in_use:

@@ -26,7 +26,9 @@ class WeightCopies:
         outside of steps, have memory of their own.
         """
         # Each call of an operator takes longer in it. Trackers and progress bars copy no weights.
-        never = all(type(each).__module__.startswith(_NEVER_COPIES) for each in objects) and not any(functions)
+        never = all(type(each).__module__.startswith(_NEVER_COPIES) for each in objects) and all(
+            function is None for function in functions
+        )
         return nullcontext() if self.context is None or never else self.context
 
     def not_made(self) -> AbstractContextManager:
