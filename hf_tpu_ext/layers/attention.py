@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -165,6 +165,9 @@ def static_masks(segment_ids: torch.Tensor | None = None, sdpa: bool = False) ->
     look up for it are replaced meanwhile.
     """
     names = ("eager", *_IMPLEMENTATIONS)
+    # Upstream asks this before it reads a mask to leave it out, as that of recurrent layers, which models make by a function that
+    # has no entry to replace.
+    is_tracing, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: True
     for name in names:
         make_mask = partial(_static_mask, name, segment_ids=segment_ids)
         ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(mask_each_row, make_mask)
@@ -174,5 +177,6 @@ def static_masks(segment_ids: torch.Tensor | None = None, sdpa: bool = False) ->
     try:
         yield
     finally:
+        masking_utils.is_tracing = is_tracing
         for name in names:
             del ALL_MASK_ATTENTION_FUNCTIONS[name]

@@ -215,6 +215,14 @@ def test_mask_functions_are_looked_up_in_one_place():
     assert "allow_is_bidirectional_skip" in skip and "mask_function" in skip
 
 
+def test_masks_are_not_read_where_upstream_traces(monkeypatch):
+    """layers/attention.py says so while the loss is computed."""
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: True)
+    ones = torch.ones(1, 4)
+    mask = masking_utils.create_recurrent_attention_mask(config(), torch.zeros(1, 4, 4), ones)
+    assert torch.equal(mask, ones)
+
+
 def test_eager_attention_is_a_function_beside_the_class():
     """layers/sliced_attention.py calls it with some rows, heads of one key, or queries."""
     for name in ("gemma2", "gemma3", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"):

@@ -26,6 +26,7 @@ from .hosts import hosts_of_slice, join_hosts, order_by_host, read_split
 from .insight import XLAInsight
 from .kernels import XLAKernels
 from .loops import XLALoops
+from .operators import register_operators
 from .pending import pending
 from .programs import XLAPrograms
 from .sharding import ConstrainRows, XLAManualSharding, gathered, is_split, sharding_by_rows
@@ -59,6 +60,7 @@ class XLABackend(XLACompileCache):
             )
         os.environ["PJRT_DEVICE"] = pjrt_device
         pickle_from_host()
+        register_operators()
         self.insight = XLAInsight()
         self._host_chips = xr.global_runtime_device_count() if runtime_started() else local_chips(pjrt_device)
         self._num_chips: int | None = None

@@ -76,12 +76,15 @@ class XLAPrograms(Programs):
         # To torch_xla a copy is the same value, so it shares the buffer of what it was made of, until one of them is changed
         # by a program that knows both. On several chips, a buffer that is still to be filled has no handle to ask for.
         self._backend.wait()
-        state = computed(state)
+        state = list({memory_shared(tensor): tensor for tensor in computed(state)}.values())
         known = {memory_shared(tensor) for tensor in state}
         others = [tensor for tensor in computed(live_tensors()) if memory_shared(tensor) not in known]
-        if others:
-            buffers = set(torch_xla._XLAC._get_tensors_handle(state))
-            give_own_buffers([tensor for tensor in others if graphs.buffer_of(tensor) in buffers])
+        buffers = torch_xla._XLAC._get_tensors_handle(state)
+        # What is equal is sent once: two tensors of the state may have one buffer, as the scales of two embeddings.
+        first = {buffer: place for place, buffer in reversed(list(enumerate(buffers)))}
+        shared = [tensor for place, tensor in enumerate(state) if first[buffers[place]] != place]
+        shared += [tensor for tensor in others if graphs.buffer_of(tensor) in first]
+        give_own_buffers(shared)
         self._backend.flush()
 
     def real_copies(self) -> XLARealCopies:

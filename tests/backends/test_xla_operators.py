@@ -1,0 +1,26 @@
+"""Operators that torch_xla has no program for: values and gradients, without a transfer to the host."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("unitriangular", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("upper", [False, True])
+def test_triangular_systems_are_solved_on_the_device(xla, upper, left, unitriangular):
+    generator = torch.Generator().manual_seed(0)
+    matrix = 0.1 * torch.randn(2, 3, 16, 16, generator=generator) + torch.eye(16)
+    values = torch.randn((2, 3, 16, 5) if left else (2, 3, 5, 16), generator=generator)
+
+    def solve(send):
+        one, other = send(matrix).requires_grad_(), send(values).requires_grad_()
+        solved = torch.linalg.solve_triangular(one, other, upper=upper, left=left, unitriangular=unitriangular)
+        return [solved, *torch.autograd.grad(solved.square().sum(), [one, other])]
+
+    before = xla.counters()
+    ours = solve(lambda tensor: tensor.to(xla.device))
+    assert (xla.counters() - before).fallbacks == 0
+    exact, stock = solve(torch.Tensor.double), solve(torch.clone)
+    for found, right, other in zip(ours, exact, stock, strict=True):
+        error = (found.cpu() - right).abs().max()
+        assert error <= 2 * (other - right).abs().max() + 1e-6 * right.abs().max()

@@ -1,0 +1,310 @@
+"""
+Trains a tiny model of every family with upstream's trainer on eager CPU and with this package's on XLA, and compares them:
+
+    python tests/models/families.py                    # all, a process for each run; what is there is not run again
+    python tests/models/families.py --only qwen3 lfm2 --again
+    python tests/models/families.py --write-docs       # docs/models.md of the results
+
+Results are in `families.json`.
+"""
+
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "families.json"
+STEPS, ACCUMULATION, ROWS, LONGEST = 4, 2, 2, 16
+#: Of one run, the imports apart.
+MOST_SECONDS, MOST_BYTES = 240, 12 * 2**30
+TASKS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+}
+
+
+# ---- One run, in a process of its own ----
+
+
+def train(task: str, model_type: str, lora: bool, recipe: str, ours: bool, output_dir: str) -> dict:
+    """Train a tiny model, and say what was logged and what the device did."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from tiny_configs import VOCABULARY, tiny_config
+    from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+    from trl import SFTConfig, SFTTrainer
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, decoder=True), dtype=torch.float32)
+    with torch.no_grad():
+        # Routers that begin at 0 would have ties, and which experts they take then is anybody's choice.
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    adapter = None
+    if lora:
+        # PEFT refuses these of a mixer, whose kernels take the weights as they are.
+        mixer = any(name.endswith("conv1d") for name, _ in model.named_modules())
+        excluded = ["out_proj", "conv1d"] if mixer else None
+        sizes = dict(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=excluded)
+        adapter = LoraConfig(task_type="CAUSAL_LM", **sizes)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [LONGEST - index % 5 for index in range(STEPS * ACCUMULATION * ROWS)]
+    rows = [torch.randint(3, VOCABULARY - 1, (length,), generator=generator).tolist() for length in lengths]
+    args = dict(
+        output_dir=output_dir,
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=ACCUMULATION,
+        learning_rate=5e-3,
+        logging_steps=1,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=not ours,
+    )
+    if ours:
+        from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+
+        SFTConfig, SFTTrainer, Trainer, TrainingArguments = (
+            TPUSFTConfig,
+            TPUSFTTrainer,
+            TPUTrainer,
+            TPUTrainingArguments,
+        )
+        args["run_report"] = False
+    from datasets import Dataset
+
+    tokenizer = _tokenizer(VOCABULARY)
+    if recipe == "trainer":
+        data = Dataset.from_list([{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows])
+        if adapter is not None:
+            model = get_peft_model(model, adapter)
+        if ours:
+            args["max_length"] = LONGEST
+        collator = DataCollatorForSeq2Seq(tokenizer)
+        trainer = Trainer(model, TrainingArguments(**args), collator, data, processing_class=tokenizer)
+    else:
+        data = Dataset.from_list([{"input_ids": row} for row in rows])
+        args |= dict(max_length=LONGEST, gradient_checkpointing=recipe == "sft")
+        trainer = SFTTrainer(
+            model, SFTConfig(**args), train_dataset=data, processing_class=tokenizer, peft_config=adapter
+        )
+    found = _count(trainer) if ours else {}
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "model": type(model).__name__,
+        "recipe": recipe,
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [entry["grad_norm"] for entry in logs],
+        **found,
+    }
+
+
+def _tokenizer(size: int):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {name: index for index, name in enumerate(["<pad>", "<s>", "</s>", *map(str, range(3, size))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=LONGEST
+    )
+
+
+def _count(trainer) -> dict:
+    """What will be known of the steps of a run on XLA."""
+    from transformers import TrainerCallback
+
+    found = {"steps": [], "why_traced": None, "fallbacks_of": {}}
+
+    class Count(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.backend.wait()
+            self.before = trainer.backend.counters()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            import torch_xla.debug.metrics as met
+
+            trainer.backend.wait()
+            spent = trainer.backend.counters() - self.before
+            names = ("compiles", "executions", "reads", "fallbacks", "replays")
+            found["steps"].append({name: getattr(spent, name) for name in names})
+            compiled = trainer.steps.compiled
+            found["why_traced"] = trainer.steps.why_not if compiled is None else compiled.traced
+            found["fallbacks_of"] = {name: met.counter_value(name) for name in met.executed_fallback_ops()}
+
+    trainer.add_callback(Count())
+    return found
+
+
+def work(ours: bool, directory: Path, runs: list[list]) -> None:
+    """Do runs one after the other, each in a fork of this process, which has imported all that they need."""
+    import peft  # noqa: F401
+    import trl
+    from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
+
+    import hf_tpu_ext  # noqa: F401
+
+    _ = trl.SFTTrainer
+    if ours:
+        _ = hf_tpu_ext.TPUSFTTrainer, hf_tpu_ext.TPUTrainer
+    for number, run in enumerate(runs):
+        path = directory / f"{number}.json"
+        child = os.fork()
+        if child == 0:
+            _run_forked(path, ours, run)
+        begin = time.monotonic()
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            time.sleep(0.05)
+            if time.monotonic() - begin > MOST_SECONDS:
+                os.kill(child, signal.SIGKILL)
+        if not path.exists():
+            slow = time.monotonic() - begin > MOST_SECONDS
+            path.write_text(json.dumps({"error": f"no end in {MOST_SECONDS} s" if slow else "the process has died"}))
+
+
+def _run_forked(path: Path, ours: bool, run: list) -> None:
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    begin = time.process_time()
+    try:
+        result = train(*run, ours=ours, output_dir=str(path.with_suffix("")))
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        lines = str(error).strip().splitlines() or [""]
+        result = {"error": f"{type(error).__name__}: {lines[0]}"[:300], "refused": _is_refused(error)}
+    result["cpu_seconds"] = round(time.process_time() - begin, 1)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result))
+    partial.rename(path)
+    os._exit(0)
+
+
+def _is_refused(error: BaseException) -> bool:
+    return any(cls.__name__ == "UserError" for cls in type(error).__mro__)
+
+
+# ---- All of them ----
+
+
+def _start(ours: bool, directory: Path, runs: list[list]) -> list[dict]:
+    """Do runs in another process, with upstream's trainers or this package's."""
+    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    # Compiled in a third of the time, and as exact.
+    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    env |= dict(PJRT_DEVICE="CPU", XLA_FLAGS=fast) if ours else dict(USE_TORCH_XLA="0", HF_TPU_EXT="0")
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.glob("*.json"):
+        path.unlink()
+    command = [sys.executable, __file__, "--work", "ours" if ours else "stock", str(directory)]
+    subprocess.run(command, input=json.dumps(runs), text=True, env=env, check=True)
+    return [json.loads((directory / f"{number}.json").read_text()) for number in range(len(runs))]
+
+
+#: From the one that people use most.
+RECIPES = ("sft", "sft without checkpointing", "trainer")
+
+
+def _stock(directory: Path, runs: list[list]) -> list[dict]:
+    """What upstream's trainers say, by the first recipe that trains."""
+    results: list[dict] = [{} for _ in runs]
+    for recipe in RECIPES:
+        left = [place for place, result in enumerate(results) if "losses" not in result]
+        if not left:
+            break
+        found = _start(False, directory / "stock", [[*runs[place], recipe] for place in left])
+        for place, result in zip(left, found, strict=True):
+            before = results[place].get("error")
+            # The first error says more than that of the last resort.
+            results[place] = result if "losses" in result or before is None else {**result, "error": before}
+    return results
+
+
+def run_all(directory: Path, only: list[str] | None, again: bool, part: int) -> None:
+    """Do all runs whose results are not known yet, `part` families at a time."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    names = list(only or _names())
+    runs = [["causal", name, lora] for name in names for lora in (False, True)]
+    if not again:
+        runs = [run for run in runs if _key(run) not in known]
+    for begin in range(0, len(runs), 2 * part):
+        these = runs[begin : begin + 2 * part]
+        stock = _stock(directory, these)
+        trained = [place for place, result in enumerate(stock) if "losses" in result]
+        ours = _start(True, directory / "ours", [[*these[place], stock[place]["recipe"]] for place in trained])
+        ours = dict(zip(trained, ours, strict=True))
+        for place, run in enumerate(these):
+            known[_key(run)] = {"stock": stock[place], **({"ours": ours[place]} if place in ours else {})}
+            print(_key(run), verdict(known[_key(run)]), flush=True)
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known))
+        RESULTS.write_text(f"{{\n{lines}\n}}\n")
+
+
+def _key(run: list) -> str:
+    task, name, lora = run
+    return f"{task}/{name}/{'lora' if lora else 'full'}"
+
+
+def _names() -> list[str]:
+    code = "from transformers.models.auto import modeling_auto as m; print(*m.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)"
+    env = dict(os.environ, USE_TORCH_XLA="0", HF_TPU_EXT="0")
+    return subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, check=True, env=env
+    ).stdout.split()
+
+
+def difference(result: dict) -> float:
+    """The largest relative difference from upstream's losses and norms of gradients."""
+    stock, ours = result["stock"], result["ours"]
+    pairs = [pair for name in ("losses", "norms") for pair in zip(ours[name], stock[name], strict=True)]
+    return max(abs(mine - other) / max(abs(other), 1e-12) if mine == mine else float("inf") for mine, other in pairs)
+
+
+def verdict(result: dict) -> str:
+    """One line about a family."""
+    stock, ours = result["stock"], result.get("ours")
+    if ours is None:
+        return f"stock cannot train: {stock['error']}"
+    if "error" in ours:
+        return f"{'refused' if ours.get('refused') else 'crashes'}: {ours['error']}"
+    off, last = difference(result), ours["steps"][-1]
+    said = "equal" if off <= 1e-5 else "WRONG"
+    said += f" ({off:.1e}, {ours['recipe']})"
+    if ours["why_traced"] is not None:
+        said += f", traced: {ours['why_traced']}"
+    elif last["replays"] != ACCUMULATION:
+        said += f", not replayed: {[step['compiles'] for step in ours['steps']]} compiles"
+    if last["reads"] or ours["fallbacks_of"]:
+        said += f", {last['reads']} reads, {last['executions']} executions, {ours['fallbacks_of']}"
+    return f"{said}, {stock['cpu_seconds']} + {ours['cpu_seconds']} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families to run, by default all")
+    parser.add_argument("--again", action="store_true", help="run what is known, too")
+    parser.add_argument("--part", type=int, default=8, help="families after which results are written")
+    parser.add_argument("--directory", type=Path, default=Path("/tmp/families"), help="logs of the runs")
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        kind, directory = args.work
+        work(kind == "ours", Path(directory), json.load(sys.stdin))
+    else:
+        run_all(args.directory, args.only, args.again, args.part)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Sizes of a tiny model of each family: two layers, or one period of layers that alternate."""
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+
+VOCABULARY = 64
+
+#: By the name of a field, for whichever family has it.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "embedding_size": 32,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "num_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "n_inner": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "type_vocab_size": 2,
+    # The usual 0.02 suits widths of a thousand and more.
+    "initializer_range": 0.1,
+    "init_std": 0.1,
+    # Experts.
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    # Attention of low rank.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "index_topk": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    # State over the row.
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "mamba_expand": 2,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "hc_lowrank": 8,
+    "mamba_dt_rank": 4,
+    "time_step_rank": 4,
+}
+
+#: The same of tokens: padding, the beginning and the end. All others, such as those of images, are the last.
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+#: What a family needs besides, or otherwise: sizes under names of its own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"backbone_hidden_size": 32},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "laguna": {"layer_types": ["full_attention", "sliding_attention"]},
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "adapter_rank": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "blt_local_encoder": {"hidden_size_global": 32},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    },
+    "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_length": 2},
+    "ernie4_5_moe": {"moe_k": 2, "moe_num_shared_experts": 1},
+    "codegen": {"rotary_dim": 4},
+    "ctrl": {"dff": 48},
+    "dbrx": {"n_heads": 4, "n_layers": 2, "max_seq_len": 64, "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v4": {"o_groups": 2, "o_lora_rank": 8, "num_key_value_heads": 1},
+    "dots3_note_text": {
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_qk_rope_head_dim": 8,
+        "swa_v_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16,
+        "num_key_value_heads": 4,
+        "shared_experts_intermediate_size": 16,
+    },
+    "dots3_note_audio": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision": {
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 32,
+        "mlp_layer_types": ["dense", "dense"],
+        "per_layer_config": {},
+    },
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+    },
+    "gemma4_text": {
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 8,
+        "num_experts": None,
+        "moe_intermediate_size": None,
+    },
+    "gemma4_unified_text": {"global_head_dim": 8},
+    "gemma4_unified_assistant": {"backbone_hidden_size": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "inkling_text": {"d_rel": 4, "rel_extent": 16},
+    "inkling2_text": {"d_rel": 4, "rel_extent": 16, "unpadded_vocab_size": VOCABULARY},
+    "inkling2_loop_text": {"d_rel": 4, "rel_extent": 16, "unpadded_vocab_size": VOCABULARY},
+    "jetmoe": {"kv_channels": 8},
+    "kimi_linear": {"num_key_value_heads": 4},
+    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2},
+    "mamba2": {"expand": 2, "hidden_size": 32, "num_heads": 8, "head_dim": 8},
+    "mpt": {"n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "prophetnet": {"num_buckets": 8, "relative_max_distance": 16},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [8, 8],
+        "attention_head_size": 8,
+        "feed_forward_size": 48,
+    },
+    "rembert": {"input_embedding_size": 16, "output_embedding_size": 16},
+    "roc_bert": {
+        "pronunciation_vocab_size": VOCABULARY,
+        "pronunciation_embed_dim": 8,
+        "shape_vocab_size": VOCABULARY,
+        "shape_embed_dim": 8,
+    },
+    "xlm": {"emb_dim": 32, "n_layers": 2, "n_heads": 4},
+    "xlnet": {"d_inner": 48},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+
+def tiny_config(model_type: str, decoder: bool = False) -> PreTrainedConfig:
+    """The configuration of the tiny model of a family. A `decoder` is causal where a family has both forms."""
+    config = _shrink(AutoConfig.for_model(model_type))
+    if decoder and vars(config).get("is_decoder") is False and not config.is_encoder_decoder:
+        config.is_decoder = True
+    return config
+
+
+def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    named = vars(config)
+    fields = {name: value for name, value in (SIZES | TOKENS).items() if name in named}
+    if "kv_lora_rank" in named:
+        fields["num_key_value_heads"] = SIZES["num_attention_heads"]
+    if len(kinds := list(dict.fromkeys(named.get("layer_types") or []))) > 1:
+        # One layer of each kind.
+        fields |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    for name, value in named.items():
+        if isinstance(value, PreTrainedConfig):
+            fields[name] = _shrink(value)
+        elif isinstance(value, float) and ("dropout" in name or "pdrop" in name or name.endswith("layerdrop")):
+            fields[name] = 0.0
+        elif isinstance(value, int) and name.endswith(("token_id", "token_index")) and name not in TOKENS:
+            fields[name] = VOCABULARY - 1
+    return type(config)(**fields | FAMILIES.get(config.model_type, {}))
