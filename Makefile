@@ -11,7 +11,7 @@ QUICKSTART := .cache/quickstart
 UPSTREAM := trl transformers accelerate peft
 UPSTREAM_PATTERN := $(subst $() ,|,$(UPSTREAM))
 
-.PHONY: setup quickstart test test-slow test-torch-tpu test-bounds quality style benchmark wheel docs clean help
+.PHONY: setup quickstart test test-slow test-gpu test-torch-tpu test-bounds quality style benchmark wheel docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ test: setup  ## Lint and run the tests
 
 test-slow: setup  ## Run the slow tests too
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' tests
+
+test-gpu:  ## The tests of a GPU, and every recipe on it, with the `python` of this machine
+	python -m pytest -q -m 'slow or not slow' tests/trainers/test_gpu.py tests/cli/test_recipes.py -k 'gpu or test_recipe['
 
 # torch_tpu and torch_xla need different versions of torch.
 $(VENV)-torch-tpu/.installed: setup.cfg pyproject.toml

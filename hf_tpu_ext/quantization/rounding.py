@@ -48,10 +48,10 @@ class _Rounded(torch.autograd.Function):
 
 def _divide(values: Tensor, divisor: float) -> Tensor:
     """Divide values of 0 and more as it is written."""
-    if values.device.type != "tpu":
+    if values.device.type in ("cpu", "xla"):
         return values / divisor
-    # A compiler multiplies by the reciprocal of what it knows to be constant, which is rounded. The largest element of each
-    # group lies between two integers, so that another one would come out.
+    # CUDA multiplies by the reciprocal of a number, which is rounded, and so does a compiler with what it knows to be constant.
+    # The largest element of each group lies between two integers, so that another one would come out.
     return values / torch.where(values >= 0, divisor, torch.nan)
 
 

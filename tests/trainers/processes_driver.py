@@ -1,6 +1,6 @@
 """
-Trains tiny models on the eager CPU in one of several processes that a launcher has started, with this package's trainers and with
-upstream's, and notes what each process has seen.
+Trains tiny models in one of several processes that a launcher has started on the eager CPU, or in one on a GPU, with this package's
+trainers and with upstream's, and notes what each process has seen.
 """
 
 import hashlib
@@ -18,11 +18,83 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SECONDS = 300
 
+# ---- What is trained ----
 
-def in_processes(spec, model_dir, directory, count=2, lost=False):
+LEARNS = dict(max_steps=3, learning_rate=1e-2)
+SAVES = dict(
+    max_steps=6,
+    kd_teacher="TEACHER",
+    ema_decay=0.5,
+    gradient_accumulation_steps=2,
+    save_strategy="steps",
+    save_steps=2,
+    report_to="none",
+)
+TAUGHT = {
+    "online": dict(LEARNS, kd_teacher="TEACHER"),
+    "top-k": dict(LEARNS, kd_teacher="TEACHER", kd_top_k=8, kd_loss="jsd", gradient_accumulation_steps=2),
+    "base": dict(LEARNS, kd_teacher="base", lora={}),
+    "cached": dict(LEARNS, kd_cache="CACHE", lora={}),
+}
+# As upstream's trainers.
+KINDS = {
+    "sft": dict(max_steps=3, evaluate=True, gradient_accumulation_steps=2),
+    "lora": dict(max_steps=3, lora={}, gradient_checkpointing=True),
+    "dpo": dict(case=dict(kind="dpo", steps=3)),
+    "kto": dict(case=dict(kind="kto", steps=3)),
+    "reward": dict(case=dict(kind="reward", steps=3)),
+    "grpo": dict(rollout=dict(kind="grpo", steps=3)),
+    "rloo": dict(rollout=dict(kind="rloo", steps=3)),
+    "distillation": dict(rollout=dict(kind="distillation", rewards=[], steps=3)),
+}
+
+
+def of_test(spec, teacher, cache):
+    """A specification with the paths of a test."""
+    paths = {"TEACHER": teacher, "CACHE": str(cache)}
+    return {
+        name: {key: paths.get(value, value) if isinstance(value, str) else value for key, value in config.items()}
+        for name, config in spec.items()
+    }
+
+
+def build(directory, model_dir, teacher, data, per_file=4, use_cpu=True, **more):
+    """What builds a cache of the rows that runs are taught on."""
+    import yaml
+
+    recipe = directory / "cache.yaml"
+    directory.mkdir(exist_ok=True)
+    values = {
+        "model_name_or_path": str(model_dir),
+        "dataset_name": str(data),
+        "kd_teacher": teacher,
+        "kd_cache": str(directory / "cache"),
+        "max_length": 48,
+        "per_device_eval_batch_size": 4,
+        "bf16": False,
+        "use_cpu": use_cpu,
+        "disable_tqdm": True,
+        "output_dir": str(directory / "unused"),
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    return {"command": {"words": ["cache-teacher", "--config", str(recipe)], "per_file": per_file, **more}}
+
+
+def assert_same(found, expected, rel=1e-6):
+    """Logged numbers are those of another run. Of a divergence, which is a difference of logarithms, to 1e-8 at least."""
+    import pytest
+
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        assert sorted(mine) == sorted(other)
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-8), f"{key} at step {other['step']}"
+
+
+def in_processes(spec, model_dir, directory, count=2, lost=False, backend="cpu"):
     """
-    Run this file in `count` processes that meet by gloo: what each noted of each training, and what each printed. With `lost`,
-    one is killed, and the others fail.
+    Run this file in `count` processes that meet by gloo, or in one with `backend="cuda"`: what each noted of each training, and
+    what each printed. With `lost`, one is killed, and the others fail.
     """
     directory.mkdir(parents=True, exist_ok=True)
     spec_file = directory / "spec.json"
@@ -37,7 +109,10 @@ def in_processes(spec, model_dir, directory, count=2, lost=False):
         "MASTER_PORT": port,
     }
     # Else upstream takes the machine for one with a TPU.
-    common |= {"USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": "cpu", "OMP_NUM_THREADS": "1"}
+    common |= {"USE_TORCH_XLA": "0", "HF_TPU_EXT_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    if backend == "cuda":
+        # Of cuBLAS, which rounds otherwise from run to run without it.
+        common["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     outputs = [directory / f"noted-{rank}.json" for rank in range(count)]
     processes = [
         subprocess.Popen(
@@ -78,6 +153,11 @@ def taught_rows(count=24):
     return Dataset.from_list(rows)
 
 
+def on_cpu():
+    """Whether the processes train on the eager CPU."""
+    return os.environ["HF_TPU_EXT_BACKEND"] == "cpu"
+
+
 def _sft(shared, model_dir, output_dir, ours, lora=None, first_row=0, qlora=False, **config):
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -98,16 +178,16 @@ def _sft(shared, model_dir, output_dir, ours, lora=None, first_row=0, qlora=Fals
         "warmup_steps": 0,
         "train_sampling_strategy": "sequential",
         "gradient_checkpointing": False,
-        "use_cpu": True,
+        "use_cpu": on_cpu(),
     }
     cls, config_cls = (TPUSFTTrainer, TPUSFTConfig) if ours else (SFTTrainer, SFTConfig)
     return runs.trainer(cls, runs.config(config_cls, **{**defaults, **config}), model, lora)
 
 
 def _other(module, case, output_dir, ours, **config):
-    config |= {"logging_steps": 1, "output_dir": str(output_dir)}
+    config |= {"logging_steps": 1, "output_dir": str(output_dir), "use_cpu": on_cpu()}
     if ours:
-        config |= {"use_cpu": True, "run_report": False}
+        config["run_report"] = False
     return module.trainer_for(module.Case(**case, settings=config), Path(output_dir), ours)
 
 
@@ -172,7 +252,7 @@ def run(
     **config,
 ):
     """
-    Train as a specification says. Process 1 gets a SIGTERM within the step `stop_at`, or in an evaluation before it;
+    Train as a specification says. The last process gets a SIGTERM within the step `stop_at`, or in an evaluation before it;
     `left_alone`, that ends the processes.
     """
     from torch.distributed.tensor import DTensor
@@ -186,7 +266,7 @@ def run(
 
     class StopOne(TrainerCallback):
         def stop(self, args, state, control, **kwargs):
-            if state.global_step + 1 == stop_at and args.process_index == 1:
+            if state.global_step + 1 == stop_at and args.process_index + 1 == args.world_size:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     if stop_at is not None:
@@ -206,20 +286,26 @@ def run(
         if isinstance(weight, DTensor):
             parts += weight.to_local().numel() < weight.numel()
             weight = weight.full_tensor()
-        digest.update(name.encode() + weight.detach().float().numpy().tobytes())
+        digest.update(name.encode() + weight.detach().float().cpu().numpy().tobytes())
     timed = ("runtime", "per_second", "flos", "preparation_time", "step_time", "phase/", "mfu", "memory")
     noted["log"] = [
         {key: value for key, value in entry.items() if not any(word in key for word in timed)}
         for entry in trainer.state.log_history
     ]
     noted |= {"step": trainer.state.global_step, "weights": digest.hexdigest(), "split weights": parts}
-    return {**noted, "distributed": trainer.accelerator.distributed_type.value}
+    return {
+        **noted,
+        "distributed": trainer.accelerator.distributed_type.value,
+        "device": trainer.model.device.type,
+    }
 
 
 def main(model_dir, directory, spec_file, output_file):
     import torch
 
     torch.set_num_threads(1)
+    # No sums of a GPU's threads in the order in which they happen to end.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     sys.path.insert(0, str(HERE))
     spec = json.loads(Path(spec_file).read_text())
     results = {}

@@ -9,42 +9,16 @@ from pathlib import Path
 
 import processes_driver
 import pytest
-import yaml
-from processes_driver import in_processes, taught_rows
+from processes_driver import KINDS, LEARNS, SAVES, TAUGHT, assert_same, build, in_processes, of_test, taught_rows
 from safetensors.torch import load_file
 
 from hf_tpu_ext.trainers.checkpoint.files import find_damage
 
 
-LEARNS = dict(max_steps=3, learning_rate=1e-2)
-SAVES = dict(
-    max_steps=6,
-    kd_teacher="TEACHER",
-    ema_decay=0.5,
-    gradient_accumulation_steps=2,
-    save_strategy="steps",
-    save_steps=2,
-    report_to="none",
-)
-TAUGHT = {
-    "online": dict(LEARNS, kd_teacher="TEACHER"),
-    "top-k": dict(LEARNS, kd_teacher="TEACHER", kd_top_k=8, kd_loss="jsd", gradient_accumulation_steps=2),
-    "base": dict(LEARNS, kd_teacher="base", lora={}),
-    "cached": dict(LEARNS, kd_cache="CACHE", lora={}),
-}
 # Process 0 has rows 0 and 1, process 1 rows 2 and 3.
 BY_PROCESS = {
     "own tokens": dict(TAUGHT["online"], average_tokens_across_devices=False, max_steps=1),
 }
-
-
-def of_test(spec, teacher, cache):
-    """A specification with the paths of a test."""
-    paths = {"TEACHER": teacher, "CACHE": str(cache)}
-    return {
-        name: {key: paths.get(value, value) if isinstance(value, str) else value for key, value in config.items()}
-        for name, config in spec.items()
-    }
 
 
 def rows_of_two(spec):
@@ -55,35 +29,6 @@ def rows_of_two(spec):
         else {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, **config}
         for name, config in spec.items()
     }
-
-
-def build(directory, model_dir, teacher, data, per_file=4, **more):
-    """What builds a cache of the rows that runs are taught on."""
-    recipe = directory / "cache.yaml"
-    directory.mkdir(exist_ok=True)
-    values = {
-        "model_name_or_path": str(model_dir),
-        "dataset_name": str(data),
-        "kd_teacher": teacher,
-        "kd_cache": str(directory / "cache"),
-        "max_length": 48,
-        "per_device_eval_batch_size": 4,
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "output_dir": str(directory / "unused"),
-    }
-    recipe.write_text(yaml.safe_dump(values))
-    return {"command": {"words": ["cache-teacher", "--config", str(recipe)], "per_file": per_file, **more}}
-
-
-def assert_same(found, expected, rel=1e-6):
-    """Logged numbers are those of another run. Of a divergence, which is a difference of logarithms, to 1e-8 at least."""
-    assert len(found) == len(expected)
-    for mine, other in zip(found, expected, strict=True):
-        assert sorted(mine) == sorted(other)
-        for key, value in other.items():
-            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-8), f"{key} at step {other['step']}"
 
 
 @pytest.fixture(scope="module")
@@ -176,18 +121,6 @@ def test_one_process_writes_and_prints(two):
 
 
 # ---- As upstream's trainers in the same two processes ----
-
-
-KINDS = {
-    "sft": dict(max_steps=3, evaluate=True, gradient_accumulation_steps=2),
-    "lora": dict(max_steps=3, lora={}, gradient_checkpointing=True),
-    "dpo": dict(case=dict(kind="dpo", steps=3)),
-    "kto": dict(case=dict(kind="kto", steps=3)),
-    "reward": dict(case=dict(kind="reward", steps=3)),
-    "grpo": dict(rollout=dict(kind="grpo", steps=3)),
-    "rloo": dict(rollout=dict(kind="rloo", steps=3)),
-    "distillation": dict(rollout=dict(kind="distillation", rewards=[], steps=3)),
-}
 
 
 @pytest.mark.slow
