@@ -14,6 +14,7 @@ from ..layers.rope import use_matrix_rope
 from ..layers.static_kernels import use_static_kernels
 from ..quantization.bitsandbytes import pack_linear_layers
 from ..step.host_io import accept_cpu_tensors
+from ..vision.model import take_static_images
 
 
 #: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
@@ -158,6 +159,7 @@ def place_model(model: nn.Module, backend: Backend, mesh: dict[str, int], attent
         pack_linear_layers(model, backend)
     if backend.static_shapes:
         use_static_kernels(model, choose_attention(model, backend, attention) if backend.traces_steps else None)
+        take_static_images(model, backend)
     if backend.kernels.platform == "tpu":
         use_matrix_rope(model, backend)
     backend.place(model)

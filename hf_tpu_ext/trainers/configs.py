@@ -243,9 +243,34 @@ class PredictedTextArguments:
         super().__post_init__()
 
 
+@describe_fields
 @dataclass
-class TPUSFTConfig(PredictedTextArguments, ExtensionArguments, SFTConfig):
-    """[`~trl.SFTConfig`] with the settings of [`ExtensionArguments`] and [`PredictedTextArguments`], and with those below."""
+class ImageArguments:
+    """What the trainers take that train on images."""
+
+    image_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many image tokens a row has at most, on XLA: rows with fewer are filled with padding that nothing reads. "
+            "Default: what the row with the most images may have, at most max_length."
+        },
+    )
+
+    def __post_init__(self):
+        if self.image_tokens is not None and self.image_tokens < 1:
+            raise UserError(
+                f"image_tokens={self.image_tokens} is not positive. Give the image tokens of a row at most, for example "
+                "image_tokens=256, or leave it out."
+            )
+        super().__post_init__()
+
+
+@dataclass
+class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, SFTConfig):
+    """
+    [`~trl.SFTConfig`] with the settings of [`ExtensionArguments`], [`PredictedTextArguments`] and [`ImageArguments`], and with those
+    below.
+    """
 
     show_samples: int = field(
         default=0,

@@ -27,6 +27,7 @@ from .checks.upstream import checkpointing_left_on, default_arguments
 from .configs import ExtensionArguments
 from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
+from .run.images import lay_out_images
 from .run.index_ranges import IndexRanges
 from .run.lengths import lengths_for, pad_token_of
 from .run.status import StatusMixin
@@ -153,6 +154,9 @@ class TPUTrainerMixin(
                 self._adds_mask,
                 decodes=isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder,
             )
+        # Upstream's trainers say so that have a collator for images.
+        if vars(self).get("_is_vision_dataset"):
+            lay_out_images(self)
 
     @property
     def _adds_mask(self) -> bool:

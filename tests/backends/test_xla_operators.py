@@ -24,3 +24,15 @@ def test_triangular_systems_are_solved_on_the_device(xla, upper, left, unitriang
     for found, right, other in zip(ours, exact, stock, strict=True):
         error = (found.cpu() - right).abs().max()
         assert error <= 2 * (other - right).abs().max() + 1e-6 * right.abs().max()
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("out_int32", [True, False])
+def test_places_between_boundaries(xla, right, out_int32):
+    boundaries = torch.arange(0.25, 1, 0.25)
+    values = torch.tensor([[0.0, 0.25, 0.3], [0.75, 0.9, -1.0]])
+    before = xla.counters()
+    found = torch.bucketize(values.to(xla.device), boundaries.to(xla.device), right=right, out_int32=out_int32)
+    assert (xla.counters() - before).fallbacks == 0
+    expected = torch.bucketize(values, boundaries, right=right, out_int32=out_int32)
+    assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected)

@@ -35,6 +35,7 @@ LEAVE_OUT = "eave it out"
         (dict(mesh="fsdp=0"), ["Set mesh='data' (weights replicated), mesh='fsdp'"]),
         (dict(mesh="data,fsdp"), ["mesh='data=2,fsdp=4' (both)"]),
         (dict(max_recompiles=-1), ["Set it to 0", LEAVE_OUT]),
+        (dict(image_tokens=0), ["for example image_tokens=256", "leave it out"]),
         (dict(scan_layers="yes"), ["Allowed: auto, on, off"]),
         (dict(compile_step="all"), ["Allowed: auto, step, layers, off"]),
         (dict(attention="flash"), ["Allowed: auto, splash, slices"]),

@@ -120,7 +120,7 @@ def test_columns_of_text(runs):
 
 
 def test_columns_of_images():
-    check = lambda dataset: check_columns_are_text(dataset, "train_dataset")  # noqa: E731
+    check = lambda dataset: check_columns_are_text(dataset, "train_dataset", "RewardTrainer")  # noqa: E731
     dataset = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
     check(eval(expression(refusal(check, {"dataset": dataset})), {"dataset": dataset}))
 

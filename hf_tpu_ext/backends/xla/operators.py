@@ -14,8 +14,16 @@ def register_operators() -> Library:
     is cut in pieces. Their gradients are PyTorch's own.
     """
     library = Library("aten", "IMPL")
+    library.impl("bucketize.Tensor", _bucketize, "XLA")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
     return library
+
+
+def _bucketize(values: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    """The vision towers of Idefics 3 and SmolVLM find the positions of patches by it."""
+    values = values[..., None]
+    passed = values >= boundaries if right else values > boundaries
+    return passed.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
 def _solve_triangular(

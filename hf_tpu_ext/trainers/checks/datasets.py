@@ -97,13 +97,13 @@ def _nulls(values: pa.ChunkedArray) -> int:
     return values.null_count + (pc.list_flatten(values).null_count if is_numbers else 0)
 
 
-def check_columns_are_text(dataset, name: str) -> None:
-    """Check that a dataset has no images (`ValueError`). Other types than those of `datasets` are left to upstream."""
+def check_columns_are_text(dataset, name: str, trainer: str) -> None:
+    """Check that the dataset of a `trainer` has no images (`ValueError`). Other types than those of `datasets` are left to upstream."""
     columns = dataset.column_names if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) else None
     images = sorted({"image", "images"} & set(columns or ()))
     if images:
         raise UserError(
-            f"{name} has a column {images[0]!r}. Datasets with images do not train on XLA: the number of image tokens "
-            "changes the graph with every batch. Train on CUDA (backend='cuda'), or drop the column: "
+            f"{name} has a column {images[0]!r}, and {trainer} does not train on images on XLA; SFTTrainer does. "
+            "Train on CUDA (backend='cuda'), or drop the column: "
             f"dataset.remove_columns({images[0]!r})."
         )

@@ -74,6 +74,7 @@ OWN = (
             "max_prompt_length", "prompts of any length are taken, and padded to the longest of their batch"
         ),
         without_effect("compile_step", "it applies to torch_tpu", when=_compiles_itself),
+        without_effect("image_tokens", "images are taken as they are"),
     ),
 )
 

@@ -35,6 +35,8 @@ _GENERATE = {
 }
 # Those that this package has one in the place of.
 _REPLACED = {"DistillationTrainer", "GRPOTrainer", "RLOOTrainer"}
+# Those that have a collator for images.
+_TAKE_IMAGES = {"SFTTrainer"}
 _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
@@ -78,7 +80,8 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
         )
     if upstream.__module__.startswith("trl."):
         for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
-            check_columns_are_text(dataset, name)
+            if upstream.__name__ not in _TAKE_IMAGES:
+                check_columns_are_text(dataset, name, upstream.__name__)
             if upstream.__name__ in _TAKE_PREFERENCES:
                 check_preferences(dataset, name, upstream.__name__)
 

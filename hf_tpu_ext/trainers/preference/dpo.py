@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from trl import DPOConfig, DPOTrainer
 
 from ..checks.preferences import PreferenceData
-from ..configs import ExtensionArguments
+from ..configs import ExtensionArguments, ImageArguments
 from ..mixin import TPUTrainerMixin
 from ..run.synced_reference import SyncedReferenceMixin
 from .reference_log_probs import ReferenceLogProbsMixin
 
 
 @dataclass
-class TPUDPOConfig(ExtensionArguments, DPOConfig):
-    """[`~trl.DPOConfig`] with the settings of [`ExtensionArguments`]."""
+class TPUDPOConfig(ImageArguments, ExtensionArguments, DPOConfig):
+    """[`~trl.DPOConfig`] with the settings of [`ExtensionArguments`] and [`ImageArguments`]."""
 
 
 class TPUDPOTrainer(PreferenceData, ReferenceLogProbsMixin, SyncedReferenceMixin, TPUTrainerMixin, DPOTrainer):

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from trl import KTOConfig, KTOTrainer
 
 from ..checks.preferences import PreferenceData
-from ..configs import ExtensionArguments
+from ..configs import ExtensionArguments, ImageArguments
 from ..mixin import TPUTrainerMixin
 from ..run.synced_reference import SyncedReferenceMixin
 from .reference_log_probs import ReferenceLogProbsMixin
 
 
 @dataclass
-class TPUKTOConfig(ExtensionArguments, KTOConfig):
-    """[`~trl.KTOConfig`] with the settings of [`ExtensionArguments`]."""
+class TPUKTOConfig(ImageArguments, ExtensionArguments, KTOConfig):
+    """[`~trl.KTOConfig`] with the settings of [`ExtensionArguments`] and [`ImageArguments`]."""
 
 
 class TPUKTOTrainer(PreferenceData, ReferenceLogProbsMixin, SyncedReferenceMixin, TPUTrainerMixin, KTOTrainer):

@@ -91,6 +91,8 @@ class BatchesMixin:
         self._last_batch_guards: dict[str, ShapeGuard] = {}
         # Where the collator does not tell: by the first batch of a pass over data, which is full if any is.
         self._rows_of_example: dict[str, int] = {}
+        #: Whether some batches may have images and others none, which is another shape.
+        self.some_without_images = False
         # What a line was said about already.
         self._said: set[str] = set()
 
@@ -104,7 +106,7 @@ class BatchesMixin:
 
     def expect_batches(self, mode: str) -> None:
         """Begin a pass over data for `"train"` or `"eval"`, whose last batch may have fewer rows."""
-        limit = max(1, len(self.lengths))
+        limit = max(1, len(self.lengths)) * (2 if self.some_without_images else 1)
         # Of the model as it is at the first batch.
         self._ranges: IndexRanges | None = None
         self._rows_of_example.pop(mode, None)

@@ -56,6 +56,7 @@ def find_facts(trainer) -> RunFacts:
             facts.token_waste = waste.describe()
             facts.token_share = 1 - waste.pad_share
         facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
+        facts.programs *= 2 if trainer.some_without_images else 1
     return facts
 
 

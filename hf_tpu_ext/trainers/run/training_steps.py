@@ -16,6 +16,7 @@ from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
 from ..checkpoint.files import newest_checkpoint
+from .images import why_other_updates
 from .programs import warn_traced
 from .user_code import (
     METHODS_OF_A_STEP,
@@ -310,7 +311,11 @@ class TrainingSteps(TrainerCallback):
         return find_code_between_stages(self._trainer)
 
     def _why_not(self, models: Sequence[nn.Module]) -> str | None:
-        return self._why_stages() or self._trainer.programs.why_traced(models, METHODS_OF_A_STEP)
+        return (
+            self._why_stages()
+            or why_other_updates(self._trainer)
+            or self._trainer.programs.why_traced(models, METHODS_OF_A_STEP)
+        )
 
     def _follow_optimizer(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own, and with callbacks that it has added."""

@@ -12,6 +12,7 @@ from ...backends.insight import SourceLine
 from ...backends.program import describe_batch
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
+from ...vision.families import PIXELS
 from ...watch.programs import ProgramWatch
 from ...watch.recompile_cause import Facts
 from ...watch.source_lines import describe_line, package_of
@@ -66,6 +67,9 @@ class TrainerWatch:
             self._note_optimizer()
         # Other columns may come first.
         self.batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
+        if PIXELS in tensors:
+            # A batch without images is another graph, and no recompilation.
+            self.batch_shape += tuple(tensors[PIXELS].shape[1:3])
 
     def end_program(
         self,

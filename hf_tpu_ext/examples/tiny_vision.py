@@ -1,0 +1,155 @@
+"""Tiny vision language models with their processors, and pictures for them to tell apart: for tests, benchmarks and smoke runs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from ..errors import UserError
+from .tiny import SIZES, make_tokenizer
+
+
+#: Pixels of a side of the pictures that families of one size take, and of a patch.
+SIDE, PATCH = 56, 14
+_QWEN = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "start": "<|vision_start|>",
+    "end": "<|vision_end|>",
+}
+# The tokens that stand for images, by the names that processors look for, and what a chat template writes for an image.
+_TOKENS = {
+    "gemma3": (
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        "<start_of_image>",
+    ),
+    "idefics3": (
+        {
+            "image_token": "<image>",
+            "fake": "<fake_token_around_image>",
+            "eou": "<end_of_utterance>",
+            "g": "<global-img>",
+        },
+        "<image>",
+    ),
+    "llava": ({"image_token": "<image>"}, "<image>"),
+    "qwen2_5_vl": (_QWEN, "<|vision_start|><|image_pad|><|vision_end|>"),
+}
+_TOKENS["smolvlm"] = _TOKENS["idefics3"]
+FAMILIES = tuple(_TOKENS)
+_CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string %}{{- message['content'] }}"
+    "{%- else %}{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'image' %}{{- 'IMAGE' }}{%- else %}{{- part['text'] }}{%- endif %}"
+    "{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def make_vision_model(output_dir: str | Path, model_type: str = "gemma3", seed: int = 0, **overrides: Any) -> Path:
+    """
+    Make a randomly initialised float32 model of one of [`FAMILIES`], of two layers for text and two for images, with its processor,
+    in a directory that `from_pretrained` loads. `overrides` are fields of the text's configuration.
+    """
+    if model_type not in FAMILIES:
+        raise UserError(f"model_type={model_type!r} is not a tiny family. Choose one of: {', '.join(FAMILIES)}.")
+    processor = make_processor(output_dir, model_type)
+    tokenizer = processor.tokenizer
+    text = {
+        **SIZES,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        **overrides,
+    }
+    config = AutoConfig.for_model(model_type, **_fields(model_type, processor, text))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        if model_type == "gemma3":
+            # Upstream begins with zeros, from which no pixel reaches the text.
+            torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(output_dir)
+    return Path(output_dir)
+
+
+def make_processor(output_dir: str | Path, model_type: str) -> ProcessorMixin:
+    """Make the processor of a tiny model, and save it. Images need pillow, and nothing else."""
+    tokens, placeholder = _TOKENS[model_type]
+    tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(output_dir), extra_special_tokens=tokens)
+    template = _CHAT_TEMPLATE.replace("IMAGE", placeholder)
+    square = {"height": SIDE, "width": SIDE}
+    if model_type == "gemma3":
+        images = Gemma3ImageProcessorPil(size=square)
+        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    elif model_type == "llava":
+        images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=square)
+        settings = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        processor = LlavaProcessor(images, tokenizer, chat_template=template, **settings)
+    elif model_type == "qwen2_5_vl":
+        # Its processor of videos needs torchvision.
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+        images = Qwen2VLImageProcessorPil(patch_size=PATCH, min_pixels=28 * 28, max_pixels=SIDE * SIDE)
+        processor = Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=template)
+    else:
+        edge = {"longest_edge": SIDE}
+        images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+        processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+    processor.save_pretrained(output_dir)
+    return processor
+
+
+def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a tiny model."""
+    tokens, _ = _TOKENS[model_type]
+    ids = {name: processor.tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": SIDE, "patch_size": PATCH}
+    if model_type == "qwen2_5_vl":
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+        del vision["image_size"]
+        vision |= {"depth": 2, "num_heads": 2, "out_hidden_size": text["hidden_size"], "window_size": 28}
+        return {
+            "text_config": {**text, "rope_parameters": rope},
+            "vision_config": {**vision, "fullatt_block_indexes": [1]},
+            "image_token_id": ids["image_token"],
+            "video_token_id": ids["video_token"],
+            "vision_start_token_id": ids["start"],
+            "vision_end_token_id": ids["end"],
+        }
+    vision |= {"num_hidden_layers": 3 if model_type == "llava" else 2, "num_attention_heads": 2}
+    if model_type == "gemma3":
+        return {
+            "text_config": {**text, "query_pre_attn_scalar": 16, "sliding_window": 64},
+            "vision_config": vision,
+            "mm_tokens_per_image": 4,
+            "boi_token_index": ids["boi_token"],
+            "eoi_token_index": ids["eoi_token"],
+            "image_token_index": ids["image_token"],
+        }
+    if model_type == "llava":
+        return {
+            "text_config": {"model_type": "llama", **text},
+            "vision_config": {"model_type": "clip_vision_model", **vision},
+            "image_token_index": ids["image_token"],
+            "image_seq_length": (SIDE // PATCH) ** 2,
+        }
+    return {
+        "text_config": {"model_type": "llama", **text},
+        "vision_config": vision,
+        "image_token_id": ids["image_token"],
+        "scale_factor": 2,
+        "pad_token_id": text["pad_token_id"],
+    }

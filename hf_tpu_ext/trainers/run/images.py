@@ -1,0 +1,90 @@
+"""Batches with images: how many image tokens a row has room for, and the collator that lays images out."""
+
+import datasets
+import pyarrow.compute as pc
+from transformers import ProcessorMixin, TrainingArguments
+
+from ...data import StaticShapeCollator
+from ...errors import UserError
+from ...vision.collator import IMAGE_COLUMNS, ImageCollator
+from ...vision.families import FAMILIES, ImageFamily
+from ...vision.model import find_base
+from ..checks.datasets import named_datasets
+from ..configs import ImageArguments
+
+
+def has_images(dataset) -> bool:
+    """Whether a dataset has a column of images."""
+    known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
+    columns = (dataset.column_names or next(iter(dataset), {})) if known else ()
+    return not set(IMAGE_COLUMNS).isdisjoint(columns)
+
+
+def images_of_rows(dataset) -> tuple[int, int] | None:
+    """The images of the row that has the fewest, and of that with the most, without a look at any; `None` where that is not known."""
+    if not isinstance(dataset, datasets.Dataset):
+        return None if has_images(dataset) else (0, 0)
+    if "image" in dataset.column_names:
+        return 1, 1
+    if "images" not in dataset.column_names:
+        return 0, 0
+    # Of the whole table: a selection of its rows may be without some.
+    counts = pc.fill_null(pc.list_value_length(dataset.data.column("images")), 0)
+    found = pc.min_max(counts)
+    return found["min"].as_py(), found["max"].as_py()
+
+
+def lay_out_images(trainer) -> None:
+    """
+    Give a trainer whose dataset has images the collator that lays them out, around that which pads rows, with a line that says what
+    rows have room for. A model of another family is a `ValueError`.
+    """
+    args, collator, processor = trainer.args, trainer.data_collator, trainer.processing_class
+    base = find_base(trainer.model)
+    if base is None:
+        raise UserError(
+            f"Images train on XLA with models of these types: {', '.join(sorted(FAMILIES))}. This one is "
+            f"{trainer.model.config.model_type!r}. Train it on CUDA (backend='cuda'), or on text: dataset.remove_columns('images')."
+        )
+    # Without max_length, nothing would be known of rows that are tokenized batch by batch; trainers of TRL refuse that.
+    assert isinstance(collator, StaticShapeCollator) and args.max_length is not None
+    family = FAMILIES[base.config.model_type](base)
+    named = named_datasets(trainer.train_dataset, trainer.eval_dataset)
+    found = [images_of_rows(dataset) for dataset in named.values() if dataset is not None]
+    room, why = _find_room(family, processor, args, None if None in found else max(most for _, most in found))
+    text_field = vars(args).get("dataset_text_field", "text")
+    trainer.data_collator = ImageCollator(
+        collator, family, room, processor.tokenizer, trainer._config_name, args.max_length, text_field
+    )
+    trainer.some_without_images = any(counts is None or counts[0] == 0 for counts in found)
+    if trainer.some_without_images and max(trainer.backend.ranks.count, trainer.backend.hosts.count) > 1:
+        raise UserError(
+            "Some rows may have no image, and a batch of such rows is another program, but all hosts and processes run the same one at "
+            "a time. Leave these rows out: dataset.filter(lambda row: row['images']), of a Dataset and no stream."
+        )
+    more = ". A batch without images is a graph of its own" if trainer.some_without_images else ""
+    trainer.compiled.changes.append(
+        f"images: rows have room for {room} image tokens ({why}); image_tokens declares fewer{more}"
+    )
+
+
+def why_other_updates(trainer) -> str | None:
+    """Why steps update other parameters from one to the next, as half a sentence: those of images, if there are some."""
+    if not trainer.some_without_images:
+        return None
+    base = find_base(trainer.model)
+    of_text = set(base.get_decoder().parameters())
+    if not any(parameter.requires_grad and parameter not in of_text for parameter in base.parameters()):
+        return None
+    return "batches without images leave the weights of the vision tower as they are. Freeze the tower, or give each row an image"
+
+
+def _find_room(
+    family: ImageFamily, processor: ProcessorMixin, args: TrainingArguments, most: int | None
+) -> tuple[int, str]:
+    if isinstance(args, ImageArguments) and args.image_tokens is not None:
+        return family.round_up(args.image_tokens), "as image_tokens says"
+    each = family.tokens_per_image(processor)
+    if most is not None and max(1, most) * each <= args.max_length:
+        return family.round_up(max(1, most) * each), f"{max(1, most)} x {each}"
+    return family.round_up(args.max_length), f"as max_length={args.max_length} allows"

@@ -1,0 +1,208 @@
+"""Rows with images: each logged number is stock's on eager CPU, from the same pixels, and a step is one graph."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, List
+from datasets import Image as ImageFeature
+from peft import LoraConfig
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from hf_tpu_ext.errors import UserError
+from hf_tpu_ext.examples.tiny_vision import FAMILIES, make_vision_model
+from hf_tpu_ext.vision import families
+
+
+OF_TEXT = {
+    "r": 4,
+    "target_modules": "all-linear",
+    "exclude_modules": r".*(vision_tower|vision_model|visual|multi_modal_projector|connector).*",
+}
+slow = pytest.mark.slow
+
+
+def make_images(count, rng, sizes=True):
+    side = lambda: int(rng.integers(30, 90)) if sizes else 56  # noqa: E731
+    return [Image.fromarray(rng.integers(0, 255, (side(), side(), 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def make_rows(counts, answers="completion", sizes=True):
+    """Rows with so many images each, as messages, or as prompts and completions."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for count in counts:
+        answer = " ".join(rng.choice("red green blue cat dog sits on the mat".split(), int(rng.integers(2, 9))))
+        user, assistant = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}
+        texts = {"prompt": [user], "completion": [assistant]}
+        rows.append(
+            {
+                "images": make_images(count, rng, sizes),
+                **(texts if answers == "completion" else {"messages": [user, assistant]}),
+            }
+        )
+    return Dataset.from_list(rows).cast_column("images", List(ImageFeature()))
+
+
+class Counts(TrainerCallback):
+    def __init__(self, backend):
+        self.backend, self.seen = backend, [backend.counters()]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(self.backend.counters())
+
+
+class ImageRuns:
+    """Trains a tiny model of a family with stock and with ours, from the same weights, data and arguments."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.models = {}
+
+    def trainer(self, cls, config_cls, family, rows, evaluated=None, lora=None, prepare=None, **config):
+        if family not in self.models:
+            self.models[family] = make_vision_model(self.directory / family, family)
+        path = self.models[family]
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        if prepare is not None:
+            prepare(model)
+        defaults = dict(
+            output_dir=str(self.directory / "run"),
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
+            max_steps=4,
+            logging_steps=1,
+            learning_rate=1e-3,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_length=96,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+        )
+        return cls(
+            model,
+            config_cls(**{**defaults, **config}),
+            train_dataset=rows,
+            eval_dataset=evaluated,
+            processing_class=AutoProcessor.from_pretrained(path),
+            peft_config=None if lora is None else LoraConfig(task_type="CAUSAL_LM", **lora),
+        )
+
+    def stock(self, *args, **kwargs):
+        trainer = self.trainer(SFTTrainer, SFTConfig, *args, use_cpu=True, **kwargs)
+        trainer.train()
+        return trainer
+
+    def ours(self, *args, train=True, **kwargs):
+        from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+
+        trainer = self.trainer(TPUSFTTrainer, TPUSFTConfig, *args, run_report=False, **kwargs)
+        trainer.counts = Counts(trainer.backend)
+        trainer.add_callback(trainer.counts)
+        if train:
+            trainer.train()
+        return trainer
+
+
+@pytest.fixture(scope="module")
+def images(xla, tmp_path_factory):
+    return ImageRuns(tmp_path_factory.mktemp("images"))
+
+
+def logged(trainer, key):
+    return [log[key] for log in trainer.state.log_history if key in log]
+
+
+def check_same(stock, ours, evaluated=False):
+    for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"):
+        assert logged(ours, key) == pytest.approx(logged(stock, key), rel=1e-5, abs=1e-5), key
+    if evaluated:
+        expected = stock.evaluate()
+        assert ours.evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    trained = dict(stock.model.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        # The gradient of a bias of keys is zero, and what AdamW makes of its rounding is not.
+        if "k_proj.bias" not in name and "qkv.bias" not in name:
+            expected = trained[name].detach()
+            # A step is 1e-3 an element, and AdamW makes one of rounding where a gradient is next to nothing.
+            assert (parameter.detach().cpu() - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+def check_one_graph(trainer, graphs=1, accumulation=1):
+    """A micro-step is one execution; the only reads are those of logs."""
+    spent = trainer.counts.seen[-1] - trainer.counts.seen[1]
+    steps = len(trainer.counts.seen) - 2
+    # The last may still be under way, and so may have been the first.
+    assert abs(spent.executions - steps * accumulation) <= 1
+    assert (spent.reads, spent.fallbacks) == (steps, 0)
+    assert spent.replays >= 1
+    assert sum(event.kind != "other graph" for event in trainer.watch.events) == graphs
+    assert trainer.watch.recompiles == 0
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=slow if name in ("idefics3", "llava") else ()) for name in FAMILIES]
+)
+def test_several_images_of_several_sizes_train_as_with_stock(images, family):
+    rows = make_rows([1, 3, 2, 1, 2, 1, 1, 3, 1, 1, 2, 1, 2, 3, 1, 1])
+    kwargs = {"evaluated": rows.select(range(6))}
+    ours = images.ours(family, rows, **kwargs)
+    check_one_graph(ours)
+    check_same(images.stock(family, rows, **kwargs), ours, evaluated=True)
+
+
+@slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_messages_and_accumulation_train_as_with_stock(images, family):
+    rows = make_rows([1] * 32, answers="messages", sizes=family != "llava")
+    kwargs = {"gradient_accumulation_steps": 2, "max_steps": 4, "gradient_checkpointing": True}
+    ours = images.ours(family, rows, **kwargs)
+    check_one_graph(ours, graphs=2, accumulation=2)
+    check_same(images.stock(family, rows, **kwargs), ours)
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=slow) for name in FAMILIES])
+def test_batches_without_images_are_a_graph_of_their_own(images, family):
+    rows = make_rows([1, 0, 0, 1, *[0] * 4, 0, 1, 1, 1, *[0] * 4] * 2)
+    kwargs = {"lora": OF_TEXT, "max_steps": 8}
+    ours = images.ours(family, rows, **kwargs)
+    check_one_graph(ours, graphs=2)
+    check_same(images.stock(family, rows, **kwargs), ours)
+
+
+@slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_batches_without_images_leave_a_trained_tower_as_stock_leaves_it(images, family, accumulation, caplog):
+    rows = make_rows([1, 0, 0, 1, *[0] * 4, 0, 1, 1, 1, *[0] * 8] * accumulation)
+    kwargs = {"max_steps": 5, "gradient_accumulation_steps": accumulation, "weight_decay": 0.1}
+    ours = images.ours(family, rows, **kwargs)
+    assert "batches without images leave the weights of the vision tower as they are" in caplog.text
+    check_same(images.stock(family, rows, **kwargs), ours)
+
+
+# ---- What is refused ----
+
+
+def test_a_model_of_another_family(images, monkeypatch):
+    monkeypatch.delitem(families.FAMILIES, "gemma3")
+    rows = make_rows([1] * 4)
+    with pytest.raises(UserError, match="'gemma3'.*dataset.remove_columns.'images'.") as error:
+        images.ours("gemma3", rows, train=False)
+    assert all(name in str(error.value) for name in families.FAMILIES)
+
+
+def test_the_line_at_the_start(images):
+    """Room for the images of the row that has the most, unless it is declared."""
+    rows = make_rows([1, 2, 1, 1])
+    trainer = images.ours("gemma3", rows, train=False)
+    assert "images: rows have room for 8 image tokens (2 x 4); image_tokens declares fewer" in trainer.compiled.changes
+    trainer = images.ours("gemma3", rows, train=False, image_tokens=14)
+    assert any("room for 16 image tokens (as image_tokens says)" in line for line in trainer.compiled.changes)
+    trainer = images.ours("gemma3", rows.to_iterable_dataset(), train=False)
+    assert any(
+        "(as max_length=96 allows); image_tokens declares fewer. A batch" in line for line in trainer.compiled.changes
+    )
