@@ -45,7 +45,7 @@ class CopiedWeights:
         self._model, self._backend = model, backend
         transposes = backend.kernels.platform == "cpu"
         self._stack = next((module for module in model.modules() if isinstance(module, LayerStack)), None)
-        others = set() if self._stack is None else set(self._stack.modules())
+        others = set() if self._stack is None else set(self._stack.looped_modules())
         self._linear = {
             f"{name}.weight": module
             for name, module in model.named_modules()
@@ -54,7 +54,7 @@ class CopiedWeights:
         }
         weights = [(module.weight, module, 1) for module in self._linear.values()]
         if self._stack is not None:
-            weights += [(weight, linear, len(self._stack)) for weight, linear in self._stack.weights()]
+            weights += [(weight, linear, len(weight)) for weight, linear in self._stack.weights()]
         plain, needed = find_plain_linear(model), 0
         # Of each copy, whether it is transposed, and its dtype.
         self._forms: list[tuple[bool, torch.dtype]] = []

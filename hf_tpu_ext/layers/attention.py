@@ -116,6 +116,17 @@ def takes_shared_prompts(model: nn.Module) -> bool:
     return model.config._attn_implementation in (_SLICED, _SPLASH)
 
 
+@contextmanager
+def without_kernels(backend: Backend) -> Iterator[None]:
+    """Within this context, models that attend with a kernel attend in slices, for whoever traces them in other shapes than those of steps."""
+    kernel = AttentionInterface().get(_SPLASH)
+    AttentionInterface.register(_SPLASH, partial(attend_each_row, partial(sliced_attention, backend)))
+    try:
+        yield
+    finally:
+        AttentionInterface.register(_SPLASH, kernel)
+
+
 def _static_mask(
     name: str, *, mask_function, segment_ids: torch.Tensor | None, q_length: int, **kwargs
 ) -> torch.Tensor | TokenMask:

@@ -1,15 +1,78 @@
-"""The layers of a model, and whether they are alike: the same but for the values of their parameters."""
+"""The layers of a model, and the pattern in which they repeat: layers that are the same but for the values of their parameters."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 _PLAIN = (bool, int, float, str, type(None))
 # transformers' hooks that stay after hidden states were asked for once, and do nothing unless they are again.
 _CAPTURES = "transformers.utils.output_capturing"
+
+
+class Pattern(NamedTuple):
+    """
+    How layers repeat: `turns` times a period of `period` layers, from layer `first` on. Layers before and after are the rest.
+
+    Args:
+        first (`int`):
+            The first layer that belongs to a period.
+        period (`int`):
+            Layers of a period.
+        turns (`int`):
+            How often it comes.
+    """
+
+    first: int
+    period: int
+    turns: int
+
+    @property
+    def end(self) -> int:
+        """The first layer after the last period."""
+        return self.first + self.period * self.turns
+
+
+class CalledLayers(nn.ModuleList):
+    """To a model its list of layers: what it calls for each of them is `call_layer`, which a subclass has, with its number."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        super().__init__()
+        self._layers = list(layers)
+
+    def call_layer(self, number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a layer of the model."""
+        raise NotImplementedError
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers themselves."""
+        return self._layers
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator["_Call"]:
+        return (_Call(self, number) for number in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> "_Call | list[_Call]":
+        return list(self)[index]
+
+
+class _Call:
+    """A layer, whose calls go to the list of layers."""
+
+    def __init__(self, called: CalledLayers, number: int):
+        self._called, self._number = called, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._called.call_layer(self._number, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Some models ask a layer which of the masks it is to be called with.
+        return getattr(self._called.layers[self._number], name)
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
@@ -23,9 +86,42 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
     return found[0] if len(found) == 1 else None
 
 
-def why_layers_differ(layers: nn.ModuleList, hook: Callable | None = None) -> str | None:
-    """Why layers cannot be the turns of one loop: what differs. The forward `hook` may be on all of them."""
-    first = _traits(layers[0])
+def find_pattern(length: int, differ: Callable[[int, int], str | None]) -> Pattern | None:
+    """
+    Find the pattern that leaves the fewest layers to be compiled: one period and the rest. `None` where nothing repeats.
+
+    Args:
+        length (`int`):
+            How many layers there are.
+        differ (`Callable[[int, int], str | None]`):
+            Says how a layer differs from an earlier one, given the numbers of both.
+    """
+    first_of_kind: list[int] = []
+    kinds: list[int] = []
+    for number in range(length):
+        kind = next((kind for kind, first in enumerate(first_of_kind) if differ(first, number) is None), None)
+        if kind is None:
+            kind = len(first_of_kind)
+            first_of_kind.append(number)
+        kinds.append(kind)
+    found = [
+        Pattern(first, period, turns)
+        for period in range(1, length // 2 + 1)
+        for first in range(length - 2 * period + 1)
+        if (turns := _count_turns(kinds[first:], period)) > 1
+    ]
+    return min(found, key=lambda pattern: length - (pattern.turns - 1) * pattern.period, default=None)
+
+
+def _count_turns(kinds: list[int], period: int) -> int:
+    turns = 1
+    while kinds[turns * period : (turns + 1) * period] == kinds[:period]:
+        turns += 1
+    return turns
+
+
+def why_no_turns(layers: Sequence[nn.Module], hook: Callable | None = None) -> str | None:
+    """Why layers cannot be turns of a loop, whatever repeats. The forward `hook` may be on all of them."""
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             hooks = [
@@ -37,12 +133,28 @@ def why_layers_differ(layers: nn.ModuleList, hook: Callable | None = None) -> st
                 return f"a hook is registered on {name or 'the whole'} of layer {index}"
             if any(True for _ in module.buffers(recurse=False)):
                 return f"{name or 'the whole'} of layer {index} has buffers"
-        traits = _traits(layer)
-        if traits.keys() != first.keys():
-            return f"layer {index} has other modules than layer 0"
-        for name, trait in traits.items():
-            if trait != first[name]:
-                return f"{name or 'the whole'} of layer {index} differs from that of layer 0"
+            if any(isinstance(value, Tensor) for value in vars(module).values()):
+                return f"{name or 'the whole'} of layer {index} has tensors that are no parameters"
+    return None
+
+
+def why_layers_differ(layers: Sequence[nn.Module], pattern: Pattern) -> str | None:
+    """Why layers of a pattern cannot be the turns of one loop any more: what differs."""
+    for index in range(pattern.first + pattern.period, pattern.end):
+        earlier = pattern.first + (index - pattern.first) % pattern.period
+        if (reason := why_layer_differs(layers, earlier, index)) is not None:
+            return reason
+    return None
+
+
+def why_layer_differs(layers: Sequence[nn.Module], earlier: int, index: int) -> str | None:
+    """How a layer differs from an earlier one, by their modules, settings and parameters."""
+    first, traits = _traits(layers[earlier]), _traits(layers[index])
+    if traits.keys() != first.keys():
+        return f"layer {index} has other modules than layer {earlier}"
+    for name, trait in traits.items():
+        if trait != first[name]:
+            return f"{name or 'the whole'} of layer {index} differs from that of layer {earlier}"
     return None
 
 

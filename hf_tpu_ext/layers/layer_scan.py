@@ -1,9 +1,9 @@
-"""Layers that are alike as the turns of one loop: a program that does not grow with their number."""
+"""Layers that repeat as the turns of one loop: a program that does not grow with their number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
 from ..backends.base import Backend
-from .activation_checkpointing import Dots
-from .autocast import current_autocast, matmul_dtype
+from ..errors import UserError
+from .autocast import matmul_dtype
+from .layer_list import CalledLayers, Pattern
+from .layer_loop import LayerLoop, LoopedLayer
 from .random_numbers import RandomNumbers
 from .row_blocks import RowBlocks
 from .static_cache import StaticKeyValueCache
@@ -22,136 +24,23 @@ from .static_cache import StaticKeyValueCache
 
 # Bytes of parameters that are stacked or unstacked in one program. They are in memory twice until it has run.
 _AT_ONCE = 2**28
-# Elements of the smallest weight whose gradient goes to the chips part by part.
-_LEAST_SCATTERED = 2**18
+
+#: For the name of an attribute in a layer, a function of the input of the layer and of the parameters whose names are given.
+MadeInTurn = Mapping[str, tuple[Callable, Sequence[str]]]
 
 
-class _LayerLoop(torch.autograd.Function):
+class LayerStack(CalledLayers):
     """
-    Runs stacked layers one after the other. The backward pass is a loop over them in reverse, which computes each layer anew
-    from its input, and from its matrix products where they were kept. Each turn goes through blocks of rows.
-    """
+    Stands in for the layers of a model. Those of a [`Pattern`] are the turns of a loop; the rest runs as before. Of the layers in
+    the same place of a period, there is one parameter for each name: `(turns, ...)`. A host has as few tensors to handle as for one
+    period.
 
-    @staticmethod
-    def forward(
-        ctx,
-        layer: Callable,
-        in_turn: Callable,
-        keeps_dots: bool,
-        blocks: RowBlocks,
-        constants: Any,
-        hidden: Tensor,
-        *weights,
-    ):
-        ctx.layer, ctx.in_turn, ctx.blocks, ctx.keeps_dots = layer, in_turn, blocks, keeps_dots
-        ctx.autocast = current_autocast(hidden.device.type)
-        backend = blocks.backend
-        leaves, ctx.constants = tree_flatten(constants)
-        # No tensor, one for all rows, or one of which each row has its own part.
-        ctx.kinds = [blocks.has_rows(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        # The loop would compute anew in each turn what it does not carry.
-        ctx.plain, shared, own = (
-            [leaf for leaf, kind in zip(leaves, ctx.kinds, strict=True) if kind is which]
-            for which in (None, False, True)
-        )
-        assert not any(tensor.requires_grad for tensor in shared + own)
-
-        def turn(carry: tuple, entries: tuple) -> tuple:
-            hidden, shared, own = carry
-            entries = in_turn(hidden, entries)
-
-            def of_block(carry: tuple, entries: tuple) -> tuple:
-                number, hidden, *own = entries
-                shared, weights = carry
-                with Dots() if keeps_dots else torch.no_grad() as dots:
-                    output = layer(hidden, weights, _restore(ctx, shared, own), number)
-                assert output.dtype == hidden.dtype
-                return carry, (output, *(dots.results if keeps_dots else ()))
-
-            _, (output, *kept) = blocks.loop(of_block, (shared, entries), (hidden, *own))
-            return (output, shared, own), (hidden, *kept)
-
-        with torch.no_grad():
-            detached = tuple(weight.detach() for weight in weights)
-            carry = (blocks.cut(hidden.detach()), tuple(shared), tuple(blocks.cut(tensor) for tensor in own))
-            (output, *_), (inputs, *kept) = backend.loops.scan(turn, carry, detached)
-        ctx.counts = (len(kept), len(shared), len(own))
-        ctx.save_for_backward(inputs, *kept, *shared, *own, *weights)
-        return blocks.join(output)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple:
-        inputs, *saved = ctx.saved_tensors
-        saved = iter(saved)
-        kept, shared, own = (tuple(islice(saved, count)) for count in ctx.counts)
-        detached, num_kept = tuple(weight.detach() for weight in saved), len(kept)
-        needed, blocks, backend = ctx.needs_input_grad[6:], ctx.blocks, ctx.blocks.backend
-
-        def turn(carry: tuple, entries: tuple) -> tuple:
-            gradient, shared, own = carry
-            hidden, *entries = entries
-            kept, entries = entries[:num_kept], entries[num_kept:]
-            with ctx.autocast():
-                weights = ctx.in_turn(hidden, entries)
-            # What is made of them in a turn gets no gradient.
-            is_needed = (*needed, *[False] * (len(weights) - len(needed)))
-            trained = tuple(compress(weights, needed))
-
-            def of_block(carry: tuple, entries: tuple) -> tuple:
-                shared, weights, sums = carry
-                number, gradient, hidden, *entries = entries
-                kept, own = entries[:num_kept], entries[num_kept:]
-                # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a
-                # loop's body have no data.
-                with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                    hidden = hidden.detach().requires_grad_()
-                    weights = [
-                        weight.detach().requires_grad_(needs) for weight, needs in zip(weights, is_needed, strict=True)
-                    ]
-                    with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
-                        output = ctx.layer(hidden, weights, _restore(ctx, shared, own), number)
-                    wanted = [hidden, *compress(weights, needed)]
-                    gradient, *found = torch.autograd.grad(output, wanted, gradient)
-                return (shared, carry[1], blocks.add(sums, found)), (gradient,)
-
-            carry = (shared, weights, blocks.zeros(trained))
-            (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (gradient, hidden, *kept, *own))
-            found = tuple(
-                _summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True)
-            )
-            return (gradient, shared, own), found
-
-        carry = (blocks.cut(gradient), shared, tuple(blocks.cut(tensor) for tensor in own))
-        (hidden_grad, *_), found = backend.loops.scan(turn, carry, (inputs, *kept, *detached), reverse=True)
-        found = iter(found)
-        return *[None] * 5, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
-
-
-def _summed(backend: Backend, gradient: Tensor) -> Tensor:
-    """
-    The gradient of a layer's weight. That of a small one is whole on every chip before it is split: one all-reduce takes all
-    of them, where the partitioner would send the parts of each from chip to chip.
-    """
-    return backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
-
-
-def _restore(ctx, shared: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
-    parts = {None: iter(ctx.plain), False: iter(shared), True: iter(own)}
-    return tree_unflatten([next(parts[kind]) for kind in ctx.kinds], ctx.constants)
-
-
-class LayerStack(nn.ModuleList):
-    """
-    Stands in for the layers of a model, with one parameter for each name, of all layers: `(layers, ...)`. A host has as few
-    tensors to handle as for one layer.
-
-    Its state dict has the names and the tensors of the layers, and so can be saved and loaded. To the model it is a list of one
-    layer, which runs them all.
+    Its state dict has the names and the tensors of the layers, and so can be saved and loaded. The model calls the layers one by
+    one: the loop runs when it calls the last of them.
 
     Args:
         layers ([`~torch.nn.ModuleList`]):
-            Layers that are alike, see [`~hf_tpu_ext.layers.layer_list.why_layers_differ`]. They have no parameters while the stack is
-            in use.
+            The layers. Those of the pattern have no parameters while the stack is in use.
         backend ([`Backend`]):
             The backend in use.
         rematerialization (`str`):
@@ -159,9 +48,10 @@ class LayerStack(nn.ModuleList):
             with weights; `"none"`, nothing, and no loop either: the layers are unrolled.
         by_rows (`bool`, *optional*, defaults to `False`):
             Whether layers compute each row by itself, so that they can go through [`RowBlocks`].
-        made_in_turn (`dict[str, tuple[Callable, Sequence[str]]]`, *optional*):
-            What is made of frozen parameters at the begin of a layer's turn, once for all that computes with it: for the name of
-            an attribute in a layer, a function of the input of the layer and of the parameters whose names are given.
+        pattern ([`Pattern`], *optional*):
+            How they repeat, see [`~hf_tpu_ext.layers.layer_list.find_pattern`]. Default: all of them are the same.
+        made_in_turn (`Callable[[nn.Module], MadeInTurn]`, *optional*):
+            Says what of a layer is made of frozen parameters when its turn begins, once for all that computes with it.
     """
 
     def __init__(
@@ -170,101 +60,110 @@ class LayerStack(nn.ModuleList):
         backend: Backend,
         rematerialization: str,
         by_rows: bool = False,
-        made_in_turn: Mapping[str, tuple[Callable, Sequence[str]]] | None = None,
+        pattern: Pattern | None = None,
+        made_in_turn: Callable[[nn.Module], MadeInTurn] = lambda layer: {},
     ):
-        super().__init__()
-        self.add_module("0", layers[0])
+        super().__init__(layers)
+        #: How the layers repeat.
+        self.pattern = Pattern(0, 1, len(layers)) if pattern is None else pattern
         self._backend, self._rematerialization, self._by_rows = backend, rematerialization, by_rows
-        # Only the first is part of the model meanwhile, and what its code reads is the same in all of them.
-        self._layers = list(layers)
-        self._names = [name for name, _ in layers[0].named_parameters()]
-        self._made = made_in_turn or {}
-        # Those of the layers by their name in a layer. They have no values while the stack is in use.
+        self._templates = [
+            _Template(number, self._layers[number], made_in_turn(self._layers[number]))
+            for number in range(self.pattern.first, self.pattern.first + self.pattern.period)
+        ]
+        # The others of the pattern are no part of the model meanwhile, and what its code reads is the same in the first of them.
+        for number, layer in enumerate(self._layers):
+            if number < self.pattern.first + self.pattern.period or number >= self.pattern.end:
+                self.add_module(str(number), layer)
+        # Those of the layers by the name of the stacked one. They have no values while the stack is in use.
         self._parts: dict[str, list[nn.Parameter]] = {}
-        #: The parameters by their name in a layer.
+        #: The parameters by their names in the stack.
         self.stacked: dict[str, nn.Parameter] = {}
-        self._checkpoints = False
         # What each layer reads in place of its parameters.
-        self._read: list[Sequence[Tensor]] | None = None
+        self._read: Sequence[Tensor] | None = None
+        # For the layers of the pattern, when the model has called the first of them: what they read where they are unrolled, or
+        # what they are to be called with in the loop.
+        self._unrolled: Sequence[Sequence[Tensor]] = ()
+        self._called: list[tuple[tuple, dict[str, Any]]] = []
+        self._input: Tensor | None = None
+        self._next = self.pattern.first
         self.register_state_dict_post_hook(_split_state)
         self.register_load_state_dict_pre_hook(_stack_state)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, index: slice) -> list[Callable]:
-        return [self._run]
-
-    def __iter__(self) -> Iterator[Callable]:
-        return iter([self._run])
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The layers, as they were given."""
-        return self._layers
-
-    @property
-    def _template(self) -> nn.Module:
-        return self._modules["0"]
 
     def parts_of(self, parameter: nn.Parameter) -> list[nn.Parameter] | None:
         """The parameters of the layers that one is stacked of; `None` for another one."""
         return next((self._parts[name] for name, stacked in self.stacked.items() if stacked is parameter), None)
 
+    def looped_modules(self) -> Iterator[nn.Module]:
+        """The modules whose parameters are stacked."""
+        for template in self._templates:
+            yield from template.layer.modules()
+
     def weights(self) -> Iterator[tuple[Tensor, nn.Linear | None]]:
-        """What all layers compute with now, each with the module of the first one if it is the matrix of a linear layer."""
-        for name in self._names:
-            path, _, attribute = name.rpartition(".")
-            module = self._template.get_submodule(path)
-            is_linear = attribute == "weight" and isinstance(module, nn.Linear)
-            yield _get(self._template, name), module if is_linear else None
+        """What the layers of the pattern compute with now, each with its module if it is the matrix of a linear layer."""
+        for template in self._templates:
+            for name, weight in zip(template.names, template.weights(), strict=True):
+                path, _, attribute = name.rpartition(".")
+                module = template.layer.get_submodule(path)
+                is_linear = attribute == "weight" and isinstance(module, nn.Linear)
+                yield weight, module if is_linear else None
 
     @contextmanager
     def reading(self, parts: Sequence[Tensor]) -> Iterator[None]:
-        """Within this context, tokens after a prompt read parts of [`~LayerStack.weights`], those of one for all layers first."""
-        self._read = [parts[index :: len(self)] for index in range(len(self))]
+        """Within this context, tokens after a prompt read parts of [`~LayerStack.weights`], those of one for all turns first."""
+        self._read = parts
         try:
             yield
         finally:
             self._read = None
 
+    # ---- Parameters ----
+
     @torch.no_grad()
     def stack(self) -> None:
         """Take the parameters of the layers. A second time, into the same parameters where their dtype is the same."""
         nothing, pending = self._nothing(), 0
-        for name in self._names:
-            self._parts[name] = parts = [layer.get_parameter(name) for layer in self._layers]
-            whole, is_trained = torch.stack(parts), parts[0].requires_grad
-            if name in self.stacked and self.stacked[name].dtype == whole.dtype:
-                self.stacked[name].data = whole
-                self.stacked[name].requires_grad_(is_trained)
-            else:
-                self.stacked[name] = nn.Parameter(whole, is_trained)
-            for layer, part in zip(self._layers, parts, strict=True):
-                part.data = nothing
-                _put(layer, name, None)
-            _put(self._template, name, self.stacked[name])
-            pending = self._flushed(pending + whole.nbytes)
+        for template in self._templates:
+            layers = self._layers_like(template)
+            for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
+                self._parts[stacked_name] = parts = [layer.get_parameter(name) for layer in layers]
+                whole, is_trained = torch.stack(parts), parts[0].requires_grad
+                if stacked_name in self.stacked and self.stacked[stacked_name].dtype == whole.dtype:
+                    self.stacked[stacked_name].data = whole
+                    self.stacked[stacked_name].requires_grad_(is_trained)
+                else:
+                    self.stacked[stacked_name] = nn.Parameter(whole, is_trained)
+                for layer, part in zip(layers, parts, strict=True):
+                    part.data = nothing
+                    _put(layer, name, None)
+                _put(template.layer, name, self.stacked[stacked_name])
+                pending = self._flushed(pending + whole.nbytes)
+            # The loop computes the layer again by itself.
+            template.checkpoints = template.layer.gradient_checkpointing
+            template.layer.gradient_checkpointing = False
         self._backend.flush()
-        # The loop computes the layer again by itself.
-        self._checkpoints, self._template.gradient_checkpointing = self._template.gradient_checkpointing, False
 
     @torch.no_grad()
     def unstack(self) -> None:
         """Give the layers their parameters back: the same ones that they had, with the values of now."""
-        self._template.gradient_checkpointing = self._checkpoints
-        for layer in self._layers:
-            layer.train(self._template.training)
         nothing, pending = self._nothing(), 0
-        for name, parts in self._parts.items():
-            stacked = self.stacked[name]
-            for layer, part, value in zip(self._layers, parts, stacked.unbind(), strict=True):
-                part.data = value.clone()
-                part.requires_grad_(stacked.requires_grad)
-                _put(layer, name, part)
-            pending = self._flushed(pending + stacked.nbytes)
-            stacked.data = nothing.to(stacked.dtype)
+        for template in self._templates:
+            template.layer.gradient_checkpointing = template.checkpoints
+            layers = self._layers_like(template)
+            for layer in layers:
+                layer.train(template.layer.training)
+            for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
+                stacked, parts = self.stacked[stacked_name], self._parts[stacked_name]
+                for layer, part, value in zip(layers, parts, stacked.unbind(), strict=True):
+                    part.data = value.clone()
+                    part.requires_grad_(stacked.requires_grad)
+                    _put(layer, name, part)
+                pending = self._flushed(pending + stacked.nbytes)
+                stacked.data = nothing.to(stacked.dtype)
         self._backend.flush()
+
+    def _layers_like(self, template: "_Template") -> list[nn.Module]:
+        return self._layers[template.number : self.pattern.end : self.pattern.period]
 
     def _flushed(self, pending: int) -> int:
         """Bytes that are still pending."""
@@ -276,63 +175,130 @@ class LayerStack(nn.ModuleList):
     def _nothing(self) -> Tensor:
         return torch.empty(0, device=self._backend.device)
 
-    def _run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        # For a step, others may stand in their place.
-        weights = [_get(self._template, name) for name in self._names]
+    # ---- Calls ----
+
+    def call_layer(self, number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """
+        Run a layer of the rest, or one that is unrolled. One of the loop is noted, and the loop runs with the last of them; until
+        then, a layer returns its input.
+        """
+        pattern = self.pattern
+        if not pattern.first <= number < pattern.end:
+            return self._layers[number](hidden, *args, **kwargs)
         # By type: upstream has renamed the argument, in transformers 5.24, and a cache inside a loop crashes torch_xla.
-        cache_name, cache = next(
-            ((name, value) for name, value in kwargs.items() if isinstance(value, Cache)), ("", None)
-        )
-        if isinstance(cache, StaticKeyValueCache) and cache.index is None:
-            return self._run_prompt(hidden, weights, cache_name, kwargs)
-        if cache is not None or self._rematerialization == "none":
+        cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+        is_prompt = isinstance(cache, StaticKeyValueCache) and cache.index is None
+        if not is_prompt and (cache is not None or self._rematerialization == "none"):
             # Of tokens after a prompt, each layer has its own place in the cache, which a loop would copy at every turn.
-            layers = [self._template] * len(self) if cache is None else self._layers
-            of_layers = self._read or zip(*(weight.unbind() for weight in weights), strict=True)
-            for layer, parts in zip(layers, of_layers, strict=True):
-                layer.train(self._template.training)
-                hidden = functional_call(layer, dict(zip(self._names, parts, strict=True)), (hidden,), kwargs)
+            return self._call_unrolled(number, hidden, args, kwargs, has_cache=cache is not None)
+        self._check_call(number, hidden, args, kwargs)
+        if number < pattern.first + pattern.period:
+            self._called.append((args, kwargs))
+        self._input, self._next = hidden, number + 1
+        if self._next < pattern.end:
             return hidden
-        if self._template.training:
-            # For what draws random numbers in a turn, as dropout.
-            weights.append(RandomNumbers.current(self._backend.device).seeds(len(self._layers)))
+        called, self._called, self._input, self._next = self._called, [], None, pattern.first
+        return self._run_prompt(hidden, called, cache) if is_prompt else self._run(hidden, called)
+
+    def _check_call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse what a model may do with one batch and not with another: it was not seen when the loop was chosen."""
+        first, period = self.pattern.first, self.pattern.period
+        earlier = first + (number - first) % period
+        found = None
+        if number != self._next:
+            found = f"the model calls layer {number} where layer {self._next} is the next"
+        elif number > first and hidden is not self._input:
+            found = f"the model computes something between layers {number - 1} and {number}"
+        elif number >= first + period and not _are_same((args, kwargs), self._called[earlier - first]):
+            found = f"layer {number} is called with something else than layer {earlier}"
+        if found is not None:
+            self._called, self._input, self._next = [], None, first
+            raise UserError(f"The layers do not run as a loop with this batch: {found}. Set scan_layers='off'.")
+
+    def _call_unrolled(
+        self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any], has_cache: bool
+    ) -> Tensor:
+        place = number - self.pattern.first
+        turn, kind = divmod(place, self.pattern.period)
+        if place == 0:
+            # Once for all: the gradient of each part by itself would be as large as the whole.
+            self._unrolled = [[weight.unbind() for weight in template.weights()] for template in self._templates]
+            if self._read is not None:
+                self._unrolled = self._copies()
+        template = self._templates[kind]
+        layer = self._layers[number] if has_cache else template.layer
+        layer.train(template.layer.training)
+        parts = {name: of_turns[turn] for name, of_turns in zip(template.names, self._unrolled[kind], strict=True)}
+        if number == self.pattern.end - 1:
+            self._unrolled = ()
+        return functional_call(layer, parts, (hidden, *args), kwargs)
+
+    def _copies(self) -> list[list[Sequence[Tensor]]]:
+        """What is read in place of the parameters, in the order of these."""
+        rest, found = list(self._read), []
+        for template in self._templates:
+            of_names = []
+            for _ in template.names:
+                of_names.append(rest[: self.pattern.turns])
+                rest = rest[self.pattern.turns :]
+            found.append(of_names)
+        return found
+
+    def _run(self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]]) -> Tensor:
         blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
-        call, keeps_dots = partial(self._call, blocks), self._rematerialization == "dots"
-        return _LayerLoop.apply(call, self._in_turn, keeps_dots, blocks, kwargs, hidden, *weights)
+        # For what draws random numbers in a turn, as dropout.
+        is_training = self._templates[0].layer.training
+        turns, period = self.pattern.turns, self.pattern.period
+        seeds = ()
+        if is_training:
+            seeds = RandomNumbers.current(self._backend.device).seeds(turns * period)
+        layers, weights = [], []
+        for place, (template, arguments) in enumerate(zip(self._templates, called, strict=True)):
+            # For a step, others may stand in their place.
+            own = [*template.weights(), *([seeds[place::period]] if is_training else [])]
+            call, in_turn = partial(self._call, template, blocks), partial(self._in_turn, template)
+            layers.append(LoopedLayer(call, in_turn, arguments, len(own)))
+            weights += own
+        return LayerLoop.apply(layers, self._rematerialization == "dots", blocks, hidden, *weights)
 
     def _run_prompt(
-        self, hidden: Tensor, weights: Sequence[Tensor], cache_name: str, kwargs: dict[str, Any]
+        self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
     ) -> Tensor:
-        """Run the layers on a prompt, whose keys and values go into the cache that is among `kwargs`."""
-        cache = kwargs.pop(cache_name)
+        """Run the layers on a prompt, whose keys and values go into the `cache` that they are called with."""
         # The loop would compute anew in each turn what it does not carry.
-        leaves, form = tree_flatten(kwargs)
+        leaves, structure = tree_flatten([(args, _without_cache(kwargs)) for args, kwargs in called])
         is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        (cache_name,) = (name for name, value in called[0][1].items() if value is cache)
+        num_layers = self.pattern.first + self.pattern.period
 
         def turn(carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
             hidden, shared = carry
-            given = iter(shared)
-            named = tree_unflatten(
-                [next(given) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)], form
+            given, entries = iter(shared), iter(entries)
+            arguments = tree_unflatten(
+                [next(given) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)], structure
             )
-            of_layer = StaticKeyValueCache(self._backend, 1, cache.length)
-            parts = dict(zip((*self._names, *self._made), self._in_turn(hidden, entries), strict=True))
-            hidden = functional_call(self._template, parts, (hidden,), {**named, cache_name: of_layer})
-            return (hidden, shared), of_layer.tensors
+            # The layers know their place in the model.
+            of_turn = StaticKeyValueCache(self._backend, num_layers, cache.length)
+            for template, (args, kwargs) in zip(self._templates, arguments, strict=True):
+                weights = self._in_turn(template, hidden, [next(entries) for _ in template.names])
+                parts = dict(zip((*template.names, *template.made), weights, strict=True))
+                hidden = functional_call(template.layer, parts, (hidden, *args), {**kwargs, cache_name: of_turn})
+            return (hidden, shared), of_turn.tensors_from(self.pattern.first)
 
-        carry = (hidden, tuple(compress(leaves, is_tensor)))
-        (hidden, _), (keys, values) = self._backend.loops.scan(turn, carry, tuple(weights))
-        cache.put([tensor for of_layer in zip(keys, values, strict=True) for tensor in of_layer])
+        weights = tuple(weight for template in self._templates for weight in template.weights())
+        (hidden, _), states = self._backend.loops.scan(turn, (hidden, tuple(compress(leaves, is_tensor))), weights)
+        of_layers = zip(*(tensor.unbind() for tensor in states), strict=True)
+        cache.put([tensor for of_turn in of_layers for tensor in of_turn], self.pattern.first)
         return hidden
 
-    def _in_turn(self, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _in_turn(self, template: "_Template", hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
         dtype, backend = matmul_dtype(hidden), self._backend
         weights = (weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
         # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
         weights = tuple(backend.gather(weight) for weight in weights)
-        named = dict(zip(self._names, weights, strict=False))
-        made = [make(hidden, *(named[name] for name in names)) for make, names in self._made.values()]
+        named = dict(zip(template.names, weights, strict=False))
+        made = [make(hidden, *(named[name] for name in names)) for make, names in template.made.values()]
         if made:
             # The compiler would make them in every product anew.
             backend.separate(made)
@@ -340,22 +306,52 @@ class LayerStack(nn.ModuleList):
 
     def _call(
         self,
+        template: "_Template",
         blocks: RowBlocks,
         hidden: Tensor,
         weights: Sequence[Tensor],
-        kwargs: dict[str, Any],
+        arguments: tuple[tuple, dict[str, Any]],
         number: Tensor | None,
     ) -> Tensor:
-        weights, others = weights[: len(self._names)], weights[len(self._names) :]
-        num_seeds = len(others) - len(self._made)
+        weights, others = weights[: len(template.names)], weights[len(template.names) :]
+        num_seeds = len(others) - len(template.made)
         seeds, made = others[:num_seeds], others[num_seeds:]
         if seeds:
             seed, chip = seeds[0].unbind()
             # To random numbers, a block is what a chip is: one of several with as many rows.
             seeds = (seed, blocks.number_over_chips(chip, number))
         with RandomNumbers(*seeds) if seeds else nullcontext():
-            parts = dict(zip((*self._names, *self._made), (*weights, *made), strict=True))
-            return functional_call(self._template, parts, (hidden,), kwargs)
+            parts = dict(zip((*template.names, *template.made), (*weights, *made), strict=True))
+            args, kwargs = arguments
+            return functional_call(template.layer, parts, (hidden, *args), kwargs)
+
+
+class _Template:
+    """The first of the layers that are in one place of a period, which computes for all of them."""
+
+    def __init__(self, number: int, layer: nn.Module, made: MadeInTurn):
+        self.number, self.layer, self.made = number, layer, made
+        self.names = [name for name, _ in layer.named_parameters()]
+        self.stacked_names = [f"{number}.{name}" for name in self.names]
+        # Whether it checkpoints by itself.
+        self.checkpoints = False
+
+    def weights(self) -> list[Tensor]:
+        """The stacked parameters, or what stands in their place."""
+        return [_get(self.layer, name) for name in self.names]
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
+
+
+def _are_same(*arguments: Any) -> bool:
+    """Whether arguments are the same tensors, and else equal."""
+    (leaves, structure), (others, structure_of_others) = map(tree_flatten, arguments)
+    return structure == structure_of_others and all(
+        leaf is other or not (isinstance(leaf, Tensor) or isinstance(other, Tensor)) and leaf == other
+        for leaf, other in zip(leaves, others, strict=True)
+    )
 
 
 def _get(layer: nn.Module, name: str) -> Tensor:
@@ -368,18 +364,28 @@ def _put(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     layer.get_submodule(module)._parameters[attribute] = parameter
 
 
+def _names_of_layers(stack: LayerStack, template: _Template, name: str) -> list[str]:
+    """The names of a parameter in the layers of a place in the period."""
+    return [f"{number}.{name}" for number in range(template.number, stack.pattern.end, stack.pattern.period)]
+
+
 def _split_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, _) -> None:
-    own = {name: f"{prefix}0.{name}" for name in stack.stacked if f"{prefix}0.{name}" in state_dict}
+    stacked = [prefix + name for name in stack.stacked if prefix + name in state_dict]
     # On the host: on the device they would be there twice.
-    fetched = stack._backend.fetch({name: state_dict.pop(key) for name, key in own.items()})
-    for index in range(len(stack)):
-        for name, tensor in fetched.items():
-            state_dict[f"{prefix}{index}.{name}"] = tensor[index].clone()
+    fetched = stack._backend.fetch({key: state_dict.pop(key) for key in stacked})
+    for template in stack._templates:
+        for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
+            if prefix + stacked_name in fetched:
+                for of_layer, part in zip(
+                    _names_of_layers(stack, template, name), fetched[prefix + stacked_name], strict=True
+                ):
+                    state_dict[prefix + of_layer] = part.clone()
 
 
 def _stack_state(stack: LayerStack, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
-    for name in stack.stacked:
-        keys = [f"{prefix}{index}.{name}" for index in range(len(stack))]
-        if keys[-1] in state_dict:
-            parts = [state_dict.pop(key) for key in keys]
-            state_dict[keys[0]] = torch.stack(parts)
+    for template in stack._templates:
+        for name in template.names:
+            keys = [prefix + of_layer for of_layer in _names_of_layers(stack, template, name)]
+            if keys[-1] in state_dict:
+                parts = [state_dict.pop(key) for key in keys]
+                state_dict[keys[0]] = torch.stack(parts)

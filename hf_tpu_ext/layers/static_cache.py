@@ -97,11 +97,15 @@ class StaticKeyValueCache(Cache):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Keys and values of each layer."""
-        return tuple(chain.from_iterable((layer.keys, layer.values) for layer in self.layers))
+        return self.tensors_from(0)
 
-    def put(self, tensors: Sequence[Tensor]) -> None:
-        """Take other tensors of keys and values."""
-        for layer, keys, values in zip(self.layers, tensors[::2], tensors[1::2], strict=False):
+    def tensors_from(self, first: int) -> tuple[Tensor, ...]:
+        """Keys and values of the layers from number `first` on."""
+        return tuple(chain.from_iterable((layer.keys, layer.values) for layer in self.layers[first:]))
+
+    def put(self, tensors: Sequence[Tensor], first: int = 0) -> None:
+        """Take other tensors of keys and values, for the layers from number `first` on."""
+        for layer, keys, values in zip(self.layers[first:], tensors[::2], tensors[1::2], strict=False):
             layer.keys, layer.values = keys, values
 
 

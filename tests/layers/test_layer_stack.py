@@ -6,23 +6,55 @@ import torch_xla
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from hf_tpu_ext.backends.cpu import CPUBackend
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.layers.attention import static_masks
-from hf_tpu_ext.layers.layer_list import find_layers, why_layers_differ
+from hf_tpu_ext.layers.layer_list import (
+    CalledLayers,
+    Pattern,
+    find_layers,
+    find_pattern,
+    why_layer_differs,
+    why_layers_differ,
+    why_no_turns,
+)
 from hf_tpu_ext.layers.layer_scan import LayerStack
+from hf_tpu_ext.layers.layer_trace import LayerTraces
 from hf_tpu_ext.layers.static_kernels import use_static_kernels
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    def load(layers=3):
+    def load(layers=3, family="qwen3", **sizes):
         directory = tmp_path_factory.mktemp("model")
-        make_model(directory, hidden_size=32, intermediate_size=48, num_hidden_layers=layers)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, **sizes}
+        make_model(directory, family, **sizes)
         return AutoModelForCausalLM.from_pretrained(directory)
 
     return load
+
+
+@pytest.fixture(scope="module")
+def load_alternating(load):
+    """Seven layers: two periods of a local, a local and a global one, and a local one."""
+
+    def load_alternating():
+        types = [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_attention"]
+        return load(7, "gemma3_text", layer_types=types, sliding_window=5)
+
+    return load_alternating
+
+
+def pattern_of(xla, model):
+    parent, name = find_layers(model)
+    traces = LayerTraces(model, (parent, name), xla, None)
+    assert traces.refused is None
+    return find_pattern(
+        len(parent.layers), lambda *pair: why_layer_differs(parent.layers, *pair) or traces.why_differs(*pair)
+    )
 
 
 def forward_and_backward(xla, model, policy=None, dtype=None):
@@ -32,7 +64,7 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     stack = None
     if policy is not None:
         parent, name = find_layers(model)
-        stack = LayerStack(parent.layers, xla, policy, by_rows=True)
+        stack = LayerStack(parent.layers, xla, policy, by_rows=True, pattern=pattern_of(xla, model))
         stack.stack()
         parent.layers = stack
     ids = xla.send(torch.arange(48).reshape(4, 12) + 7)
@@ -47,10 +79,10 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     loss, gradients = xla.fetch([loss, gradients])
     if stack is not None:
         prefix = "model.layers."
-        for name in [name for name in gradients if name.startswith(prefix)]:
-            whole = gradients.pop(name)
-            rest = name.removeprefix(f"{prefix}0.")
-            gradients.update({f"{prefix}{index}.{rest}": part for index, part in enumerate(whole)})
+        for name in stack.stacked:
+            first, _, rest = name.partition(".")
+            for turn, part in enumerate(gradients.pop(prefix + name)):
+                gradients[f"{prefix}{int(first) + turn * stack.pattern.period}.{rest}"] = part
     return loss, gradients, program
 
 
@@ -162,10 +194,11 @@ def test_dropout_is_drawn_the_same_way_twice_and_anew_for_each_layer(xla):
     hidden = xla.send(torch.ones(64, 64)).requires_grad_()
     xla.wait()
     # Something has drawn from the same state before.
-    (run,) = stack[:3]
-    output = run(nn.functional.dropout(hidden, 0.5))
+    output = nn.functional.dropout(hidden, 0.5)
+    for layer in stack[:3]:
+        output = layer(output)
     output.sum().backward()
-    output, gradient, drawn = xla.fetch([output, hidden.grad, stack.stacked["weight"].grad])
+    output, gradient, drawn = xla.fetch([output, hidden.grad, stack.stacked["0.weight"].grad])
     # Each layer and the input keep a half, and double it: what is left is 16, and so is its gradient.
     assert torch.equal(output, gradient)
     assert set(output.unique().tolist()) == {0.0, 16.0}
@@ -174,13 +207,133 @@ def test_dropout_is_drawn_the_same_way_twice_and_anew_for_each_layer(xla):
 
 
 def test_what_differs_is_named(load):
-    layers = load().model.layers
-    assert why_layers_differ(layers) is None
+    layers, pattern = load().model.layers, Pattern(0, 1, 3)
+    assert why_layers_differ(layers, pattern) is None
     layers[1].self_attn.scaling = 3.0
-    assert why_layers_differ(layers) == "self_attn of layer 1 differs from that of layer 0"
+    assert why_layers_differ(layers, pattern) == "self_attn of layer 1 differs from that of layer 0"
     layers = load().model.layers
     layers[2].mlp.down_proj.weight.requires_grad_(False)
-    assert why_layers_differ(layers) == "mlp.down_proj of layer 2 differs from that of layer 0"
+    assert why_layers_differ(layers, pattern) == "mlp.down_proj of layer 2 differs from that of layer 0"
     layers = load().model.layers
     layers[1].register_forward_hook(print)
-    assert why_layers_differ(layers) == "a hook is registered on the whole of layer 1"
+    assert why_no_turns(layers) == "a hook is registered on the whole of layer 1"
+
+
+# ---- Layers that repeat in a pattern ----
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pattern"),
+    [
+        ("aaaa", (0, 1, 4)),
+        ("abab", (0, 2, 2)),
+        # Gemma 3 of 1B: four periods, and two local layers.
+        ("aaaaab" * 4 + "aa", (0, 6, 4)),
+        # A dense layer before those with experts.
+        ("baaaaaa", (1, 1, 6)),
+        ("abcabcabd", (0, 3, 2)),
+        ("abac", None),
+        ("a", None),
+    ],
+)
+def test_the_pattern_leaves_the_fewest_layers(kinds, pattern):
+    found = find_pattern(len(kinds), lambda earlier, number: None if kinds[earlier] == kinds[number] else "differs")
+    assert found == pattern
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", ["none", "full", pytest.param("dots", marks=pytest.mark.slow)])
+def test_alternating_layers_are_a_loop_over_their_period(xla, load_alternating, policy, dtype):
+    expected = forward_and_backward(xla, load_alternating(), dtype=dtype)
+    found = forward_and_backward(xla, load_alternating(), policy, dtype)
+    assert found[2].count(" while(") == (0 if policy == "none" else 2)
+    tolerance = 1e-6 if dtype is None else 2**-7
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (gradient - found[1][name]).norm() < tolerance * gradient.norm(), name
+
+
+def test_state_dict_of_a_pattern_is_that_of_the_layers(xla, load_alternating):
+    model, expected = load_alternating(), load_alternating().state_dict()
+    xla.place(model)
+    parent, _ = find_layers(model)
+    layers = parent.layers
+    parent.layers = stack = LayerStack(layers, xla, "full", pattern=pattern_of(xla, model))
+    stack.stack()
+    assert stack.pattern == (0, 3, 2) and set(stack.stacked["2.mlp.up_proj.weight"].shape[:1]) == {2}
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name].cpu(), tensor), name
+    doubled = {name: 2 * tensor for name, tensor in expected.items()}
+    model.load_state_dict(doubled)
+    stack.unstack()
+    parent.layers = layers
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.cpu(), doubled[name]), name
+
+
+def reason_of(xla, model, change=lambda layers: None):
+    xla.place(model)
+    parent, name = find_layers(model)
+    change(parent.layers)
+    traces = LayerTraces(model, (parent, name), xla, None)
+    return traces.refused or traces.why_differs(0, 1)
+
+
+def test_layers_are_compared_by_what_they_compute(xla, load, monkeypatch):
+    assert reason_of(xla, load()) is None
+    forward = Qwen3MLP.forward
+
+    def by_number(module, x):
+        return forward(module, x) * (1 if module.number < 1 else 2)
+
+    def number(layers):
+        for index, layer in enumerate(layers):
+            layer.mlp.number = index
+
+    monkeypatch.setattr(Qwen3MLP, "forward", by_number)
+    assert reason_of(xla, load(), number) == "layer 1 computes something else than layer 0"
+
+
+def test_layers_are_compared_by_what_they_are_called_with(xla, load):
+    model = load(4, "gemma2", layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=5)
+    assert reason_of(xla, model) == "layer 1 is called with another attention_mask than layer 0"
+
+
+def test_what_a_model_adds_between_layers_is_no_loop(xla, load, monkeypatch):
+    added = []
+
+    def between(model):
+        # What the model makes of the output of its first layer.
+        upstream = CalledLayers.__iter__
+
+        def calls(self):
+            for number, call in enumerate(upstream(self)):
+                yield (
+                    (lambda hidden, *args, call=call, **kwargs: call(hidden, *args, **kwargs) + 1)
+                    if number == 0 and added
+                    else call
+                )
+
+        monkeypatch.setattr(CalledLayers, "__getitem__", lambda self, index: calls(self))
+        return model
+
+    added.append(True)
+    assert reason_of(xla, between(load())) == "the model computes something between layers 0 and 1"
+    # Where it does so with some batches only, and was seen to do nothing.
+    added.clear()
+    model = load()
+    xla.place(model).train()
+    pattern = pattern_of(xla, model)
+    model.model.layers = stack = LayerStack(model.model.layers, xla, "full", pattern=pattern)
+    stack.stack()
+    ids = xla.send(torch.arange(12)[None])
+    with static_masks():
+        model(input_ids=ids, use_cache=False)
+        added.append(True)
+        with pytest.raises(UserError, match="something between layers 0 and 1. Set scan_layers='off'"):
+            model(input_ids=ids, use_cache=False)
+        added.clear()
+        model(input_ids=ids, use_cache=False)

@@ -14,8 +14,9 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...errors import UserError
-from ...layers.layer_list import find_layers, why_layers_differ
+from ...layers.layer_list import Pattern, find_layers, find_pattern, why_layer_differs, why_layers_differ, why_no_turns
 from ...layers.layer_scan import LayerStack
+from ...layers.layer_trace import LayerTraces
 from ...quantization.packed_linear import unpacked_once
 from ...sharding import ShardingPlan
 from ...step.optimizer import LazyAdamW
@@ -31,8 +32,10 @@ from .user_code import (
 
 logger = logging.get_logger(__name__)
 
-#: Families for which a loop was found to give the same losses as layers one by one.
+#: Families whose layers were found to compute each token by itself, attention aside.
 VERIFIED = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+# And each row of a batch by itself.
+_BY_ROWS = ("gemma2", "gemma3_text", *VERIFIED)
 # With fewer layers there is little to gain.
 _LEAST_LAYERS = 8
 # Weights of a layer. With more, a chip takes longer than the host, and by the compiler's estimate some percent longer if layers
@@ -64,17 +67,17 @@ class LayerScan:
             # Another one was made since the last run.
             self.stack = None
         if self.stack is None:
-            reason = self._why_not_scan(optimizer)
-            if reason is not None:
+            found = self._find_pattern(optimizer)
+            if isinstance(found, str):
                 if wanted == "on":
-                    raise UserError(f"scan_layers='on' is not possible: {reason}. Leave it out, or set it to 'auto'.")
+                    raise UserError(f"scan_layers='on' is not possible: {found}. Leave it out, or set it to 'auto'.")
                 return
             if not self._own_code_allows_scan():
                 return
             parent, name = find_layers(self._trainer.model)
             layers, policy = getattr(parent, name), self._compiled.rematerialization
-            by_rows, made_in_turn = self._are_by_rows(layers), unpacked_once(layers[0])
-            self.stack = LayerStack(layers, self._backend, policy, by_rows, made_in_turn)
+            by_rows = self._are_by_rows(layers)
+            self.stack = LayerStack(layers, self._backend, policy, by_rows, found, unpacked_once)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
             if "call_event" not in vars(self._trainer.callback_handler):
                 self._trainer.callback_handler.call_event = partial(
@@ -118,8 +121,8 @@ class LayerScan:
     def _are_by_rows(self, layers: nn.ModuleList) -> bool:
         """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""
         model = unwrap_peft_model(self._trainer.model)
-        return model.config.get_text_config().model_type in VERIFIED and all(
-            is_known(type(module).__module__) for module in layers[0].modules()
+        return model.config.get_text_config().model_type in _BY_ROWS and all(
+            is_known(type(module).__module__) for module in layers.modules()
         )
 
     # ---- Code of the user's that may look at layers ----
@@ -179,7 +182,7 @@ class LayerScan:
         modules, name, layers = self._place_of_layers
         reason = "the list of layers has changed"
         if modules.get(name) is layers and list(layers) == self.stack.layers:
-            reason = self._why_layers_differ(layers)
+            reason = self._why_no_turns(layers) or why_layers_differ(layers, self.stack.pattern)
         if reason is None:
             self.stack.stack()
             self._put_stack()
@@ -191,14 +194,14 @@ class LayerScan:
         self._trainer.steps.make_gradients()
         self._backend.wait()
 
-    def _why_layers_differ(self, layers: nn.ModuleList) -> str | None:
+    def _why_no_turns(self, layers: nn.ModuleList) -> str | None:
         config = unwrap_peft_model(self._trainer.model).config
-        for setting in ("output_hidden_states", "output_attentions"):
+        for setting in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if vars(config).get(setting):
                 return f"{setting}=True needs an output of every layer"
         if self._backend.programs.aliased(list(layers.parameters())):
             return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
-        return why_layers_differ(layers, self._trainer.chips.split_output)
+        return why_no_turns(layers, self._trainer.chips.split_output)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -213,7 +216,8 @@ class LayerScan:
         finally:
             modules[name] = before
 
-    def _why_not_scan(self, optimizer: torch.optim.Optimizer) -> str | None:
+    def _find_pattern(self, optimizer: torch.optim.Optimizer) -> Pattern | str:
+        """How the layers repeat, or why they do not run as a loop."""
         if self._compiled.rematerialization not in ("none", "full", "dots"):
             return "the scan rematerializes layers as a whole, and rematerialization names modules of them"
         if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
@@ -224,21 +228,29 @@ class LayerScan:
         if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
             return "the model has no list of layers, or several"
         layers = getattr(*found)
-        config = model.config.get_text_config()
-        if len(set(vars(config).get("layer_types") or ["all"])) > 1:
-            return "the layers are of several types"
-        if (reason := self._why_layers_differ(layers)) is not None:
+        if (reason := self._why_no_turns(layers)) is not None:
             return reason
-        if (name := _name_in_two_groups(layers, optimizer)) is not None:
-            return f"{name} of the layers is in several parameter groups of the optimizer"
-        if self._compiled.scan_layers != "auto":
-            return None
-        if config.model_type not in VERIFIED or len(layers) < _LEAST_LAYERS:
-            return f"scan_layers='auto' does not scan {config.model_type} with {len(layers)} layers"
-        size = sum(parameter.numel() for parameter in layers[0].parameters())
-        if self._compiled.rematerialization == "none" and size > _MOST_UNROLLED:
-            return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
-        return None
+        if self._compiled.scan_layers == "auto":
+            if len(layers) < _LEAST_LAYERS:
+                return f"scan_layers='auto' does not scan {len(layers)} layers"
+            size = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+            if self._compiled.rematerialization == "none" and size > _MOST_UNROLLED:
+                return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
+        traces = LayerTraces(model, found, self._backend, self._compiled.compute_dtype)
+        if traces.refused is not None:
+            return traces.refused
+        groups = _groups_of_layers(layers, optimizer)
+
+        def differ(earlier: int, number: int) -> str | None:
+            reason = why_layer_differs(layers, earlier, number) or traces.why_differs(earlier, number)
+            if reason is None and groups[earlier] != groups[number]:
+                return f"layers {earlier} and {number} are in several parameter groups of the optimizer"
+            return reason
+
+        pattern = find_pattern(len(layers), differ)
+        if pattern is None:
+            return differ(0, 1) if len(layers) > 1 else "there is one layer"
+        return pattern
 
 
 class _StackedGroups:
@@ -314,14 +326,12 @@ def _part(state: dict[str, torch.Tensor], index: int | None) -> dict[str, torch.
     }
 
 
-def _name_in_two_groups(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -> str | None:
+def _groups_of_layers(layers: nn.ModuleList, optimizer: torch.optim.Optimizer) -> list[list[int | None]]:
+    """For each layer the parameter groups of its parameters."""
     group_of = {
         id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
     }
-    for name, _ in layers[0].named_parameters():
-        if len({group_of.get(id(layer.get_parameter(name))) for layer in layers}) > 1:
-            return name
-    return None
+    return [[group_of.get(id(parameter)) for parameter in layer.parameters()] for layer in layers]
 
 
 def _numbered(groups: list[dict[str, Any]], parameters: list[list[nn.Parameter]]) -> list[dict[str, Any]]:

@@ -1,0 +1,200 @@
+"""A loop over layers inside a program, whose turn is one period of the pattern in which they repeat."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..backends.base import Backend
+from .activation_checkpointing import Dots
+from .autocast import current_autocast
+from .row_blocks import RowBlocks
+
+
+# Elements of the smallest weight whose gradient goes to the chips part by part.
+_LEAST_SCATTERED = 2**18
+
+
+class LoopedLayer(NamedTuple):
+    """
+    One layer of a loop's turn.
+
+    Args:
+        call (`Callable`):
+            Called as `call(hidden, weights, arguments, number)`, with what `in_turn` returned and the number of the block of rows.
+        in_turn (`Callable`):
+            Called as `in_turn(hidden, weights)`, at the begin of the layer. Returns what it computes with.
+        arguments (`Any`):
+            What it is called with besides, the same in each turn.
+        num_weights (`int`):
+            How many of the stacked tensors are its own.
+    """
+
+    call: Callable
+    in_turn: Callable
+    arguments: Any
+    num_weights: int
+
+
+class LayerLoop(torch.autograd.Function):
+    """
+    Runs the layers of a turn one after the other, and turn after turn. The backward pass is a loop over them in reverse, which
+    computes each layer anew from its input, and from its matrix products where they were kept. Each layer goes through blocks of
+    rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, layers: Sequence[LoopedLayer], keeps_dots: bool, blocks: RowBlocks, hidden: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.layers, ctx.blocks, ctx.keeps_dots = layers, blocks, keeps_dots
+        ctx.autocast = current_autocast(hidden.device.type)
+        backend = blocks.backend
+        ctx.constants = _Constants(layers, blocks)
+        shared, own = ctx.constants.take_tensors()
+        ctx.num_kept = []
+
+        def turn(carry: tuple, entries: tuple) -> tuple:
+            hidden, shared, own = carry
+            results, ctx.num_kept = [], []
+            for place, (layer, of_layer) in enumerate(zip(layers, _split(layers, entries), strict=True)):
+                of_layer = layer.in_turn(hidden, of_layer)
+
+                def of_block(carry: tuple, entries: tuple, layer=layer, place=place) -> tuple:
+                    number, hidden, *own = entries
+                    shared, weights = carry
+                    with Dots() if keeps_dots else torch.no_grad() as dots:
+                        output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
+                    assert output.dtype == hidden.dtype
+                    return carry, (output, *(dots.results if keeps_dots else ()))
+
+                _, (output, *kept) = blocks.loop(of_block, (shared, of_layer), (hidden, *own))
+                results += [hidden, *kept]
+                ctx.num_kept.append(len(kept))
+                hidden = output
+            return (hidden, shared, own), tuple(results)
+
+        with torch.no_grad():
+            detached = tuple(weight.detach() for weight in weights)
+            carry = (blocks.cut(hidden.detach()), tuple(shared), tuple(blocks.cut(tensor) for tensor in own))
+            (output, *_), inputs = backend.loops.scan(turn, carry, detached)
+        ctx.counts = (len(inputs), len(shared), len(own))
+        ctx.save_for_backward(*inputs, *shared, *own, *weights)
+        return blocks.join(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        layers, saved = ctx.layers, iter(ctx.saved_tensors)
+        inputs, shared, own = (tuple(islice(saved, count)) for count in ctx.counts)
+        detached = tuple(weight.detach() for weight in saved)
+        needed, blocks, backend = ctx.needs_input_grad[4:], ctx.blocks, ctx.blocks.backend
+        needed_of = list(_split(layers, needed))
+
+        def turn(carry: tuple, entries: tuple) -> tuple:
+            gradient, shared, own = carry
+            inputs, weights = entries[: ctx.counts[0]], list(_split(layers, entries[ctx.counts[0] :]))
+            by_layer = list(_cut(inputs, (1 + count for count in ctx.num_kept)))
+            results: list[tuple[Tensor, ...]] = []
+            for place in reversed(range(len(layers))):
+                layer, needed = layers[place], needed_of[place]
+                tensors = [gradient, *by_layer[place]]
+                if len(layers) > 1:
+                    # Several layers of one turn would be computed anew at once, and all of that kept.
+                    backend.separate(tensors)
+                gradient, hidden, *kept = tensors
+                with ctx.autocast():
+                    of_layer = layer.in_turn(hidden, weights[place])
+                # What is made of them in a turn gets no gradient.
+                is_needed = (*needed, *[False] * (len(of_layer) - len(needed)))
+                trained = tuple(compress(of_layer, needed))
+
+                def of_block(
+                    carry: tuple, entries: tuple, layer=layer, place=place, needed=needed, is_needed=is_needed
+                ) -> tuple:
+                    shared, weights, sums = carry
+                    number, gradient, hidden, *entries = entries
+                    kept, own = entries[: ctx.num_kept[place]], entries[ctx.num_kept[place] :]
+                    # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a
+                    # loop's body have no data.
+                    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                        hidden = hidden.detach().requires_grad_()
+                        weights = [
+                            weight.detach().requires_grad_(needs)
+                            for weight, needs in zip(weights, is_needed, strict=True)
+                        ]
+                        with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
+                            output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
+                        wanted = [hidden, *compress(weights, needed)]
+                        gradient, *found = torch.autograd.grad(output, wanted, gradient)
+                    return (shared, carry[1], blocks.add(sums, found)), (gradient,)
+
+                carry = (shared, of_layer, blocks.zeros(trained))
+                (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (gradient, hidden, *kept, *own))
+                found = (_summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True))
+                results.append(tuple(found))
+            return (gradient, shared, own), tuple(found for of_layer in reversed(results) for found in of_layer)
+
+        carry = (blocks.cut(gradient), shared, tuple(blocks.cut(tensor) for tensor in own))
+        (hidden_grad, *_), found = backend.loops.scan(turn, carry, (*inputs, *detached), reverse=True)
+        found = iter(found)
+        return *[None] * 3, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _summed(backend: Backend, gradient: Tensor) -> Tensor:
+    """
+    The gradient of a layer's weight. That of a small one is whole on every chip before it is split: one all-reduce takes all
+    of them, where the partitioner would send the parts of each from chip to chip.
+    """
+    return backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
+
+
+def _split(layers: Sequence[LoopedLayer], entries: Sequence) -> Iterable[tuple]:
+    return _cut(entries, (layer.num_weights for layer in layers))
+
+
+def _cut(entries: Sequence, counts: Iterable[int]) -> Iterable[tuple]:
+    entries = iter(entries)
+    return (tuple(islice(entries, count)) for count in counts)
+
+
+class _Place(NamedTuple):
+    """Where a tensor is that layers are called with."""
+
+    has_rows: bool
+    number: int
+
+
+class _Constants:
+    """What the layers of a turn are called with, the tensors apart: a loop would compute anew in each turn what it does not carry."""
+
+    def __init__(self, layers: Sequence[LoopedLayer], blocks: RowBlocks):
+        # By whether each row of the batch has its own part. Each once, although several layers are called with it.
+        self._tensors: dict[bool, list[Tensor]] = {False: [], True: []}
+        places: dict[int, _Place] = {}
+        self._arguments = []
+        for layer in layers:
+            leaves, structure = tree_flatten(layer.arguments)
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and id(leaf) not in places:
+                    assert not leaf.requires_grad
+                    tensors = self._tensors[has_rows := blocks.has_rows(leaf)]
+                    places[id(leaf)] = _Place(has_rows, len(tensors))
+                    tensors.append(leaf)
+            self._arguments.append(([places.get(id(leaf), leaf) for leaf in leaves], structure))
+
+    def take_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that are for all rows, and those of which each row has its own part. They are not kept here any more."""
+        shared, own = self._tensors[False], self._tensors[True]
+        self._tensors = {}
+        return shared, own
+
+    def restore(self, layer: int, shared: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
+        """The arguments of a layer, with these tensors in place of the first ones."""
+        leaves, structure = self._arguments[layer]
+        given = [
+            (own if leaf.has_rows else shared)[leaf.number] if isinstance(leaf, _Place) else leaf for leaf in leaves
+        ]
+        return tree_unflatten(given, structure)

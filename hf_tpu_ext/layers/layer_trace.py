@@ -1,0 +1,200 @@
+"""What a model calls its layers with and what each computes, found by a forward pass that is recorded and not run."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from transformers import PreTrainedModel
+
+from ..backends.base import Backend
+from .attention import static_masks, without_kernels
+from .layer_list import CalledLayers
+from .random_numbers import RandomNumbers
+
+
+# Tokens of a row. Nothing is computed with them.
+_LENGTH = 16
+# Elements of a tensor on the host whose values are compared.
+_MOST_ELEMENTS = 64
+
+
+class LayerTraces:
+    """
+    The functions that the layers of a model are, as one forward pass has recorded them on a device that records operators.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model.
+        place (`tuple[torch.nn.Module, str]`):
+            The module that has its layers, and under which name.
+        backend ([`Backend`]):
+            The backend in use.
+        dtype (`torch.dtype`, *optional*):
+            What autocast computes in.
+
+    Attributes:
+        refused (`str`, *optional*): Why there is nothing to compare.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, place: tuple[nn.Module, str], backend: Backend, dtype: torch.dtype | None
+    ):
+        parent, name = place
+        self._recorder = _Recorder(parent._modules[name], backend)
+        self.refused = self._record(model, parent, name, backend, dtype)
+
+    def _record(
+        self, model: PreTrainedModel, parent: nn.Module, name: str, backend: Backend, dtype: torch.dtype | None
+    ) -> str | None:
+        takes = inspect.signature(model.forward).parameters
+        if "input_ids" not in takes:
+            return f"{type(model).__name__} takes other inputs than text"
+        rows = torch.zeros((backend.num_chips, _LENGTH), dtype=torch.int64, device=backend.device)
+        inputs = {"input_ids": rows, **({"use_cache": False} if "use_cache" in takes else {})}
+        layers, parent._modules[name] = parent._modules[name], self._recorder
+        try:
+            with ExitStack() as contexts:
+                for context in (
+                    torch.no_grad(),
+                    # Nothing that is drawn here changes what is drawn later.
+                    torch.random.fork_rng(devices=[]),
+                    self._recorder.draws(),
+                    without_kernels(backend),
+                    static_masks(),
+                    backend.autocast(dtype),
+                ):
+                    contexts.enter_context(context)
+                model(**inputs)
+        except _LayersDone:
+            return self._recorder.refused
+        finally:
+            parent._modules[name] = layers
+        return self._recorder.refused or "the model does not call all of its layers, one after the other"
+
+    def why_differs(self, earlier: int, number: int) -> str | None:
+        """How the function that a layer is differs from that of an earlier one, its parameters aside."""
+        functions = self._recorder.functions
+        (given, computed), (given_earlier, computed_earlier) = functions[number], functions[earlier]
+        for name in {**given_earlier, **given}:
+            if name not in given or name not in given_earlier or given[name] != given_earlier[name]:
+                return f"layer {number} is called with another {name} than layer {earlier}"
+        if computed != computed_earlier:
+            return f"layer {number} computes something else than layer {earlier}"
+        return None
+
+
+class _LayersDone(Exception):
+    """The last layer has run: what a model computes after it is of no interest."""
+
+
+class _Recorder(CalledLayers):
+    """Layers that run as they do, and whose operators are recorded."""
+
+    def __init__(self, layers: nn.ModuleList, backend: Backend):
+        super().__init__(layers)
+        self._seed = torch.zeros((), dtype=torch.int32, device=backend.device)
+        self.refused: str | None = None
+        # For each layer what it is called with, and what it computes.
+        self.functions: list[tuple[dict[str, Any], list]] = []
+        # Tensors are known by their identity, which holds as long as they live.
+        self._alive: list[Tensor] = []
+        self._output: Tensor | None = None
+
+    def draws(self) -> RandomNumbers:
+        """Context in which the first random numbers are the same each time."""
+        return RandomNumbers(self._seed)
+
+    def call_layer(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
+        self.refused = self._why_refused(number, args)
+        if self.refused is not None:
+            raise _LayersDone
+        hidden, *rest = args
+        leaves, structure = tree_flatten_with_path((rest, kwargs))
+        given: dict[str, Any] = {"structure of arguments": structure}
+        operators = _Operators(self._seed.device)
+        operators.name(hidden, "hidden")
+        for name, parameter in self._layers[number].named_parameters():
+            operators.name(parameter, name)
+        for path, leaf in leaves:
+            name = keystr(path[1:]).strip("[]'").replace("']", "").replace("[", ".")
+            given[name] = _Identity(leaf) if isinstance(leaf, Tensor) else leaf
+            if isinstance(leaf, Tensor):
+                operators.name(leaf, f"argument {name}")
+        with self.draws(), operators:
+            # Not its own `__call__`, which checkpoints activations.
+            self._output = nn.Module.__call__(self._layers[number], *args, **kwargs)
+        self.functions.append((given, operators.found))
+        self._alive += operators.alive
+        if not isinstance(self._output, Tensor):
+            self.refused = f"layers return a {type(self._output).__name__}, not hidden states alone"
+        if self.refused is not None or number == len(self) - 1:
+            raise _LayersDone
+        return self._output
+
+    def _why_refused(self, number: int, args: Sequence[Any]) -> str | None:
+        if not (args and isinstance(args[0], Tensor)):
+            return "the model passes hidden states to its layers by their name"
+        if number != len(self.functions):
+            return "the model does not call all of its layers, one after the other"
+        if number and args[0] is not self._output:
+            return f"the model computes something between layers {number - 1} and {number}"
+        return None
+
+
+class _Identity:
+    """A tensor, equal to itself only."""
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other._tensor is self._tensor
+
+    __hash__ = None
+
+
+class _Operators(TorchFunctionMode):
+    """Records calls of PyTorch on a device with their numbers, and with names in place of tensors."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
+        self.found: list[tuple] = []
+        self.alive: list[Tensor] = []
+        self._names: dict[int, Any] = {}
+
+    def name(self, tensor: Tensor, name: Any) -> None:
+        """Record a tensor under a name, unless it has one."""
+        self.alive.append(tensor)
+        self._names.setdefault(id(tensor), name)
+
+    def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        tensors = [*made, *(value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))]
+        # Operators of this package are built on the host when they are first used.
+        if any(tensor.device == self._device for tensor in tensors):
+            self.found.append((function, self._describe(args), self._describe(kwargs or {})))
+            for place, tensor in enumerate(made):
+                self.name(tensor, (len(self.found), place))
+        return result
+
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() <= _MOST_ELEMENTS:
+            return ("host", value.dtype, str(value.tolist()))
+        if isinstance(value, Tensor):
+            # One that no function of PyTorch returns: what kernels and autograd's functions of this package do.
+            self.name(value, ("other", len(self._names), value.shape, value.dtype))
+            return self._names[id(value)]
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._describe, value))
+        if isinstance(value, dict):
+            return tuple((key, self._describe(item)) for key, item in value.items())
+        if isinstance(value, (bool, int, float, complex, str, type(None), slice, torch.dtype, torch.device)):
+            return value
+        return type(value)
