@@ -165,6 +165,7 @@ class _Place(NamedTuple):
 
     has_rows: bool
     number: int
+    dtype: torch.dtype
 
 
 class _Constants:
@@ -181,8 +182,9 @@ class _Constants:
                 if isinstance(leaf, Tensor) and id(leaf) not in places:
                     assert not leaf.requires_grad
                     tensors = self._tensors[has_rows := blocks.has_rows(leaf)]
-                    places[id(leaf)] = _Place(has_rows, len(tensors))
-                    tensors.append(leaf)
+                    places[id(leaf)] = _Place(has_rows, len(tensors), leaf.dtype)
+                    # In a loop of torch_xla, those of bool become int64.
+                    tensors.append(leaf.to(torch.uint8) if leaf.dtype == torch.bool else leaf)
             self._arguments.append(([places.get(id(leaf), leaf) for leaf in leaves], structure))
 
     def take_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -195,6 +197,7 @@ class _Constants:
         """The arguments of a layer, with these tensors in place of the first ones."""
         leaves, structure = self._arguments[layer]
         given = [
-            (own if leaf.has_rows else shared)[leaf.number] if isinstance(leaf, _Place) else leaf for leaf in leaves
+            (own if leaf.has_rows else shared)[leaf.number].to(leaf.dtype) if isinstance(leaf, _Place) else leaf
+            for leaf in leaves
         ]
         return tree_unflatten(given, structure)

@@ -72,6 +72,9 @@ class LayerTraces:
                 model(**inputs)
         except _LayersDone:
             return self._recorder.refused
+        except Exception as error:
+            # Code of any family, which may need more inputs than these: layers are unrolled then, and the run goes on.
+            return f"{type(model).__name__} cannot be traced with text alone ({type(error).__name__}: {error})"
         finally:
             parent._modules[name] = layers
         return self._recorder.refused or "the model does not call all of its layers, one after the other"

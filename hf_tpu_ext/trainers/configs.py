@@ -74,9 +74,9 @@ class ExtensionArguments:
     scan_layers: str = field(
         default="auto",
         metadata={
-            "help": "Scan over identical layers on XLA: compilation takes as long for 28 layers as for 4. Without "
-            "gradient_checkpointing layers are unrolled, and only their parameters stacked. 'auto' is on for model families that "
-            "were found to train the same, from 8 layers on, unless user code may look at layers at every step.",
+            "help": "Scan over layers that repeat, one by one or in a pattern, on XLA: compilation takes as long for 28 layers as "
+            "for 4. Without gradient_checkpointing layers are unrolled, and only their parameters stacked. 'auto' is on from 8 "
+            "layers on, unless user code may look at layers at every step.",
             "choices": ["auto", "on", "off"],
         },
     )

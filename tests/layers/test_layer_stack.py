@@ -297,6 +297,14 @@ def test_layers_are_compared_by_what_they_compute(xla, load, monkeypatch):
     assert reason_of(xla, load(), number) == "layer 1 computes something else than layer 0"
 
 
+def test_a_model_that_needs_other_inputs_is_no_loop(xla, load, monkeypatch):
+    def needs_images(module, x):
+        raise ValueError("pixel_values are missing")
+
+    monkeypatch.setattr(Qwen3MLP, "forward", needs_images)
+    assert "Qwen3ForCausalLM cannot be traced with text alone (ValueError: pixel_values" in reason_of(xla, load())
+
+
 def test_layers_are_compared_by_what_they_are_called_with(xla, load):
     model = load(4, "gemma2", layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=5)
     assert reason_of(xla, model) == "layer 1 is called with another attention_mask than layer 0"
