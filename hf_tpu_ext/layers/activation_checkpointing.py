@@ -1,8 +1,9 @@
 """Activation checkpointing: what of a layer the forward pass keeps for the backward pass, and what is computed again."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -149,7 +150,7 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
     """
     Call `function(*args)`, which computes with the parameters of `module`, and compute it again in the backward pass, from the
     tensors of `args` and, if it is a [`~functools.partial`], of its keywords. Whatever has a gradient without this has the same
-    one, whether it is an input or a parameter.
+    one, whether it is an input or a parameter, or has been left in a dictionary by another layer.
 
     PyTorch's own function fails on XLA (`torch.xla` does not exist), and a shim for that trains but saves nothing: XLA removes
     the recomputation as a duplicate. So would it with `torch.utils.checkpoint.create_selective_checkpoint_contexts`. torch_xla's
@@ -170,9 +171,19 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
     Returns:
         `Any`: Its result.
     """
-    leaves, structure = tree_flatten((args, function.keywords if isinstance(function, partial) else {}))
+    keywords = {}
+    if isinstance(function, partial):
+        keywords, function = function.keywords, partial(function.func, *function.args)
+    leaves, structure = tree_flatten((args, tuple(keywords.items())), is_leaf=_is_store)
+    num_positional = len(tree_leaves(args, is_leaf=_is_store))
+    # What earlier layers have left for this one, such as keys and values, and what this one leaves, has gradients, too. The graph
+    # holds empty stores only: in the layer's own store there will be tensors of that graph, which would never be freed.
+    stores = {place: leaf for place, leaf in enumerate(leaves) if _is_store(leaf)}
+    contents, structure_of_contents = tree_flatten([dict(store) for store in stores.values()])
+    empty = {place: _emptied(store) for place, store in stores.items()}
+    leaves = [empty.get(place, leaf) for place, leaf in enumerate(leaves)]
+    num_leaves, leaves = len(leaves), leaves + contents
     # Keywords such as masks are the same for all layers. Only those with a gradient have to pass through autograd's function.
-    num_positional = len(tree_leaves(args))
     places = [
         place
         for place, leaf in enumerate(leaves)
@@ -187,14 +198,37 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
         values = list(others)
         for place, value in zip(places, inputs, strict=True):
             values[place] = value
-        args, kwargs = tree_unflatten(values, structure)
-        outputs, structure_of_outputs = tree_flatten(function(*args, **kwargs))
+        before = tree_unflatten(values[num_leaves:], structure_of_contents)
+        for (place, store), content in zip(empty.items(), before, strict=True):
+            values[place] = copy(store)
+            values[place].update(content)
+        args, keywords = tree_unflatten(values[:num_leaves], structure)
+        result = function(*args, **dict(keywords))
+        left = [
+            {key: value for key, value in values[place].items() if content.get(key) is not value}
+            for place, content in zip(empty, before, strict=True)
+        ]
+        outputs, structure_of_outputs = tree_flatten((result, left))
         return tuple(outputs)
 
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     anchor = torch.empty(0, requires_grad=is_trained)
     outputs = _Recomputed.apply(call, backend, keeps_dots, anchor, *tensors)
-    return tree_unflatten(outputs, structure_of_outputs)
+    result, left = tree_unflatten(outputs, structure_of_outputs)
+    for store, content in zip(stores.values(), left, strict=True):
+        store.update(content)
+    return result
+
+
+def _is_store(value: Any) -> bool:
+    """Whether a layer may write into an argument: a dictionary, or one of transformers' own."""
+    return isinstance(value, MutableMapping)
+
+
+def _emptied(store: MutableMapping) -> MutableMapping:
+    empty = copy(store)
+    empty.clear()
+    return empty
 
 
 def _checkpointed(module: nn.Module, backend: Backend, *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,14 @@
 """Activation checkpointing on XLA changes no number, and really recomputes."""
 
+from collections import UserDict
+
 import pytest
 import torch
 import torch_xla
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.examples.tiny import make_model
@@ -151,3 +154,43 @@ def test_only_layers_that_checkpoint_are_changed(xla, model_dir):
     before = [layer._gradient_checkpointing_func for layer in model.model.layers]
     assert checkpoint_layers(model, xla) == MARKED
     assert all(layer._gradient_checkpointing_func not in before for layer in model.model.layers)
+
+
+class Sharing(GradientCheckpointingLayer):
+    """One of such layers leaves its keys for the others, as in Gemma 3n."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.index, self.keys, self.queries = index, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden, shared):
+        if self.index == 1:
+            shared["keys"] = (self.keys(hidden),)
+        if self.index == 0:
+            return hidden + self.keys(hidden)
+        return hidden + torch.tanh(self.queries(hidden)) * shared["keys"][0]
+
+
+@pytest.mark.parametrize("make", [dict, UserDict])
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_what_a_layer_leaves_for_others_has_its_gradient(xla, make, by_keyword):
+    def gradients(device, backend):
+        torch.manual_seed(0)
+        layers = nn.ModuleList([Sharing(index) for index in range(3)]).to(device).train()
+        for layer in layers if backend is not None else []:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, None
+        if backend is not None:
+            assert checkpoint_layers(layers, backend) == 3
+        hidden, shared = torch.linspace(-1, 1, 12).reshape(3, 4).to(device), make()
+        with RandomNumbers(torch.tensor(5, dtype=torch.int32, device=device)):
+            for layer in layers:
+                hidden = layer(hidden, shared=shared) if by_keyword else layer(hidden, shared)
+            hidden.square().sum().backward()
+        return {
+            name: parameter.grad.cpu() for name, parameter in layers.named_parameters() if parameter.grad is not None
+        }
+
+    ours, right = gradients(xla.device, xla), gradients("cpu", None)
+    assert ours.keys() == right.keys() and "1.keys.weight" in right
+    for name, gradient in right.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
