@@ -1,7 +1,7 @@
 """Attention in slices: the scores of a whole batch are never there at once."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from math import ceil
@@ -121,13 +121,18 @@ def eager_attention(module: nn.Module) -> Callable:
     return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
 
 
-def why_whole(backend: Backend, module: nn.Module, query: Tensor, dropout: float) -> str | None:
-    """Why attention of a module is computed by its own function alone, as half a sentence; `None` if it may be otherwise."""
+def why_whole(
+    backend: Backend, module: nn.Module, query: Tensor, dropout: float, known: Sequence[Tensor | None] = ()
+) -> str | None:
+    """
+    Why attention of a module is computed by its own function alone, as half a sentence; `None` if it may be otherwise. What is done
+    with its own parameters is `known` of some.
+    """
     if query.device.type != backend.device.type:
         return f"it runs on {query.device.type}"
     if dropout > 0 and module.training:
         return f"attention_dropout={dropout}, whose masks would have to be drawn again"
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(all(parameter is not one for one in known) for parameter in module.parameters(recurse=False)):
         # Sinks, for one.
         return "nothing is known of its own parameters"
     return None

@@ -34,16 +34,35 @@ class _Splash(torch.autograd.Function):
     """Keeps the output and the sums of exponentials, from which the backward pass computes the probabilities anew."""
 
     @staticmethod
-    def forward(ctx, backend: Backend, kernel: SplashAttention, *tensors: Tensor) -> Tensor:
+    def forward(ctx, backend: Backend, kernel: SplashAttention, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
         ctx.backend, ctx.kernel = backend, kernel
         output, sums = keep_results(lambda: _call(backend, kernel, "forward", tensors))
-        ctx.save_for_backward(*tensors, output, sums)
+        output, sums = _with_sinks(output, sums, sinks)
+        ctx.save_for_backward(sinks, *tensors, output, sums)
         return _by_token(backend, output)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
-        found = _call(ctx.backend, ctx.kernel, "backward", (*ctx.saved_tensors, gradient.transpose(1, 2)))
-        return None, None, *found, None
+        sinks, *tensors, output, sums = ctx.saved_tensors
+        gradient = gradient.transpose(1, 2)
+        found = _call(ctx.backend, ctx.kernel, "backward", (*tensors, output, sums, gradient))
+        of_sinks = None
+        if ctx.needs_input_grad[2]:
+            # What a sink takes from the output, in the direction of the gradient.
+            share = torch.exp(sinks.float()[:, None] - sums)
+            of_sinks = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return None, None, of_sinks, *found, None
+
+
+def _with_sinks(output: Tensor, sums: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """
+    Attention and logarithms of its sums of exponentials, `(rows, heads, length)`, with a further score in each sum: the sink of
+    the head, which has no value. The kernel's backward pass goes by these two, and so is right with sinks.
+    """
+    if sinks is None:
+        return output, sums
+    with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
+    return (output * torch.exp(sums - with_sinks)[..., None]).to(output.dtype), with_sinks
 
 
 def _by_token(backend: Backend, output: Tensor) -> Tensor:
@@ -76,20 +95,23 @@ def splash_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
     Attention by a kernel, for [`~transformers.AttentionInterface`]: scores are computed block by block, those that the mask
-    leaves out are not, and none are kept. Where the kernel cannot serve, attention goes in slices, and a line says why.
+    leaves out are not, and none are kept. Sinks, `s_aux`, correct what the kernel gives. Where it cannot serve, attention goes in
+    slices, and a line says why.
     """
     settings = {"scaling": scaling} | ({} if softcap is None else {"softcap": softcap})
+    settings |= {} if s_aux is None else {"s_aux": s_aux}
     if query.shape[2] == 1:
         # A token after a prompt: its scores are few.
         return sliced_attention(
             backend, module, query, key, value, attention_mask, dropout=dropout, **settings, **kwargs
         )
     dtype = matmul_dtype(query)
-    reason = why_whole(backend, module, query, dropout) or _why_not(
+    reason = why_whole(backend, module, query, dropout, known=[s_aux]) or _why_not(
         backend, module, query, value, attention_mask, kwargs
     )
     if reason is not None:
@@ -112,15 +134,15 @@ def splash_attention(
     )
     # Scaled before it is rounded.
     tensors = ((query * (head_dim**-0.5 if scaling is None else scaling)).to(dtype), key.to(dtype), value.to(dtype))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        output = _Splash.apply(backend, kernel, *tensors, attention_mask.documents)
-    else:
-        found = keep_results(
-            lambda: _call(backend, kernel, "forward", (*tensors, attention_mask.documents)),
-            otherwise=lambda: _call(backend, kernel, "infer", (*tensors, attention_mask.documents)),
-        )
-        output = _by_token(backend, found[0])
-    return output, None
+    documents = attention_mask.documents
+    trained = tensors if s_aux is None else (*tensors, s_aux)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
+        return _Splash.apply(backend, kernel, s_aux, *tensors, documents), None
+    without_sums = None if s_aux is not None else lambda: _call(backend, kernel, "infer", (*tensors, documents))
+    output, *sums = keep_results(lambda: _call(backend, kernel, "forward", (*tensors, documents)), without_sums)
+    if s_aux is not None:
+        output, _ = _with_sinks(output, *sums, s_aux)
+    return _by_token(backend, output), None
 
 
 def _why_not(

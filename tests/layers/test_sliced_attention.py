@@ -75,7 +75,7 @@ def inputs(heads, groups):
 
 
 def attend(backend, function, module, tensors, mask, dtype=None, double=False, **kwargs):
-    """Output and gradients of query, key and value; and the program where there is one."""
+    """Output and gradients of query, key, value and sinks; and the program where there is one."""
     *tensors, gradient = (tensor.double() if double else tensor for tensor in tensors)
     if backend is not None:
         tensors, gradient, mask = backend.send([tensors, gradient, mask])
@@ -83,7 +83,7 @@ def attend(backend, function, module, tensors, mask, dtype=None, double=False, *
     tensors = [tensor.detach().requires_grad_() for tensor in tensors]
     with torch.autocast(gradient.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         output = function(module, *tensors, mask, scaling=WIDTH**-0.5, **kwargs)[0]
-    results = (output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype)))
+    results = (output, *torch.autograd.grad(output, [*tensors, *module.parameters()], gradient.to(output.dtype)))
     if backend is None:
         return results, None
     program = torch_xla._XLAC._get_xla_tensors_hlo(list(results))

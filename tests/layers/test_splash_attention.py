@@ -9,6 +9,7 @@ from test_sliced_attention import Attention, Qwen3, attend
 from torch.nn.functional import pad
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, masking_utils
 from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from hf_tpu_ext.kernels.splash import SplashAttention, lower, why_not_lowered
 from hf_tpu_ext.layers import splash_attention as splash
@@ -25,6 +26,11 @@ KERNEL = SplashAttention(ROWS, 2, 1, 128, DIM, "bfloat16")
 class Gemma2(Attention):
     forward = modeling_gemma2.Gemma2Attention.forward
     eager = staticmethod(modeling_gemma2.eager_attention_forward)
+
+
+class GptOss(Attention):
+    forward = modeling_gpt_oss.GptOssAttention.forward
+    eager = staticmethod(modeling_gpt_oss.eager_attention_forward)
 
 
 def inputs(heads, kv_heads, length, dim):
@@ -93,6 +99,38 @@ def test_bfloat16_is_not_worse_than_eager(xla):
         scale = real if index == 0 else 1
         error, of_eager = (((made.double() - correct) * scale).norm() for made in (ours, theirs))
         assert error < of_eager
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sinks_are_those_of_eager_attention(xla, dtype):
+    """Value and gradients, that of the sinks too, with a window."""
+    tensors, ids = inputs(4, 2, LENGTH, DIM), documents("packed", LENGTH)
+    real = (ids > 0)[:, :, None, None]
+    tensors = [*(tensor.bfloat16().float() for tensor in tensors[:3]), tensors[-1].bfloat16().float() * real]
+    mask, sinks = TokenMask(ids, 70, torch.float64), torch.tensor([0.5, 3.0, -2.0, 6.0])
+    whole = mask.block(mask.queries(), mask.keys())
+
+    def kernel(module, query, key, value, ids, **kwargs):
+        mask = TokenMask(ids, 70, torch.float32)
+        return splash_attention(xla, module, query, key, value, mask, s_aux=module.sinks, **kwargs)
+
+    def run(backend, attention, mask, double=False, dtype=None):
+        module = GptOss(2, sinks.double() if double else sinks.clone())
+        if backend is not None:
+            module.to(backend.device)
+        return attend(backend, attention, module, tensors, mask, dtype, double=double)[0]
+
+    exact = run(None, GptOss.eager, whole, double=True)
+    eager = run(None if dtype is None else xla, GptOss.eager, whole.float(), dtype=dtype)
+    found = run(xla, kernel, ids, dtype=dtype)
+    for name, correct, theirs, ours in zip(["output", *"qkv", "sinks"], exact, eager, found, strict=True):
+        if name == "output":
+            correct, theirs, ours = correct * real, theirs * real, ours * real
+        error, of_eager = ((made.double() - correct).norm() / correct.norm() for made in (ours, theirs))
+        if name == "sinks" and dtype is not None:
+            # A sum of products with the output, which the kernel rounds to bfloat16.
+            of_eager = 2**-6
+        assert error < (max(2e-6, 2 * of_eager) if dtype is None else of_eager), name
 
 
 def test_masks_made_in_slices(xla, monkeypatch):

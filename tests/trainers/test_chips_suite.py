@@ -16,6 +16,7 @@ FILES = [
     "test_packing.py",
     "test_checkpoints.py",
     "test_frozen_training.py",
+    "test_alternating_layers.py",
 ]
 
 
