@@ -41,6 +41,7 @@ FAMILIES = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "gpt_neox": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama": {},
     "mistral": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

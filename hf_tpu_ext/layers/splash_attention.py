@@ -61,7 +61,10 @@ def _with_sinks(output: Tensor, sums: Tensor, sinks: Tensor | None) -> tuple[Ten
     """
     if sinks is None:
         return output, sums
-    with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
+    # Not `logaddexp`, which torch_xla computes on the host.
+    sinks = sinks.float()[:, None]
+    largest = torch.maximum(sums, sinks)
+    with_sinks = largest + torch.log(torch.exp(sums - largest) + torch.exp(sinks - largest))
     return (output * torch.exp(sums - with_sinks)[..., None]).to(output.dtype), with_sinks
 
 

@@ -20,6 +20,17 @@ def wide_heads(tmp_path_factory):
         "mistral": make_model(
             tmp_path_factory.mktemp("mistral"), "mistral", num_key_value_heads=2, sliding_window=9, **sizes
         ),
+        **{
+            family: make_model(
+                tmp_path_factory.mktemp(family),
+                family,
+                num_key_value_heads=1,
+                sliding_window=9,
+                **{**sizes, "num_hidden_layers": 4},
+                layer_types=["sliding_attention", "full_attention"] * 2,
+            )
+            for family in ("gemma3_text", "gpt_oss")
+        },
     }
 
 
@@ -30,8 +41,16 @@ def wide_heads(tmp_path_factory):
         pytest.param("qwen3", {}, {"scan_layers": "on", "rematerialization": "dots"}, marks=pytest.mark.slow),
         pytest.param("mistral", {"gradient_checkpointing": False}, {}, marks=pytest.mark.slow),
         pytest.param("mistral", {}, {"scan_layers": "off", "rematerialization": "dots"}, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", {"packing": True}, {"scan_layers": "on"}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"router_aux_loss_coef": 0.0}, {"scan_layers": "on"}, marks=pytest.mark.slow),
+        pytest.param(
+            "gpt_oss",
+            {"router_aux_loss_coef": 0.0},
+            {"scan_layers": "on", "rematerialization": "dots"},
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["packed-scan-full", "scan-dots", "window-none", "window-dots"],
+    ids=["packed-scan-full", "scan-dots", "window-none", "window-dots", "alternating", "sinks", "sinks-dots"],
 )
 def test_same_numbers_and_counts(runs, wide_heads, same_logs, capsys, model, changes, compiled):
     runs.model_dir = wide_heads[model]
