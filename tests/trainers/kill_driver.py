@@ -8,16 +8,26 @@ import rollouts
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from PIL import Image
 from preference import Case, trainer_for
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainerCallback,
+)
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
+from hf_tpu_ext.examples.tiny_vision import make_vision_model
 from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step
 
 
 MAX_STEPS = 8
 PREFERENCES = ("dpo", "kto", "reward")
-KINDS = ("sft", "qlora", "grpo", *PREFERENCES)
+KINDS = ("sft", "qlora", "images", "grpo", *PREFERENCES)
 SAVES = dict(save_strategy="steps", save_steps=2, save_total_limit=1, logging_steps=1, ema_decay=0.9)
 
 
@@ -35,7 +45,7 @@ def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Calla
 
     Args:
         kind (`str`):
-            `"sft"` trains a whole model; `"qlora"` an adapter beside packed weights of 4 bits; the names of [`PREFERENCES`] an
+            `"sft"` trains a whole model; `"qlora"` an adapter beside packed weights of 4 bits; `"images"` a whole model that sees; the names of [`PREFERENCES`] an
             adapter, over accumulated gradients; `"grpo"` an adapter on completions that it writes, each for several steps.
         model_dir (`str` or `Path`):
             Directory of the model to start from.
@@ -44,7 +54,9 @@ def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Calla
         reach (`Callable`):
             Called with `"step N"` where a step begins, and with `"save N"` towards the end of a save.
     """
-    make = {"sft": _fine_tuning, "qlora": _fine_tuning, "grpo": _completions}.get(kind, _preferences)
+    make = {"sft": _fine_tuning, "qlora": _fine_tuning, "images": _seeing, "grpo": _completions}.get(
+        kind, _preferences
+    )
     trainer = make(kind, str(model_dir), str(output_dir), [_StepBegins(reach)])
     save_rng_state = trainer._save_rng_state
 
@@ -85,6 +97,40 @@ def _fine_tuning(kind: str, model_dir: str, output_dir: str, callbacks: list[Tra
         train_dataset=Dataset.from_list(rows),
         callbacks=callbacks,
         peft_config=lora,
+    )
+
+
+def _seeing(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> TPUSFTTrainer:
+    if not (Path(model_dir) / "config.json").exists():
+        make_vision_model(model_dir, "qwen2_5_vl")
+    config = TPUSFTConfig(
+        output_dir=output_dir,
+        **SAVES,
+        max_steps=MAX_STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        neftune_noise_alpha=5.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        max_length=64,
+        report_to="none",
+        disable_tqdm=True,
+        run_report=False,
+    )
+    rows = [
+        {
+            "images": [Image.new("RGB", (30 + 2 * n, 60), (10 * n, 90, 200 - 8 * n))],
+            "prompt": [{"role": "user", "content": "How red is it?"}],
+            "completion": [{"role": "assistant", "content": str(10 * n)}],
+        }
+        for n in range(13)
+    ]
+    return TPUSFTTrainer(
+        AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32),
+        config,
+        processing_class=AutoProcessor.from_pretrained(model_dir),
+        train_dataset=Dataset.from_list(rows),
+        callbacks=callbacks,
     )
 
 

@@ -1,4 +1,4 @@
-"""The tests of trajectories, counts, evaluation, packing, checkpoints and frozen weights once more, on four chips."""
+"""The tests of trajectories, counts, evaluation, packing, checkpoints, frozen weights and images once more, on four chips."""
 
 import os
 import subprocess
@@ -17,6 +17,7 @@ FILES = [
     "test_checkpoints.py",
     "test_frozen_training.py",
     "test_alternating_layers.py",
+    "test_images.py",
 ]
 
 

@@ -1,5 +1,7 @@
 """Rows with images: each logged number is stock's on eager CPU, from the same pixels, and a step is one graph."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,9 @@ OF_TEXT = {
     "exclude_modules": r".*(vision_tower|vision_model|visual|multi_modal_projector|connector).*",
 }
 slow = pytest.mark.slow
+# As in `conftest.py`.
+CHIPS = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+FULLY_SHARDED = "TEST_FULLY_SHARDED" in os.environ
 
 
 def make_images(count, rng, sizes=True):
@@ -99,6 +104,10 @@ class ImageRuns:
     def ours(self, *args, train=True, **kwargs):
         from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            kwargs[name] = kwargs.get(name, 4) // CHIPS
+        if FULLY_SHARDED:
+            kwargs["fsdp"] = "full_shard"
         trainer = self.trainer(TPUSFTTrainer, TPUSFTConfig, *args, run_report=False, **kwargs)
         trainer.counts = Counts(trainer.backend)
         trainer.add_callback(trainer.counts)

@@ -69,7 +69,7 @@ def test_killed_run_ends_with_the_same_weights(xla, tiny_model, wide_model, tmp_
     assert len(moments_of_last) < len(moments)
 
     last = f"checkpoint-{kill_driver.MAX_STEPS}"
-    weights = "model.safetensors" if kind == "sft" else "adapter_model.safetensors"
+    weights = "model.safetensors" if kind in ("sft", "images") else "adapter_model.safetensors"
     for name in (weights, f"{last}/{weights}", "ema.safetensors", f"{last}/ema.safetensors"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     killed, undisturbed = (

@@ -43,6 +43,7 @@ from .files import (
     temporary_dir,
     write_run_state,
 )
+from .renamed_weights import load_other_weights, saves_other_weights
 from .resumption import Resumption, refusing_other_sizes
 from .saved_model import free_space, is_of_disk, whole_model
 
@@ -170,12 +171,23 @@ class SavingMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         with self._loading_weights(), refusing_other_sizes(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if self._loads_other_weights:
+                load_other_weights(self.model, resume_from_checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
         with self._loading_weights():
-            super()._load_best_model()
+            if self._loads_other_weights:
+                load_other_weights(self.model, self.state.best_model_checkpoint)
+            else:
+                super()._load_best_model()
+
+    @property
+    def _loads_other_weights(self) -> bool:
+        # Files of weights in parts have the names of the model.
+        return not (self.is_deepspeed_enabled or self.is_fsdp_enabled) and saves_other_weights(self.model)
 
     @contextmanager
     def _loading_weights(self) -> Iterator[None]:
