@@ -1,6 +1,8 @@
 """`generate` of transformers, in programs of static shape where a device compiles every shape anew."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..backends import select_backend
 from ..errors import UserError
 from ..sharding.plan import place_model
-from .generator import Generator
+from .generator import Generated, Generator
 
 
 # Prompts are padded to a multiple of it, for those of about the same length to share a program.
@@ -75,34 +77,76 @@ def generate(
         return model.generate(
             input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **kwargs
         )
-    if unknown := sorted(name for name in kwargs if name not in vars(GenerationConfig())):
-        raise UserError(
-            f"{', '.join(unknown)} cannot be used in a program of static shapes. Leave it out, or use generate() of the model on "
-            "CPU or CUDA."
-        )
-    input_ids = input_ids.cpu()
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.cpu()
-    if not mask[:, -1].all():
-        raise UserError(
-            "Prompts are padded on the right, where their completion begins. Pad them on the left: tokenizer(..., "
-            'padding=True, padding_side="left").'
-        )
+    asked = TextRequest.read(model, input_ids, attention_mask, generation_config, prompt_lengths, **kwargs)
     if next(model.parameters()).device.type != backend.device.type:
         mesh = {"data": backend.num_chips, "fsdp": 1}
         backend.use_mesh(mesh)
         place_model(model, backend, mesh)
-    length = input_ids.shape[1]
-    config, _ = unwrap_peft_model(model)._prepare_generation_config(generation_config, **kwargs)
-    if config.max_new_tokens is None and config.max_length is not None:
-        config.max_new_tokens = config.max_length - length
-    prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
-    copies = config.num_return_sequences or 1
-    lengths = prompt_lengths or [-(-length // _MULTIPLE) * _MULTIPLE]
-    generator = Generator(model, backend, config, lengths)
-    made = generator.generate([prompt for prompt in prompts for _ in range(copies)], seed, copies)
-    longest = max(map(len, made.token_ids))
-    completions = [
-        pad(torch.tensor(tokens), (0, longest - len(tokens)), value=generator.pad_token_id)
-        for tokens in made.token_ids
-    ]
-    return torch.cat([input_ids.repeat_interleave(copies, 0), torch.stack(completions)], 1)
+    generator = Generator(model, backend, asked.config, asked.prompt_lengths)
+    return asked.answer(generator.generate(asked.prompts, seed, asked.copies), generator.pad_token_id)
+
+
+@dataclass
+class TextRequest:
+    """
+    The arguments of `generate` of transformers, for a [`Generator`].
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(rows, length)`):
+            Prompts with their padding, on the host.
+        prompts (`list[list[int]]`):
+            Their tokens, each as often as completions of it are asked for.
+        config ([`~transformers.GenerationConfig`]):
+            What is generated.
+        prompt_lengths (`list[int]`):
+            Lengths that prompts are padded to, ascending.
+    """
+
+    input_ids: Tensor
+    prompts: list[list[int]]
+    config: GenerationConfig
+    prompt_lengths: list[int]
+
+    @classmethod
+    def read(
+        cls,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        generation_config: GenerationConfig | None,
+        prompt_lengths: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> "TextRequest":
+        """Read the arguments of [`generate`]. One that cannot work in a program of static shapes is a `ValueError`."""
+        if unknown := sorted(name for name in kwargs if name not in vars(GenerationConfig())):
+            raise UserError(
+                f"{', '.join(unknown)} cannot be used in a program of static shapes. Leave it out, or use generate() of the "
+                "model on CPU or CUDA."
+            )
+        input_ids = input_ids.cpu()
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.cpu()
+        if not mask[:, -1].all():
+            raise UserError(
+                "Prompts are padded on the right, where their completion begins. Pad them on the left: tokenizer(..., "
+                'padding=True, padding_side="left").'
+            )
+        length = input_ids.shape[1]
+        config, _ = unwrap_peft_model(model)._prepare_generation_config(generation_config, **kwargs)
+        if config.max_new_tokens is None and config.max_length is not None:
+            config.max_new_tokens = config.max_length - length
+        rows = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
+        prompts = [row for row in rows for _ in range(config.num_return_sequences or 1)]
+        return cls(input_ids, prompts, config, list(prompt_lengths or [-(-length // _MULTIPLE) * _MULTIPLE]))
+
+    @property
+    def copies(self) -> int:
+        """How often each prompt is there, one after the other."""
+        return self.config.num_return_sequences or 1
+
+    def answer(self, generated: Generated, pad_token_id: int) -> Tensor:
+        """Prompts and completions, as `generate` returns them."""
+        longest = max(map(len, generated.token_ids))
+        completions = [
+            pad(torch.tensor(tokens), (0, longest - len(tokens)), value=pad_token_id) for tokens in generated.token_ids
+        ]
+        return torch.cat([self.input_ids.repeat_interleave(self.copies, 0), torch.stack(completions)], 1)

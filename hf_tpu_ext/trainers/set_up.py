@@ -44,6 +44,7 @@ from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.metrics import DeferredMetrics
+from .run.model_generate import ModelGenerate
 from .run.predicted_text import PredictedText
 from .run.programs import TrainerPrograms
 from .run.training_steps import TrainingSteps
@@ -137,6 +138,7 @@ class SetUpMixin:
         self._parameters_before = {}
         if self.backend.static_shapes:
             self._prepare_static_shapes(extension.max_recompiles)
+            self.model_generate = ModelGenerate(self)
         if self.backend.metrics_on_device:
             self.loss_log = LossLog(self.backend, args.logging_nan_inf_filter)
         if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from ...backends.program import CompiledFunction, StateLost
-from ...layers.activation_checkpointing import rematerialize
+from ...layers.activation_checkpointing import checkpoint_layers, rematerialize
 from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
@@ -249,6 +249,7 @@ class TrainingSteps(TrainerCallback):
         trainer, send = self._trainer, self._trainer.backend.send
         if not self.gradients.are_of(model):
             self.make_gradients()
+        self._checkpoint_layers()
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         self.data, num_items_in_batch = send(numbers), send(num_items_in_batch)
         with trainer.copies.not_made(), RandomNumbers(self.data["seed"]), self.gradients.micro_step(closing):
@@ -344,8 +345,16 @@ class TrainingSteps(TrainerCallback):
     def _follow_model(self) -> None:
         """Keep the gradients of what is trained now, and expect other updates."""
         self._updated = None
+        self._checkpoint_layers()
         if not self.gradients.are_of(self._trainer.model):
             self.make_gradients()
+
+    def _checkpoint_layers(self) -> None:
+        """Again, where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's fails on XLA."""
+        trainer = self._trainer
+        policy = trainer.compiled.rematerialization
+        if policy in ("full", "dots"):
+            checkpoint_layers(trainer.model, trainer.backend, keeps_dots=policy == "dots")
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""

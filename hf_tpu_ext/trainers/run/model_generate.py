@@ -1,0 +1,84 @@
+"""`model.generate` of a trainer's model, for callbacks that call it in the middle of a run."""
+
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.utils import logging
+
+from ...errors import UserError
+from ...generation import TextRequest
+from .text import TextGeneration
+
+
+logger = logging.get_logger(__name__)
+
+
+class ModelGenerate:
+    """
+    Makes `generate` of a trainer's model run as programs of static shape: TRL's `LogCompletionsCallback` calls it, and so do callbacks
+    of the user's. Upstream's compiles a graph for each token's length.
+
+    What such programs cannot do (beams, a streamer) is done as upstream does it, with a line that says so.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        # Of each configuration and prompt length: the programs and the rows that they are compiled for.
+        self._texts: dict[tuple, tuple[TextGeneration, int]] = {}
+        self._said: set[str] = set()
+        model = trainer.model
+        plain = unwrap_peft_model(model)
+        if isinstance(plain, GenerationMixin) and not plain.config.is_encoder_decoder:
+            _OF_MODELS[model] = ref(self)
+            # A method: a copy of the model has its own, and it is pickled by its name.
+            model.generate = MethodType(generate, model)
+
+    def run(self, model: nn.Module, input_ids: torch.Tensor, mask, config: GenerationConfig | None, **kwargs: Any):
+        """Prompts and completions, on the host, or `None` where programs of static shape cannot make them."""
+        try:
+            asked = TextRequest.read(model, input_ids, mask, config, **kwargs)
+            key = (asked.config.to_json_string(), *asked.prompt_lengths)
+            text, rows = self._texts.get(key) or (
+                TextGeneration(self._trainer, asked.config, asked.prompt_lengths),
+                0,
+            )
+            rows = max(rows, len(asked.prompts))
+            # What is not drawn leaves the host's random numbers to the order of the data.
+            seed = None if asked.config.do_sample else 0
+            generated = text.generate(asked.prompts, seed, rows=rows, copies=asked.copies)
+        except UserError as error:
+            if (reason := str(error)) not in self._said:
+                self._said.add(reason)
+                logger.warning(
+                    f"model.generate runs as upstream's does, and compiles a graph for each length: {reason}"
+                )
+            return None
+        self._texts[key] = text, rows
+        return asked.answer(generated, text.generator.pad_token_id)
+
+
+# Weak, since a trainer holds its model.
+_OF_MODELS: WeakKeyDictionary[nn.Module, ref[ModelGenerate]] = WeakKeyDictionary()
+
+
+def generate(model, inputs=None, generation_config=None, **kwargs):
+    """`generate` of the model of a trainer, as [`~transformers.GenerationMixin.generate`]; its tokens are on the host."""
+    by_trainer = _OF_MODELS[model]() if model in _OF_MODELS else None
+    input_ids = kwargs.get("input_ids", inputs)
+    if by_trainer is not None and input_ids is not None:
+        others = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask")}
+        tokens = by_trainer.run(model, input_ids, kwargs.get("attention_mask"), generation_config, **others)
+        if tokens is not None:
+            return tokens
+    if inputs is not None:
+        kwargs["inputs"] = inputs
+    return type(model).generate(model, generation_config=generation_config, **kwargs)
