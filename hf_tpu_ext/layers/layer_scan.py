@@ -254,6 +254,8 @@ class LayerStack(CalledLayers):
             seeds = RandomNumbers.current(self._backend.device).seeds(turns * period)
         layers, weights = [], []
         for place, (template, arguments) in enumerate(zip(self._templates, called, strict=True)):
+            # The loop computes the layer again by itself. A callback may have switched checkpointing off and on.
+            template.layer.gradient_checkpointing = False
             # For a step, others may stand in their place.
             own = [*template.weights(), *([seeds[place::period]] if is_training else [])]
             call, in_turn = partial(self._call, template, blocks), partial(self._in_turn, template)
