@@ -35,6 +35,20 @@ ATTENTIONS = ("auto", "splash", "slices")
 # [`TokenMask`] for long rows, the third always.
 _SLICED_EAGER, _SLICED, _SPLASH = "sliced_eager", "sliced", "splash"
 _IMPLEMENTATIONS = {_SLICED_EAGER: sliced_attention, _SLICED: sliced_attention, _SPLASH: splash_attention}
+# The kinds of layers that attend as the masks say that they get, or not at all. Others, such as those that choose tokens by an
+# index, do more where the attention is called "eager" or "sdpa", and leave that out where it has another name.
+_PLAIN_LAYERS = {
+    *(
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "window_attention",
+        "attention",
+        "hybrid",
+        "hybrid_sliding",
+    ),
+    *("linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"),
+}
 # What it is computed with, where nobody has asked for more than a mask.
 _SAME_NUMBERS = (None, "eager", "sdpa")
 
@@ -72,6 +86,15 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
                 "which the model was loaded with. Leave out one of the two."
             )
         return own
+    if isinstance(model, PreTrainedModel) and (
+        kinds := set(vars(model.config.get_text_config()).get("layer_types") or ()) - _PLAIN_LAYERS
+    ):
+        if wanted != "auto":
+            raise UserError(
+                f"attention={wanted!r} is not possible: layers of {type(model).__name__} are of the kind {', '.join(sorted(kinds))}, "
+                "which only the model's own attention computes. Leave it out."
+            )
+        return "eager"
     # The kernel is for TPU. Elsewhere it is interpreted, which is slow.
     asked = wanted == "splash" or (wanted == "auto" and backend.kernels.platform == "tpu")
     # Such models take masks that are no tensors, and so do not look into them.

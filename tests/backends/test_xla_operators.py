@@ -36,3 +36,20 @@ def test_places_between_boundaries(xla, right, out_int32):
     assert (xla.counters() - before).fallbacks == 0
     expected = torch.bucketize(values, boundaries, right=right, out_int32=out_int32)
     assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize(("dimension", "size", "step"), [(-1, 3, 1), (1, 2, 2), (0, 2, 3)])
+def test_windows_are_cut_on_the_device(xla, dimension, size, step):
+    values = torch.arange(5.0 * 7 * 6).reshape(5, 7, 6)
+
+    def unfold(send):
+        sent = send(values).requires_grad_()
+        windows = sent.unfold(dimension, size, step)
+        weights = send(torch.arange(1.0, windows.numel() + 1).reshape(windows.shape))
+        return [windows, *torch.autograd.grad((windows * weights).sum(), [sent])]
+
+    before = xla.counters()
+    ours = unfold(lambda tensor: tensor.to(xla.device))
+    assert (xla.counters() - before).fallbacks == 0
+    for found, right in zip(ours, unfold(torch.clone), strict=True):
+        assert torch.equal(found.cpu(), right)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
 from hf_tpu_ext.errors import UserError
@@ -55,6 +55,16 @@ def test_what_the_user_has_registered_is_kept(moe_dir, xla):
         choose_attention(model, xla, "slices")
     model.set_attn_implementation("sdpa")
     assert choose_attention(model, xla, "slices") == "sliced"
+
+
+def test_layers_that_choose_tokens_keep_their_own_attention(xla):
+    """They leave the choice out where the attention has another name than upstream's."""
+    config = AutoConfig.for_model("glm_moe_dsa", num_hidden_layers=1, first_k_dense_replace=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert choose_attention(model, xla) == "eager"
+    with pytest.raises(UserError, match="attention='slices' is not possible: .*indexed_attention.*Leave it out"):
+        choose_attention(model, xla, "slices")
 
 
 def test_experts_compile_once_for_any_routing(moe_dir, xla):

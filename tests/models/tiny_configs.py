@@ -68,7 +68,8 @@ SIZES: dict[str, Any] = {
     "swa_head_dim": 8,
     "index_topk": 8,
     "index_head_dim": 8,
-    "index_n_heads": 2,
+    # Of fewer heads, scores of several tokens are 0, and which of them is taken is anybody's choice.
+    "index_n_heads": 8,
     # State over the row.
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -176,6 +177,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {"global_head_dim": 8},
     "gemma4_unified_assistant": {"backbone_hidden_size": 32},
+    "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "inkling_text": {"d_rel": 4, "rel_extent": 16},
     "inkling2_text": {"d_rel": 4, "rel_extent": 16, "unpadded_vocab_size": VOCABULARY},

@@ -1,5 +1,6 @@
 """Operators that torch_xla would run on the host, in terms of those that it compiles."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -16,6 +17,8 @@ def register_operators() -> Library:
     library = Library("aten", "IMPL")
     library.impl("bucketize.Tensor", _bucketize, "XLA")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
+    library.impl("unfold_copy", _unfold, "XLA")
+    library.impl("unfold_backward", _unfold_backward, "XLA")
     return library
 
 
@@ -35,3 +38,24 @@ def _solve_triangular(
         return transposed.mT
     # An older operator of PyTorch, for the same.
     return torch.triangular_solve(values, matrix, upper=upper, unitriangular=unitriangular)[0]
+
+
+def _windows(length: int, size: int, step: int, device: torch.device) -> Tensor:
+    """The positions of each window: `(windows, size)`."""
+    begins = torch.arange(0, length - size + 1, step, device=device)
+    return begins[:, None] + torch.arange(size, device=device)
+
+
+def _unfold(values: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """The windows of a convolution that is written out, as in Inkling 2."""
+    dimension %= max(values.ndim, 1)
+    windows = _windows(values.shape[dimension], size, step, values.device)
+    found = values.index_select(dimension, windows.flatten())
+    return found.unflatten(dimension, windows.shape).movedim(dimension + 1, -1)
+
+
+def _unfold_backward(gradient: Tensor, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
+    dim %= max(len(input_sizes), 1)
+    windows = _windows(input_sizes[dim], size, step, gradient.device)
+    parts = gradient.movedim(-1, dim + 1).flatten(dim, dim + 1)
+    return gradient.new_zeros(input_sizes).index_add(dim, windows.flatten(), parts)
