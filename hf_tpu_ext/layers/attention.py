@@ -38,17 +38,16 @@ _IMPLEMENTATIONS = {_SLICED_EAGER: sliced_attention, _SLICED: sliced_attention, 
 # The kinds of layers that attend as the masks say that they get, or not at all. Others, such as those that choose tokens by an
 # index, do more where the attention is called "eager" or "sdpa", and leave that out where it has another name.
 _PLAIN_LAYERS = {
-    *(
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-        "window_attention",
-        "attention",
-        "hybrid",
-        "hybrid_sliding",
-    ),
-    *("linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"),
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "window_attention",
+    "attention",
+    "moe",
+    "mlp",
 }
+# And those that carry a state from token to token, by themselves or beside attention.
+_STATEFUL_LAYERS = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 # What it is computed with, where nobody has asked for more than a mask.
 _SAME_NUMBERS = (None, "eager", "sdpa")
 
@@ -86,9 +85,7 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
                 "which the model was loaded with. Leave out one of the two."
             )
         return own
-    if isinstance(model, PreTrainedModel) and (
-        kinds := set(vars(model.config.get_text_config()).get("layer_types") or ()) - _PLAIN_LAYERS
-    ):
+    if isinstance(model, PreTrainedModel) and (kinds := _kinds_of_layers(model) - _PLAIN_LAYERS - _STATEFUL_LAYERS):
         if wanted != "auto":
             raise UserError(
                 f"attention={wanted!r} is not possible: layers of {type(model).__name__} are of the kind {', '.join(sorted(kinds))}, "
@@ -110,6 +107,17 @@ def choose_attention(model: nn.Module, backend: Backend, wanted: str = "auto") -
         else:
             logger.warning_once(f"Attention is computed in slices: {reason}.")
     return name
+
+
+def carries_state(model: nn.Module) -> bool:
+    """Whether layers of a transformers model carry a state over a row, which no mask keeps from going from document to document."""
+    return isinstance(model, PreTrainedModel) and (
+        model._is_stateful or not _STATEFUL_LAYERS.isdisjoint(_kinds_of_layers(model))
+    )
+
+
+def _kinds_of_layers(model: PreTrainedModel) -> set[str]:
+    return set(vars(model.config.get_text_config()).get("layer_types") or ())
 
 
 def attention_to_load_with(asked: str | None, traced: bool = True) -> tuple[str, list[str]]:

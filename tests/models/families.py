@@ -32,7 +32,9 @@ TASKS = {
 # ---- One run, in a process of its own ----
 
 
-def train(task: str, model_type: str, lora: bool, recipe: str, ours: bool, output_dir: str) -> dict:
+def train(
+    task: str, model_type: str, lora: bool, recipe: str, exact: bool = False, *, ours: bool, output_dir: str
+) -> dict:
     """Train a tiny model, and say what was logged and what the device did."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -46,6 +48,8 @@ def train(task: str, model_type: str, lora: bool, recipe: str, ours: bool, outpu
         # Routers that begin at 0 would have ties, and which experts they take then is anybody's choice.
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    if exact:
+        model.double()
     adapter = None
     if lora:
         # PEFT refuses these of a mixer, whose kernels take the weights as they are.
@@ -234,10 +238,9 @@ def _stock(directory: Path, runs: list[list]) -> list[dict]:
 
 def run_all(directory: Path, only: list[str] | None, again: bool, part: int) -> None:
     """Do all runs whose results are not known yet, `part` families at a time."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    names = list(only or _names())
-    runs = [["causal", name, lora] for name in names for lora in (False, True)]
+    runs = [["causal", name, lora] for name in only or _names() for lora in (False, True)]
     if not again:
+        known = read_results()
         runs = [run for run in runs if _key(run) not in known]
     for begin in range(0, len(runs), 2 * part):
         these = runs[begin : begin + 2 * part]
@@ -245,11 +248,28 @@ def run_all(directory: Path, only: list[str] | None, again: bool, part: int) -> 
         trained = [place for place, result in enumerate(stock) if "losses" in result]
         ours = _start(True, directory / "ours", [[*these[place], stock[place]["recipe"]] for place in trained])
         ours = dict(zip(trained, ours, strict=True))
+        found = {
+            _key(run): {"stock": stock[place], **({"ours": ours[place]} if place in ours else {})}
+            for place, run in enumerate(these)
+        }
         for place, run in enumerate(these):
-            known[_key(run)] = {"stock": stock[place], **({"ours": ours[place]} if place in ours else {})}
-            print(_key(run), verdict(known[_key(run)]), flush=True)
-        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known))
-        RESULTS.write_text(f"{{\n{lines}\n}}\n")
+            if place in ours and verdict(found[_key(run)]).startswith("WRONG"):
+                # Where rounding decides, as in a router, nobody is equal to anybody: who is nearer to exact numbers?
+                (exact,) = _start(False, directory / "exact", [[*run, stock[place]["recipe"], True]])
+                found[_key(run)]["exact"] = exact
+        _write({**read_results(), **found})
+        for key, result in found.items():
+            print(key, verdict(result), flush=True)
+
+
+def read_results() -> dict[str, dict]:
+    """What is known, by the name of a run."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def _write(known: dict[str, dict]) -> None:
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known))
+    RESULTS.write_text(f"{{\n{lines}\n}}\n")
 
 
 def _key(run: list) -> str:
@@ -265,30 +285,41 @@ def _names() -> list[str]:
     ).stdout.split()
 
 
-def difference(result: dict) -> float:
-    """The largest relative difference from upstream's losses and norms of gradients."""
-    stock, ours = result["stock"], result["ours"]
+def difference(ours: dict, stock: dict) -> float:
+    """The largest relative difference of two runs' losses and norms of gradients."""
     pairs = [pair for name in ("losses", "norms") for pair in zip(ours[name], stock[name], strict=True)]
     return max(abs(mine - other) / max(abs(other), 1e-12) if mine == mine else float("inf") for mine, other in pairs)
 
 
+def is_equal(result: dict) -> bool:
+    """Whether our numbers are upstream's to 1e-5, or else as near as those to what upstream computes in float64."""
+    ours, stock, exact = result["ours"], result["stock"], result.get("exact", {})
+    if difference(ours, stock) <= 1e-5:
+        return True
+    return "losses" in exact and difference(ours, exact) <= 2 * difference(stock, exact)
+
+
+def why_not_replayed(ours: dict) -> str | None:
+    """Why the last step was traced, or compiled."""
+    if ours["why_traced"] is not None or ours["steps"][-1]["replays"] == ACCUMULATION:
+        return ours["why_traced"]
+    return f"compiled in its steps: {', '.join(str(step['compiles']) for step in ours['steps'])}"
+
+
 def verdict(result: dict) -> str:
-    """One line about a family."""
+    """One line about a run."""
     stock, ours = result["stock"], result.get("ours")
     if ours is None:
         return f"stock cannot train: {stock['error']}"
     if "error" in ours:
         return f"{'refused' if ours.get('refused') else 'crashes'}: {ours['error']}"
-    off, last = difference(result), ours["steps"][-1]
-    said = "equal" if off <= 1e-5 else "WRONG"
-    said += f" ({off:.1e}, {ours['recipe']})"
-    if ours["why_traced"] is not None:
-        said += f", traced: {ours['why_traced']}"
-    elif last["replays"] != ACCUMULATION:
-        said += f", not replayed: {[step['compiles'] for step in ours['steps']]} compiles"
-    if last["reads"] or ours["fallbacks_of"]:
-        said += f", {last['reads']} reads, {last['executions']} executions, {ours['fallbacks_of']}"
-    return f"{said}, {stock['cpu_seconds']} + {ours['cpu_seconds']} s"
+    off, last = difference(ours, stock), ours["steps"][-1]
+    said = f"{'equal' if is_equal(result) else 'WRONG'} ({off:.1e}, {ours['recipe']})"
+    if (reason := why_not_replayed(ours)) is not None:
+        said += f", not replayed: {reason}; {last['executions']} executions, {last['reads']} reads"
+    if ours["fallbacks_of"]:
+        said += f", on the host: {', '.join(ours['fallbacks_of'])}"
+    return f"{said}; {stock['cpu_seconds']} + {ours['cpu_seconds']} s"
 
 
 def main() -> None:

@@ -105,7 +105,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": {
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    },
     "laguna": {"layer_types": ["full_attention", "sliding_attention"]},
     "mellum": {"layer_types": ["full_attention", "sliding_attention"]},
     "qwen4_exp_text": {

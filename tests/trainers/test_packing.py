@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from fixes import assert_fixes
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTTrainer
 
 from hf_tpu_ext.examples.tiny import make_model
@@ -67,6 +68,21 @@ def test_wrapped_rows_are_one_stream(runs):
     packed = runs.ours(packing=True, packing_strategy="wrapped", max_steps=2, max_length=32)
     assert packed.watch.programs == [("training step", (4, 32))]
     assert "seq_lengths" not in packed.train_dataset.column_names
+
+
+def test_layers_that_carry_a_state_are_not_packed(runs):
+    """No mask keeps it from going from document to document."""
+    sizes = dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    config = AutoConfig.for_model("lfm2", vocab_size=259, layer_types=["conv", "full_attention"], **sizes)
+
+    def check(**settings):
+        runs.ours(model=AutoModelForCausalLM.from_config(config), train=False, max_length=32, **settings)
+
+    assert_fixes(check, {"packing": True}, "Set packing=False")
+    assert_fixes(check, {"packing": True, "eval_packing": True}, "Set packing=False and eval_packing=False")
+    check(packing=True, packing_strategy="wrapped")
 
 
 def test_padding_free_is_replaced_by_rows_of_a_fixed_length(runs):

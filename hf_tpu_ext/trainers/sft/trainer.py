@@ -2,11 +2,13 @@
 
 from datasets import Dataset
 from transformers import GenerationConfig, TrainingArguments
+from transformers.trainer_utils import unwrap_peft_model
 from trl import SFTConfig, SFTTrainer
 
 from ...callbacks.samples import ShowSamples
 from ...data import PackedCollator
 from ...errors import UserError
+from ...layers.attention import carries_state
 from ..checkpoint.saving import UPSTREAM_METRICS
 from ..checks.datasets import check_dataset, named_datasets
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
@@ -94,10 +96,22 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _make_batches_static(self) -> None:
         if self.padding_free:
+            self._check_packable()
             # Upstream would flatten the batch into one row of another length each time.
             self.data_collator = PackedCollator(self._pad_token_id, self.args.max_length, self._count_tokens)
         else:
             super()._make_batches_static()
+
+    def _check_packable(self) -> None:
+        model = unwrap_peft_model(self.model)
+        if carries_state(model):
+            # Where it is left out, evaluation sets are packed as the training set is.
+            names = [name for name in ("packing", "eval_packing") if vars(self.args)[name]]
+            raise UserError(
+                f"{' and '.join(f'{name}=True' for name in names)} does not work with {type(model).__name__}: its layers carry a state "
+                f"over the row, from each document into the next. Set {' and '.join(f'{name}=False' for name in names)}; "
+                "length_buckets keeps the padding low."
+            )
 
     # ---- Loss and metrics ----
 
