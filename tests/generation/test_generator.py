@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GenerationConfig,
     GPTNeoXConfig,
@@ -18,6 +19,7 @@ from transformers import (
 
 from hf_tpu_ext.generation import Generator, generate
 from hf_tpu_ext.generation.sampling import Sampler
+from hf_tpu_ext.layers.layer_list import Pattern
 from hf_tpu_ext.layers.layer_scan import LayerStack
 from hf_tpu_ext.sharding.plan import place_model
 
@@ -74,10 +76,10 @@ def place(model, backend):
     return model
 
 
-def stacked(backend):
+def stacked(backend, *config, pattern=None, **settings):
     """A model whose layers run as a loop."""
-    model = place(make(), backend)
-    stack = LayerStack(model.model.layers, backend, "full")
+    model = place(make(*config, **settings), backend)
+    stack = LayerStack(model.model.layers, backend, "full", pattern=pattern)
     stack.stack()
     model.model.layers = stack
     return model
@@ -145,6 +147,21 @@ def test_prompts_of_one_token(xla):
 def test_layers_as_a_loop(xla):
     expected = generate_eagerly(make(), PROMPTS, **GREEDY)
     assert Generator(stacked(xla), xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
+
+
+@pytest.mark.parametrize("room", [None, pytest.param(0, marks=pytest.mark.slow)], ids=["copies", "in place"])
+def test_alternating_layers_as_a_loop(xla, monkeypatch, room):
+    """Layers of the loop between others, with and without copies of their weights."""
+    if room is not None:
+        monkeypatch.setattr("hf_tpu_ext.generation.copied_weights.find_room", lambda backend: room)
+    sliding, full = "sliding_attention", "full_attention"
+    types = [full, sliding, full, sliding, full, full]
+    gemma = dict(head_dim=16, sliding_window=6, num_hidden_layers=len(types), layer_types=types)
+    expected = generate_eagerly(make(Gemma3TextConfig, **gemma), PROMPTS, **GREEDY)
+    model = stacked(xla, Gemma3TextConfig, pattern=Pattern(0, 2, 2), **gemma)
+    assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
+    model = stacked(xla, Gemma3TextConfig, pattern=Pattern(1, 2, 2), **gemma)
+    assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
 
 
 def test_two_programs_and_one_read(qwen):

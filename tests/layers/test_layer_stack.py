@@ -254,6 +254,22 @@ def test_alternating_layers_are_a_loop_over_their_period(xla, load_alternating, 
         assert (gradient - found[1][name]).norm() < tolerance * gradient.norm(), name
 
 
+@pytest.mark.slow
+def test_bfloat16_is_not_farther_from_float64_than_unrolled_layers(xla, load_alternating):
+    model = load_alternating().double().train()
+    ids = torch.arange(48).reshape(4, 12) + 7
+    mask = (torch.arange(12) < torch.arange(12, 8, -1)[:, None]).long()
+    model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+    exact = {name: parameter.grad for name, parameter in model.named_parameters()}
+    errors = {}
+    for policy in (None, "full", "dots"):
+        _, gradients, _ = forward_and_backward(xla, load_alternating(), policy, torch.bfloat16)
+        squares = [((gradients[name] - gradient).norm() / gradient.norm()) ** 2 for name, gradient in exact.items()]
+        errors[policy] = torch.stack(squares).mean().sqrt()
+    # Over all parameters: the same but for the order of sums.
+    assert max(errors["full"], errors["dots"]) < 1.02 * errors[None], errors
+
+
 def test_state_dict_of_a_pattern_is_that_of_the_layers(xla, load_alternating):
     model, expected = load_alternating(), load_alternating().state_dict()
     xla.place(model)

@@ -229,7 +229,7 @@ def test_the_model_has_its_layers_back_and_trains_on(runs, scanned, same_logs, m
     assert trainer.evaluate()["eval_loss"] < before
 
 
-def test_auto_is_on_for_deep_models(runs, scanned, make, monkeypatch):
+def test_auto_is_on_for_deep_models(runs, scanned, make, monkeypatch, caplog):
     deep = dict(num_hidden_layers=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
 
     def is_loop(model, **config):
@@ -246,6 +246,9 @@ def test_auto_is_on_for_deep_models(runs, scanned, make, monkeypatch):
     monkeypatch.setattr("hf_tpu_ext.trainers.run.layers._MOST_UNROLLED", 1000)
     assert is_loop(make(**deep), gradient_checkpointing=True)
     assert not is_loop(make(**deep), gradient_checkpointing=False)
+    assert "layers are unrolled" not in caplog.text
+    assert not is_loop(make(**deep), gradient_checkpointing=True, optim="sgd")
+    assert "scan_layers is off, layers are unrolled: SGD may look at parameters as a whole" in caplog.text
 
 
 def test_the_steps_are_one_program(xla, scanned, make):

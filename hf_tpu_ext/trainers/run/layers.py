@@ -67,10 +67,13 @@ class LayerScan:
             # Another one was made since the last run.
             self.stack = None
         if self.stack is None:
+            if wanted == "auto" and not self._is_worthwhile():
+                return
             found = self._find_pattern(optimizer)
             if isinstance(found, str):
                 if wanted == "on":
                     raise UserError(f"scan_layers='on' is not possible: {found}. Leave it out, or set it to 'auto'.")
+                logger.warning(f"scan_layers is off, layers are unrolled: {found}.")
                 return
             if not self._own_code_allows_scan():
                 return
@@ -216,6 +219,16 @@ class LayerScan:
         finally:
             modules[name] = before
 
+    def _is_worthwhile(self) -> bool:
+        """Whether a loop would make the program of the step much smaller and the step no slower."""
+        model = unwrap_peft_model(self._trainer.model)
+        if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
+            return False
+        layers = getattr(*found)
+        size = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+        is_loop = self._compiled.rematerialization != "none"
+        return len(layers) >= _LEAST_LAYERS and (is_loop or size <= _MOST_UNROLLED)
+
     def _find_pattern(self, optimizer: torch.optim.Optimizer) -> Pattern | str:
         """How the layers repeat, or why they do not run as a loop."""
         if self._compiled.rematerialization not in ("none", "full", "dots"):
@@ -230,12 +243,6 @@ class LayerScan:
         layers = getattr(*found)
         if (reason := self._why_no_turns(layers)) is not None:
             return reason
-        if self._compiled.scan_layers == "auto":
-            if len(layers) < _LEAST_LAYERS:
-                return f"scan_layers='auto' does not scan {len(layers)} layers"
-            size = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
-            if self._compiled.rematerialization == "none" and size > _MOST_UNROLLED:
-                return "scan_layers='auto' does not stack layers of this size where nothing is rematerialized"
         traces = LayerTraces(model, found, self._backend, self._compiled.compute_dtype)
         if traces.refused is not None:
             return traces.refused
