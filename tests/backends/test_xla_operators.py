@@ -53,3 +53,19 @@ def test_windows_are_cut_on_the_device(xla, dimension, size, step):
     assert (xla.counters() - before).fallbacks == 0
     for found, right in zip(ours, unfold(torch.clone), strict=True):
         assert torch.equal(found.cpu(), right)
+
+
+@pytest.mark.parametrize("make", [torch.complex, torch.polar])
+def test_complex_numbers_are_made_on_the_device(xla, make):
+    parts = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
+
+    def compute(send):
+        one, other = (send(part).requires_grad_() for part in parts)
+        found = torch.view_as_real(make(one, other) * make(other, one))
+        return [found, *torch.autograd.grad(found.square().sum(), [one, other])]
+
+    before = xla.counters()
+    ours = compute(lambda tensor: tensor.to(xla.device))
+    assert (xla.counters() - before).fallbacks == 0
+    for found, right in zip(ours, compute(torch.clone), strict=True):
+        torch.testing.assert_close(found.cpu(), right, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS = HERE / "families.json"
 STEPS, ACCUMULATION, ROWS, LONGEST = 4, 2, 2, 16
+#: From the one that people use most.
+RECIPES = ("sft", "sft without checkpointing", "trainer")
+EXACTLY = " in float64"
 #: Of one run, the imports apart.
 MOST_SECONDS, MOST_BYTES = 240, 12 * 2**30
 TASKS = {
@@ -32,9 +36,7 @@ TASKS = {
 # ---- One run, in a process of its own ----
 
 
-def train(
-    task: str, model_type: str, lora: bool, recipe: str, exact: bool = False, *, ours: bool, output_dir: str
-) -> dict:
+def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, output_dir: str) -> dict:
     """Train a tiny model, and say what was logged and what the device did."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -48,7 +50,8 @@ def train(
         # Routers that begin at 0 would have ties, and which experts they take then is anybody's choice.
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    if exact:
+    if recipe.endswith(EXACTLY):
+        recipe = recipe.removesuffix(EXACTLY)
         model.double()
     adapter = None
     if lora:
@@ -150,29 +153,45 @@ def _count(trainer) -> dict:
 
 
 def work(ours: bool, directory: Path, runs: list[list]) -> None:
-    """Do runs one after the other, each in a fork of this process, which has imported all that they need."""
+    """
+    Do runs one after the other, each in a fork of this process, which has imported all that they need. The last argument of each
+    names its recipes, of which the first that trains counts.
+    """
     import peft  # noqa: F401
     import trl
     from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
-    import hf_tpu_ext  # noqa: F401
+    import hf_tpu_ext
 
     _ = trl.SFTTrainer
     if ours:
         _ = hf_tpu_ext.TPUSFTTrainer, hf_tpu_ext.TPUTrainer
-    for number, run in enumerate(runs):
-        path = directory / f"{number}.json"
-        child = os.fork()
-        if child == 0:
-            _run_forked(path, ours, run)
-        begin = time.monotonic()
-        while os.waitpid(child, os.WNOHANG) == (0, 0):
-            time.sleep(0.05)
-            if time.monotonic() - begin > MOST_SECONDS:
-                os.kill(child, signal.SIGKILL)
-        if not path.exists():
-            slow = time.monotonic() - begin > MOST_SECONDS
-            path.write_text(json.dumps({"error": f"no end in {MOST_SECONDS} s" if slow else "the process has died"}))
+    for number, (*run, recipes) in enumerate(runs):
+        errors = []
+        for recipe in recipes:
+            result = _run_child(directory / f"{number} {recipe}", ours, [*run, recipe])
+            if "losses" in result:
+                break
+            errors.append(result["error"])
+        if "losses" not in result:
+            # The first error says more than that of the last resort.
+            result["error"] = errors[0]
+        (directory / f"{number}.json").write_text(json.dumps(result))
+
+
+def _run_child(path: Path, ours: bool, run: list) -> dict:
+    child, begin = os.fork(), time.monotonic()
+    if child == 0:
+        _run_forked(path, ours, run)
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.05)
+        if time.monotonic() - begin > MOST_SECONDS:
+            os.kill(child, signal.SIGKILL)
+    result = path.with_suffix(".result")
+    if result.exists():
+        return json.loads(result.read_text())
+    slow = time.monotonic() - begin > MOST_SECONDS
+    return {"error": f"no end in {MOST_SECONDS} s" if slow else "the process has died"}
 
 
 def _run_forked(path: Path, ours: bool, run: list) -> None:
@@ -182,7 +201,7 @@ def _run_forked(path: Path, ours: bool, run: list) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     begin = time.process_time()
     try:
-        result = train(*run, ours=ours, output_dir=str(path.with_suffix("")))
+        result = train(*run, ours=ours, output_dir=str(path))
     except BaseException as error:
         import traceback
 
@@ -192,7 +211,7 @@ def _run_forked(path: Path, ours: bool, run: list) -> None:
     result["cpu_seconds"] = round(time.process_time() - begin, 1)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(result))
-    partial.rename(path)
+    partial.rename(path.with_suffix(".result"))
     os._exit(0)
 
 
@@ -209,31 +228,27 @@ def _start(ours: bool, directory: Path, runs: list[list]) -> list[dict]:
     # Compiled in a third of the time, and as exact.
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     env |= dict(PJRT_DEVICE="CPU", XLA_FLAGS=fast) if ours else dict(USE_TORCH_XLA="0", HF_TPU_EXT="0")
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in directory.glob("*.json"):
-        path.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
     command = [sys.executable, __file__, "--work", "ours" if ours else "stock", str(directory)]
     subprocess.run(command, input=json.dumps(runs), text=True, env=env, check=True)
     return [json.loads((directory / f"{number}.json").read_text()) for number in range(len(runs))]
 
 
-#: From the one that people use most.
-RECIPES = ("sft", "sft without checkpointing", "trainer")
-
-
-def _stock(directory: Path, runs: list[list]) -> list[dict]:
-    """What upstream's trainers say, by the first recipe that trains."""
-    results: list[dict] = [{} for _ in runs]
-    for recipe in RECIPES:
-        left = [place for place, result in enumerate(results) if "losses" not in result]
-        if not left:
-            break
-        found = _start(False, directory / "stock", [[*runs[place], recipe] for place in left])
-        for place, result in zip(left, found, strict=True):
-            before = results[place].get("error")
-            # The first error says more than that of the last resort.
-            results[place] = result if "losses" in result or before is None else {**result, "error": before}
-    return results
+def run_part(runs: list[list], directory: Path) -> dict[str, dict]:
+    """Results of some runs, by their names."""
+    stock = _start(False, directory / "stock", [[*run, RECIPES] for run in runs])
+    found = {_key(run): {"stock": result} for run, result in zip(runs, stock, strict=True)}
+    trained = [run for run in runs if "losses" in found[_key(run)]["stock"]]
+    recipes = [[found[_key(run)]["stock"]["recipe"]] for run in trained]
+    ours = _start(True, directory / "ours", [[*run, of_run] for run, of_run in zip(trained, recipes, strict=True)])
+    for run, of_run, result in zip(trained, recipes, ours, strict=True):
+        found[_key(run)]["ours"] = result
+        if "losses" in result and not is_equal(found[_key(run)]):
+            # Where rounding decides, as in a router, nobody is equal to anybody: who is nearer to exact numbers?
+            (exact,) = _start(False, directory / "exact", [[*run, [of_run[0] + EXACTLY]]])
+            found[_key(run)]["exact"] = exact
+    return found
 
 
 def run_all(directory: Path, only: list[str] | None, again: bool, part: int) -> None:
@@ -243,20 +258,7 @@ def run_all(directory: Path, only: list[str] | None, again: bool, part: int) -> 
         known = read_results()
         runs = [run for run in runs if _key(run) not in known]
     for begin in range(0, len(runs), 2 * part):
-        these = runs[begin : begin + 2 * part]
-        stock = _stock(directory, these)
-        trained = [place for place, result in enumerate(stock) if "losses" in result]
-        ours = _start(True, directory / "ours", [[*these[place], stock[place]["recipe"]] for place in trained])
-        ours = dict(zip(trained, ours, strict=True))
-        found = {
-            _key(run): {"stock": stock[place], **({"ours": ours[place]} if place in ours else {})}
-            for place, run in enumerate(these)
-        }
-        for place, run in enumerate(these):
-            if place in ours and verdict(found[_key(run)]).startswith("WRONG"):
-                # Where rounding decides, as in a router, nobody is equal to anybody: who is nearer to exact numbers?
-                (exact,) = _start(False, directory / "exact", [[*run, stock[place]["recipe"], True]])
-                found[_key(run)]["exact"] = exact
+        found = run_part(runs[begin : begin + 2 * part], directory)
         _write({**read_results(), **found})
         for key, result in found.items():
             print(key, verdict(result), flush=True)

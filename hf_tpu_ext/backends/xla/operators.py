@@ -17,6 +17,8 @@ def register_operators() -> Library:
     library = Library("aten", "IMPL")
     library.impl("bucketize.Tensor", _bucketize, "XLA")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
+    library.impl("complex", _complex, "XLA")
+    library.impl("polar", _polar, "XLA")
     library.impl("unfold_copy", _unfold, "XLA")
     library.impl("unfold_backward", _unfold_backward, "XLA")
     return library
@@ -59,3 +61,12 @@ def _unfold_backward(gradient: Tensor, input_sizes: Sequence[int], dim: int, siz
     windows = _windows(input_sizes[dim], size, step, gradient.device)
     parts = gradient.movedim(-1, dim + 1).flatten(dim, dim + 1)
     return gradient.new_zeros(input_sizes).index_add(dim, windows.flatten(), parts)
+
+
+def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
+    return torch.ops.aten.view_as_complex_copy(torch.stack([real, imaginary], -1))
+
+
+def _polar(radius: Tensor, angle: Tensor) -> Tensor:
+    """Positions of Llama 4 and DeepSeek V2 are rotations in the complex plane."""
+    return _complex(radius * angle.cos(), radius * angle.sin())
