@@ -1,5 +1,11 @@
 """Encoder-decoder models with upstream's collator, and upstream's `Seq2SeqTrainer` on XLA."""
 
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +14,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -17,6 +24,8 @@ from transformers import (
 )
 
 from hf_tpu_ext import TPUSeq2SeqTrainer, TPUSeq2SeqTrainingArguments, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.examples.jsonl import write_splits
+from hf_tpu_ext.examples.tiny import make_tokenizer
 from hf_tpu_ext.trainers import TPUTrainerMixin
 
 
@@ -161,3 +170,43 @@ def test_text_of_a_general_trainer_names_the_other(runs):
         ValueError, match=r"T5ForConditionalGeneration is an .* Train it with hf_tpu_ext.TPUSeq2SeqTrainer"
     ):
         make(TPUTrainer, TPUTrainingArguments, runs, predict_with_generate=True)
+
+
+@pytest.mark.slow
+def test_recipe_learns_to_copy(tmp_path):
+    """Three letters, of a tiny T5 with the tokenizer of the tiny models."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(make_tokenizer(tmp_path / "model"))
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=len(tokenizer), d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, dropout_rate=0.0)
+    tokens = dict(
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    T5ForConditionalGeneration(T5Config(**sizes, **tokens)).save_pretrained(tmp_path / "model")
+    # Without the generation's end, the tokenizer of these models adds none.
+    rng = random.Random(0)
+    rows = [{"text": letter * 3, "target": letter * 3 + "<|im_end|>"} for letter in rng.choices("abcdefgh", k=264)]
+    write_splits(tmp_path / "data", {"train": rows[8:], "test": rows[:8]})
+    script = Path(__file__).parents[2] / "recipes" / "seq2seq_t5.py"
+    settings = dict(
+        model_name_or_path=tmp_path / "model",
+        dataset_name=tmp_path / "data",
+        output_dir=tmp_path / "run",
+        max_length=8,
+        max_target_length=8,
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=8,
+        learning_rate=1e-2,
+        num_train_epochs=10,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        predict_with_generate=True,
+    )
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    result = subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=600, env=dict(os.environ)
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "'eval_equal': 1.0" in result.stdout, result.stdout[-2000:]
