@@ -13,6 +13,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from ..errors import UserError
 from .tiny import SIZES, make_tokenizer
@@ -23,8 +24,8 @@ SIDE, PATCH = 56, 14
 _QWEN = {
     "image_token": "<|image_pad|>",
     "video_token": "<|video_pad|>",
-    "start": "<|vision_start|>",
-    "end": "<|vision_end|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
 }
 # The tokens that stand for images, by the names that processors look for, and what a chat template writes for an image.
 _TOKENS = {
@@ -45,6 +46,7 @@ _TOKENS = {
     "qwen2_5_vl": (_QWEN, "<|vision_start|><|image_pad|><|vision_end|>"),
 }
 _TOKENS["smolvlm"] = _TOKENS["idefics3"]
+_TOKENS["qwen3_vl"] = _TOKENS["qwen2_5_vl"]
 FAMILIES = tuple(_TOKENS)
 _CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
@@ -98,12 +100,16 @@ def make_processor(output_dir: str | Path, model_type: str) -> ProcessorMixin:
         images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=square)
         settings = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         processor = LlavaProcessor(images, tokenizer, chat_template=template, **settings)
-    elif model_type == "qwen2_5_vl":
-        # Its processor of videos needs torchvision.
+    elif model_type.startswith("qwen"):
+        # Their processors of videos need torchvision.
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
         images = Qwen2VLImageProcessorPil(patch_size=PATCH, min_pixels=28 * 28, max_pixels=SIDE * SIDE)
-        processor = Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=template)
+        if model_type == "qwen2_5_vl":
+            processor = Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=template)
+        else:
+            processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=template)
     else:
         edge = {"longest_edge": SIDE}
         images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
@@ -117,17 +123,22 @@ def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) ->
     tokens, _ = _TOKENS[model_type]
     ids = {name: processor.tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": SIDE, "patch_size": PATCH}
-    if model_type == "qwen2_5_vl":
+    if model_type.startswith("qwen"):
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
         del vision["image_size"]
-        vision |= {"depth": 2, "num_heads": 2, "out_hidden_size": text["hidden_size"], "window_size": 28}
+        vision |= {"depth": 2, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
+        if model_type == "qwen2_5_vl":
+            vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
+        else:
+            rope["mrope_interleaved"] = True
+            vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
         return {
             "text_config": {**text, "rope_parameters": rope},
-            "vision_config": {**vision, "fullatt_block_indexes": [1]},
+            "vision_config": vision,
             "image_token_id": ids["image_token"],
             "video_token_id": ids["video_token"],
-            "vision_start_token_id": ids["start"],
-            "vision_end_token_id": ids["end"],
+            "vision_start_token_id": ids["vision_start_token"],
+            "vision_end_token_id": ids["vision_end_token"],
         }
     vision |= {"num_hidden_layers": 3 if model_type == "llava" else 2, "num_attention_heads": 2}
     if model_type == "gemma3":

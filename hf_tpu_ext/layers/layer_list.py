@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -76,7 +77,17 @@ class _Call:
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
-    """Find the module that has the layers of a model, and under which name, if there is one list of layers."""
+    """
+    Find the module that has the layers of a model, and under which name, if there is one list of layers. Of a model of text and
+    images, it is that of the text.
+    """
+    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if (
+        whole is not None
+        and whole.config.get_text_config() is not whole.config
+        and not whole.config.is_encoder_decoder
+    ):
+        model = whole.get_decoder()
     found = [
         (module, name)
         for module in model.modules()

@@ -7,6 +7,7 @@ for a declared number of image tokens. The host lays images out by rows and fill
 features of all, and takes a row's features one after the other for its image tokens. Nothing reads those of padding.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,7 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
-from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from ..errors import UserError
 
@@ -37,6 +42,8 @@ class ImageFamily(ABC):
 
     #: What upstream's processor makes of images, and `lay_out` replaces.
     keys: tuple[str, ...] = ("pixel_values",)
+    #: Whether layers of the text add features to what the layer before has computed.
+    adds_between_layers = False
 
     def __init__(self, model: PreTrainedModel):
         self.config: PreTrainedConfig = model.config
@@ -58,8 +65,11 @@ class ImageFamily(ABC):
         """The images of a batch by rows, `(batch, ...)`, with room for as many tokens in each. All of it is data of a step."""
 
     @abstractmethod
-    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
-        """On the device: take from `inputs` what was laid out. Returns features `(rooms, width)`, those of a row one after the other."""
+    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> list[Tensor]:
+        """
+        On the device: take from `inputs` what was laid out. Returns features `(rooms, width)`, those of a row one after the other: those
+        to embed, and those that the first layers add.
+        """
 
 
 class OneSize(ImageFamily):
@@ -96,10 +106,10 @@ class OneSize(ImageFamily):
             laid_out[row, : len(own)] = own
         return {PIXELS: laid_out}
 
-    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> list[Tensor]:
         features = model.get_image_features(inputs.pop(PIXELS).flatten(0, 1), return_dict=True).pooler_output
         # LLaVA has a list of those of each image.
-        return features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
+        return [features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))]
 
 
 class Tiles(ImageFamily):
@@ -142,35 +152,34 @@ class Tiles(ImageFamily):
         patches[:, :tiles] = real | ~real.flatten(2).any(2)[..., None, None]
         return {PIXELS: laid_out, "patch_attention_mask": patches}
 
-    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> list[Tensor]:
         pixels, mask = inputs.pop(PIXELS).flatten(0, 1), inputs.pop("patch_attention_mask").flatten(0, 1)
         # Rows that complete a last batch are masked.
         mask = mask | ~mask.flatten(1).any(1)[:, None, None]
         hidden = model.vision_model(pixel_values=pixels.to(model.dtype), patch_attention_mask=mask, return_dict=True)
-        return model.connector(hidden.last_hidden_state).flatten(0, 1)
+        return [model.connector(hidden.last_hidden_state).flatten(0, 1)]
 
 
 class Patches(ImageFamily):
     """
-    Qwen2.5-VL: an image has as many patches as its size asks for. Those of a row come one after the other, and attention is within
-    an image, or within a window of it, by the numbers of these.
+    Qwen2.5-VL and Qwen3-VL: an image has as many patches as its size asks for. Those of a row come one after the other, and attention
+    is within an image, or within a window of it, by the numbers of these.
     """
 
     keys = ("pixel_values", "image_grid_thw")
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
-        vision = self.config.vision_config
-        self.merged = vision.spatial_merge_size**2
-        self.windows = vision.spatial_merge_size, vision.window_size, vision.patch_size
+        self.merge = self.config.vision_config.spatial_merge_size
         self._find_positions = type(model).get_rope_index
         self._find_positions_of_image = type(model).get_vision_position_ids
 
-    def _tokens(self, batch: Mapping[str, Any]) -> list[int]:
-        return (batch["image_grid_thw"].prod(1) // self.merged).tolist()
+    @abstractmethod
+    def of_image(self, grid: tuple[int, int, int]) -> dict[str, Tensor]:
+        """What upstream computes of the size of an image: columns of its patches, and of its tokens."""
 
     def tokens_of_images(self, batch: Mapping[str, Any], images: Sequence[int]) -> list[int]:
-        tokens = iter(self._tokens(batch))
+        tokens = iter((batch["image_grid_thw"].prod(1) // self.merge**2).tolist())
         return [sum(next(tokens) for _ in range(count)) for count in images]
 
     def tokens_per_image(self, processor: ProcessorMixin) -> int:
@@ -181,31 +190,30 @@ class Patches(ImageFamily):
         return tokens
 
     def lay_out(self, batch: Mapping[str, Any], images: Sequence[int], room: int) -> dict[str, Tensor]:
-        pixels, grids, rows = batch["pixel_values"], batch["image_grid_thw"], len(images)
-        patches = room * self.merged
-        # One row of images after another, as if they were one image: no dimension has the length of the text.
-        laid_out = {
-            PIXELS: pixels.new_zeros(rows, 1, patches, pixels.shape[1]),
-            "image_positions": torch.zeros(rows, 1, patches, 2, dtype=torch.long),
-            "image_numbers": torch.zeros(rows, 1, patches, dtype=torch.long),
-            "image_windows": torch.zeros(rows, 1, patches, dtype=torch.long),
-            "image_order": torch.arange(room).repeat(rows, 1)[:, None],
-        }
-        of_image = iter(zip(grids.tolist(), pixels.split(grids.prod(1).tolist()), strict=True))
-        for row, count in enumerate(images):
-            start, windows = 0, 0
-            for number in range(1, count + 1):
-                grid, own = next(of_image)
-                positions, order, numbers = _arrange(tuple(grid), *self.windows)
-                place = slice(start, start + len(own))
-                laid_out[PIXELS][row, 0, place] = own
-                laid_out["image_positions"][row, 0, place] = positions
-                laid_out["image_numbers"][row, 0, place] = number
-                laid_out["image_windows"][row, 0, place] = numbers + windows
-                first = start // self.merged
-                laid_out["image_order"][row, 0, first : first + len(order)] = order + first
-                start, windows = start + len(own), windows + int(numbers[-1])
+        grids = batch["image_grid_thw"]
+        of_image = iter(zip(grids.tolist(), batch["pixel_values"].split(grids.prod(1).tolist()), strict=True))
+        rows = [self._lay_out_row([next(of_image) for _ in range(count)], room) for count in images]
+        # A row of images as if it were one image: no dimension has the length of the text.
+        laid_out = {key: torch.stack([row[key] for row in rows])[:, None] for key in rows[0]}
         return laid_out | self._positions_of_text(batch)
+
+    def _lay_out_row(self, images: list[tuple[list[int], Tensor]], room: int) -> dict[str, Tensor]:
+        """The columns of a row's images, one after the other, each with its number, and those of padding, which have 0."""
+        columns = []
+        for number, (grid, pixels) in enumerate(images, 1):
+            numbers = torch.full((len(pixels),), number)
+            columns.append({PIXELS: pixels, "image_numbers": numbers, **self.of_image(tuple(grid))})
+        filled = sum(len(image[PIXELS]) for image in columns) // self.merge**2
+        padding = self._padding(room - filled)
+        return {key: torch.cat([*(image[key] for image in columns), padding[key]]) for key in padding}
+
+    def _padding(self, tokens: int) -> dict[str, Tensor]:
+        # As an image of one token, again and again.
+        grid, vision = (1, self.merge, self.merge), self.config.vision_config
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.zeros(tokens * self.merge**2, width)
+        of_one = {key: column.repeat(tokens, *[1] * (column.ndim - 1)) for key, column in self.of_image(grid).items()}
+        return {PIXELS: pixels, "image_numbers": torch.zeros(len(pixels), dtype=torch.long), **of_one}
 
     def _positions_of_text(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """
@@ -230,39 +238,107 @@ class Patches(ImageFamily):
                 positions[key] = found.permute(1, 2, 0).contiguous()
         return positions
 
-    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
-        numbers, windows = inputs.pop("image_numbers").flatten(0, 1), inputs.pop("image_windows").flatten(0, 1)
-        order = inputs.pop("image_order").flatten(0, 1)
-        rows, room = order.shape
-        # Of all rows together.
-        order = order + torch.arange(rows, device=order.device)[:, None] * room
+    def features(self, model: PreTrainedModel, inputs: dict[str, Any]) -> list[Tensor]:
         inputs["position_ids"] = inputs.pop("mm_token_type_ids").permute(2, 0, 1)
+        numbers = inputs.pop("image_numbers").flatten(0, 1)
         vision = model.visual(
             inputs.pop(PIXELS).flatten(0, 2).to(model.visual.dtype),
             grid_thw=None,
             position_ids=inputs.pop("image_positions").flatten(0, 2),
             # The attention that is registered for it takes these for lengths, see `segments.py`.
             cu_seqlens=numbers,
-            cu_window_seqlens=windows,
-            window_index=order.flatten(),
-            max_seqlen=room,
-            max_window_seqlen=room,
+            max_seqlen=numbers.shape[1],
             return_dict=True,
+            **self._more_of_images(inputs),
         )
-        return vision.pooler_output
+        return [vision.pooler_output, *vision.get("deepstack_features", ())]
+
+    @abstractmethod
+    def _more_of_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Take from `inputs` what else the tower is given."""
+
+
+class WindowedPatches(Patches):
+    """Qwen2.5-VL: most of its layers attend within windows, by which its tokens are ordered."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(model)
+        vision = self.config.vision_config
+        self._windows = self.merge, vision.window_size, vision.patch_size
+
+    def of_image(self, grid: tuple[int, int, int]) -> dict[str, Tensor]:
+        return _windows_of(grid, *self._windows)
+
+    def _lay_out_row(self, images: list[tuple[list[int], Tensor]], room: int) -> dict[str, Tensor]:
+        row = super()._lay_out_row(images, room)
+        # Those of one image are no more than its patches.
+        row["image_windows"] += row["image_numbers"] * len(row["image_numbers"])
+        starts = torch.zeros(room, dtype=torch.long)
+        start = 0
+        for grid, _ in images:
+            tokens = math.prod(grid) // self.merge**2
+            starts[start : start + tokens] = start
+            start += tokens
+        starts[start:] = torch.arange(start, room)
+        row["image_order"] += starts
+        return row
+
+    def _more_of_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        order = inputs.pop("image_order").flatten(0, 1)
+        # Of all rows together.
+        order = order + torch.arange(len(order), device=order.device)[:, None] * order.shape[1]
+        windows = inputs.pop("image_windows").flatten(0, 1)
+        return {
+            "window_index": order.flatten(),
+            "cu_window_seqlens": windows,
+            "max_window_seqlen": windows.shape[1],
+        }
 
 
 @cache
-def _arrange(grid: tuple[int, int, int], merge: int, window: int, patch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """
-    Upstream's positions of the patches of an image, the order of its tokens by windows, and, in that order, the window of each
-    patch, from 1.
-    """
-    grid = torch.tensor([grid])
-    order, ends = get_vision_window_index(grid, merge, window, patch)
+def _windows_of(grid: tuple[int, int, int], merge: int, window: int, patch: int) -> dict[str, Tensor]:
+    """Positions of the patches of an image, the order of its tokens by windows, and, in that order, the window of each patch."""
+    sizes = torch.tensor([grid])
+    order, ends = get_vision_window_index(sizes, merge, window, patch)
     lengths = ends.diff()
-    numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
-    return get_vision_position_ids(grid, merge), order, numbers
+    windows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return {"image_positions": get_vision_position_ids(sizes, merge), "image_windows": windows, "image_order": order}
+
+
+class DeepPatches(Patches):
+    """Qwen3-VL: learned positions are interpolated, and the first layers of the text add features of earlier layers of the tower."""
+
+    adds_between_layers = True
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(model)
+        visual = model.visual
+        self._table = visual.num_grid_per_side, visual.interpolation_mode, visual.interpolation_align_corners
+
+    def of_image(self, grid: tuple[int, int, int]) -> dict[str, Tensor]:
+        return _interpolations_of(grid, self.merge, *self._table)
+
+    def _more_of_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "interp_indices": inputs.pop("image_indices").flatten(0, 2),
+            "interp_weights": inputs.pop("image_weights").flatten(0, 2),
+        }
+
+
+@cache
+def _interpolations_of(
+    grid: tuple[int, int, int], merge: int, side: int, mode: str, align_corners: bool
+) -> dict[str, Tensor]:
+    """Positions of the patches of an image, and which learned positions they are interpolated from."""
+    sizes = torch.tensor([grid])
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        sizes, side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
+    )
+    return {
+        "image_positions": get_vision_position_ids(sizes, merge),
+        "image_indices": indices,
+        "image_weights": weights,
+    }
 
 
 #: Families, by `model_type`.
@@ -270,6 +346,7 @@ FAMILIES: dict[str, type[ImageFamily]] = {
     "gemma3": OneSize,
     "idefics3": Tiles,
     "llava": OneSize,
-    "qwen2_5_vl": Patches,
+    "qwen2_5_vl": WindowedPatches,
+    "qwen3_vl": DeepPatches,
     "smolvlm": Tiles,
 }

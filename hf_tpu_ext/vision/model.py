@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..backends.base import Backend
@@ -16,6 +16,12 @@ def find_base(model: nn.Module) -> PreTrainedModel | None:
     """The part of a model that takes images, if it is of a family of [`FAMILIES`]; in wrappers such as [`~peft.PeftModel`], too."""
     whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     return whole.base_model if whole is not None and whole.config.model_type in FAMILIES else None
+
+
+def adds_between_layers(model: nn.Module) -> bool:
+    """Whether a model adds features of images to what its layers hand on, so that these are no loop."""
+    base = find_base(model)
+    return base is not None and FAMILIES[base.config.model_type].adds_between_layers
 
 
 def take_static_images(model: nn.Module, backend: Backend) -> None:
@@ -35,6 +41,10 @@ def take_static_images(model: nn.Module, backend: Backend) -> None:
         AttentionInterface.register(NAME, partial(attend_in_segments, backend))
         base.visual.config._attn_implementation = NAME
     base.register_forward_pre_hook(partial(_embed, family), with_kwargs=True)
+    if family.adds_between_layers:
+        text = base.get_decoder()
+        text.register_forward_pre_hook(_hand_on, with_kwargs=True)
+        text._deepstack_process = partial(_add, text)
 
 
 def _embed(
@@ -47,11 +57,37 @@ def _embed(
     is_image = ids == model.config.image_token_id
     # Some models have no embedding of it.
     embedded = model.get_input_embeddings()(ids.masked_fill(is_image, 0))
-    features = family.features(model, kwargs).to(embedded.dtype)
+    features, *more = family.features(model, kwargs)
     rows = len(ids)
     room = len(features) // rows
     # Each image token takes the next feature of its row.
     places = (is_image.long().cumsum(1) - 1).clamp(0, room - 1)
     places = places + torch.arange(rows, device=ids.device)[:, None] * room
-    kwargs["inputs_embeds"] = torch.where(is_image[..., None], nn.functional.embedding(places, features), embedded)
+
+    def take(features: Tensor, elsewhere: Tensor) -> Tensor:
+        taken = nn.functional.embedding(places, features.to(embedded.dtype))
+        return torch.where(is_image[..., None], taken, elsewhere)
+
+    kwargs["inputs_embeds"] = take(features, embedded)
+    if more:
+        kwargs[_ADDED] = [take(features, torch.zeros_like(embedded)) for features in more]
     return args, kwargs
+
+
+# What upstream calls `deepstack_visual_embeds`, of all tokens of a row. Upstream's forward pass gives its own, of image tokens.
+_ADDED = "deepstack_by_row"
+
+
+def _hand_on(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    if _ADDED not in kwargs:
+        return None
+    kwargs = dict(kwargs)
+    kwargs["deepstack_visual_embeds"] = kwargs.pop(_ADDED)
+    return args, kwargs
+
+
+def _add(model: PreTrainedModel, hidden: Tensor, mask: Tensor | None, added: Tensor) -> Tensor:
+    """As upstream's `_deepstack_process`, which has a mask, and features for where it is true."""
+    return (
+        hidden + added.to(hidden.dtype) if mask is None else type(model)._deepstack_process(model, hidden, mask, added)
+    )

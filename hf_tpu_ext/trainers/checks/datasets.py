@@ -103,7 +103,7 @@ def check_columns_are_text(dataset, name: str, trainer: str) -> None:
     images = sorted({"image", "images"} & set(columns or ()))
     if images:
         raise UserError(
-            f"{name} has a column {images[0]!r}, and {trainer} does not train on images on XLA; SFTTrainer does. "
-            "Train on CUDA (backend='cuda'), or drop the column: "
+            f"{name} has a column {images[0]!r}, and {trainer} does not train on images on XLA; SFTTrainer, DPOTrainer and "
+            "KTOTrainer do. Train on CUDA (backend='cuda'), or drop the column: "
             f"dataset.remove_columns({images[0]!r})."
         )

@@ -36,7 +36,7 @@ _GENERATE = {
 # Those that this package has one in the place of.
 _REPLACED = {"DistillationTrainer", "GRPOTrainer", "RLOOTrainer"}
 # Those that have a collator for images.
-_TAKE_IMAGES = {"SFTTrainer"}
+_TAKE_IMAGES = {"DPOTrainer", "KTOTrainer", "SFTTrainer"}
 _TAKE_PREFERENCES = {"DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 

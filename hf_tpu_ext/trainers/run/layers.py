@@ -20,6 +20,7 @@ from ...layers.layer_trace import LayerTraces
 from ...quantization.packed_linear import unpacked_once
 from ...sharding import ShardingPlan
 from ...step.optimizer import LazyAdamW
+from ...vision.model import adds_between_layers
 from .user_code import (
     EVENTS_AT_EVERY_STEP,
     EVENTS_OF_A_STEP,
@@ -240,6 +241,8 @@ class LayerScan:
         model = unwrap_peft_model(self._trainer.model)
         if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
             return "the model has no list of layers, or several"
+        if adds_between_layers(model):
+            return "features of images are added between the layers"
         layers = getattr(*found)
         if (reason := self._why_no_turns(layers)) is not None:
             return reason
