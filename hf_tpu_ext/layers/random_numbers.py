@@ -148,7 +148,9 @@ class RandomNumbers(AbstractContextManager):
         bits = (scramble(seed + rows * BY_ROW) | 1) * (scramble(seed + columns * BY_COLUMN) | 1)
         # As upstream's noise: 0, or the factor that keeps the mean.
         kept = torch.full((), 1 / (1 - p), dtype=tensor.dtype, device=tensor.device)
-        return tensor * torch.where(bits >= round(p * 2**32) - 2**31, kept, torch.zeros_like(kept))
+        # By a tensor: with a Python number torch_xla compares in 64 bits, of which chips have none.
+        least = torch.full((), min(round(p * 2**32) - 2**31, 2**31 - 1), dtype=torch.int32, device=tensor.device)
+        return tensor * torch.where(bits >= least, kept, torch.zeros_like(kept))
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Numbers of 31 bits, int32, each by a whole hash."""

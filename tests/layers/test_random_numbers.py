@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch_xla
 from torch import nn
 from torch.nn import functional
 
@@ -65,6 +66,19 @@ def test_xla_drops_the_same(xla):
     with RandomNumbers(sent["seed"]):
         found = xla.fetch(functional.dropout(sent["tensor"], 0.1))
     torch.testing.assert_close(found, RandomNumbers(seed(5)).drop(tensor, 0.1), rtol=1e-6, atol=0)
+
+
+def test_dropout_has_no_numbers_of_64_bits(xla):
+    """Which the compiler for TPU makes of several of 32."""
+    seed = torch.zeros((), dtype=torch.int32, device=xla.device)
+    dropped = RandomNumbers(seed).drop(torch.ones(8, 128, device=xla.device), 0.05)
+    assert "64[" not in torch_xla._XLAC._get_xla_tensors_hlo([dropped])
+
+
+@pytest.mark.parametrize("p", [1e-12, 1 - 1e-12])
+def test_nearly_nothing_and_nearly_all_are_dropped(p):
+    dropped = RandomNumbers(torch.zeros((), dtype=torch.int32)).drop(torch.ones(64, 64), p)
+    assert (dropped > 0).float().mean() == round(1 - p)
 
 
 def test_gradients_are_those_of_dropout():
