@@ -154,12 +154,16 @@ def read_recipe(argv: list[str]) -> Recipe:
 def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
     """
     Read a recipe that is to be run, and set its environment variables; `tiny_data` is the dataset that `--smoke` puts in its
-    place. A key that stands twice in the file is refused (`ValueError`).
+    place. A key that stands twice in the file is refused (`ValueError`), and so is one that no command takes.
     """
+    # Which reads recipes.
+    from .known_keys import check_keys
+
     recipe = read_recipe(argv)
     for key, lines in recipe.repeated.items():
         where = " and ".join(map(str, lines))
         raise UserError(f"--config {recipe.path}: the key {key!r} stands in lines {where}. Keep one of them.")
+    check_keys(recipe)
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)

@@ -1,7 +1,6 @@
 """From the keys of a recipe to upstream's dataclasses, and to the command line of `accelerate launch`."""
 
 import argparse
-import difflib
 import os
 import sys
 import types
@@ -12,6 +11,7 @@ from trl import TrlParser
 
 from ..errors import UserError
 from ..yes_no import NO, YES
+from .known_keys import describe_unknown
 from .recipe import SMOKE_DIR, Recipe
 
 
@@ -106,13 +106,16 @@ class RecipeParser(TrlParser):
         launcher = _launcher_actions()
         unknown = [(values, key) for values, key in rest if key not in launcher]
         if unknown:
-            lines = []
-            for values, key in unknown:
-                close = difflib.get_close_matches(key, [*self._fields, *launcher, "config", "smoke"], n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"`{self.prog} --help` lists the keys."
-                where = f"in {recipe.path}" if values is recipe.file else "on the command line"
-                lines.append(f"unknown key {key!r} {where}. {hint}")
-            raise UserError("\n".join(lines))
+            known = [*self._fields, *launcher, "config", "smoke"]
+            help_lists = f"`{self.prog} --help` lists the keys."
+            raise UserError(
+                "\n".join(
+                    describe_unknown(
+                        key, f"in {recipe.path}" if values is recipe.file else "on the command line", known, help_lists
+                    )
+                    for values, key in unknown
+                )
+            )
         return {key: recipe.get(key) for _, key in rest}
 
     def launcher_words(self, recipe: Recipe) -> list[str]:

@@ -195,8 +195,10 @@ def test_keys_that_stand_twice(text, message, tmp_path):
 
 def test_a_key_may_stand_in_several_mappings(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text("a: &a {path: x, b: 1}\ndatasets: [{path: x}, {path: y}]\nc: {<<: *a, path: z}\npath: w\n")
-    assert load_recipe(["--config", str(path)], "data").file["c"] == {"path": "z", "b": 1}
+    path.write_text(
+        "mesh: &a {path: x, b: 1}\ndatasets: [{path: x}, {path: y}]\nfsdp_config: {<<: *a, path: z}\nseed: w\n"
+    )
+    assert load_recipe(["--config", str(path)], "data").file["fsdp_config"] == {"path": "z", "b": 1}
 
 
 def test_read_recipe(tmp_path):

@@ -197,7 +197,7 @@ def test_pretraining(command):
         (["--compile_cache_dir", "off"], "compile_cache_dir (or HF_TPU_EXT_COMPILE_CACHE) is off. Leave it out"),
         (["--compile_cache_dir", "{}/model/config.json/cache"], "The compilation cache is off"),
         (["--compile_cache_dir", ""], "compile_cache_dir is empty"),
-        (["--no_such_key", "1"], "unknown key 'no_such_key' on the command line. `hf-tpu warmup --help`"),
+        (["--no_such_key", "1"], "unknown key 'no_such_key' on the command line. `--help` lists"),
         (["recipe.yaml"], "A recipe is given as: --config recipe.yaml"),
     ],
 )

@@ -1,0 +1,63 @@
+"""A typing error in a recipe, found before PyTorch and TRL are imported, which takes seconds."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import UserError
+from .recipe import Recipe
+
+
+# Where keys are declared: as fields of dataclasses, and as options of parsers.
+_DECLARED = {
+    "trl": ("trainer/*_config.py", "experimental/*/*_config.py", "scripts/*.py", "cli/**/*.py"),
+    "transformers": ("training_args*.py",),
+    "accelerate": ("commands/launch.py",),
+    "hf_tpu_ext": (
+        "cli/cache_teacher.py",
+        "cli/plan.py",
+        "cli/pretrain.py",
+        "cli/warmup.py",
+        "trainers/configs.py",
+        "trainers/*/arguments.py",
+    ),
+}
+_FIELD, _OPTION = re.compile(r"^    (\w+)\s*:", re.MULTILINE), re.compile(r"[\"']--?([A-Za-z][\w-]*)[\"']")
+
+
+def check_keys(recipe: Recipe) -> None:
+    """
+    Refuse keys that no command takes (`ValueError`). Those that another command takes are refused by the parser of this one.
+
+    Names are read in the sources, since importing the classes takes seconds. Where there are no sources, all is left to the
+    parser.
+    """
+    known = {*_names()}
+    if not {"learning_rate", "model_name_or_path"} <= known:
+        return
+    unknown = [
+        (key, f"in {recipe.path}" if values is recipe.file else "on the command line")
+        for values in (recipe.file, recipe.command_line)
+        for key in values
+        if key not in known and key.removeprefix("no_") not in known and key not in ("h", "help")
+    ]
+    if unknown:
+        raise UserError("\n".join(describe_unknown(key, where, known) for key, where in unknown))
+
+
+def describe_unknown(key: str, where: str, known: Iterable[str], otherwise: str = "`--help` lists the keys.") -> str:
+    """Say that there is no such key, and which one is meant."""
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f"unknown key {key!r} {where}. {f'Did you mean {close[0]!r}?' if close else otherwise}"
+
+
+def _names() -> Iterator[str]:
+    for package, patterns in _DECLARED.items():
+        spec = find_spec(package)
+        for directory in spec.submodule_search_locations if spec else ():
+            for path in (path for pattern in patterns for path in Path(directory).glob(pattern)):
+                text = path.read_text(encoding="utf-8")
+                yield from _FIELD.findall(text)
+                yield from (name.replace("-", "_") for name in _OPTION.findall(text))
