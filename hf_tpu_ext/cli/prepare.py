@@ -16,7 +16,11 @@ Create a model of two layers and synthetic data for it, in seconds and without t
   unpaired/     additions with an answer that is right or wrong (label)
   questions/    additions to be answered, with their solution
   stories/      short synthetic stories in a column `text`
+With the model type of a vision language model, for instance smolvlm (needs pillow and torchvision):
+  model/        random weights and a processor of text and images
+  data/         pictures of digits and questions about them
 """
+VISION = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -39,6 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make a tiny model, a teacher for it, arithmetic, preferences, questions and stories, and return the exit status `0`."""
+    if args.model_type in VISION:
+        return _run_vision(args)
     from ..examples.jsonl import count_rows
     from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_questions, make_stories
 
@@ -57,6 +63,19 @@ def run(args: argparse.Namespace) -> int:
         directory = make(args.output_dir / name)
         rows = count_rows(directory)
         print(f"{name.capitalize()} in {directory}: {rows['train']} training rows, {rows['test']} evaluation rows")
+    return 0
+
+
+def _run_vision(args: argparse.Namespace) -> int:
+    try:
+        from ..examples.tiny_vision import make_vision_model, write_digits
+    except ImportError as error:
+        raise UserError(
+            f"--model_type {args.model_type} takes images, and needs {error.name}: pip install pillow torchvision"
+        ) from error
+    _check_is_own(args.output_dir, {"model", "data"})
+    print(f"Model in {make_vision_model(args.output_dir / 'model', args.model_type)}")
+    print(f"Digits in {write_digits(args.output_dir / 'data')}: 512 training rows, 64 evaluation rows")
     return 0
 
 

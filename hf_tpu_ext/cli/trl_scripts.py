@@ -91,6 +91,9 @@ class TRLScript:
             # Of several processes the first speaks.
             return 0
         loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
+        if _sees(training_args.output_dir if not model_args.use_peft else model_args.model_name_or_path):
+            # It loads adapters, too.
+            loader = "transformers.AutoModelForImageTextToText"
         # Of an adapter's base, which has no head, the number of labels is not known.
         labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""
         print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r}{labels})")
@@ -231,3 +234,11 @@ _SCRIPTS = (
 )
 #: The scripts, by their command.
 SCRIPTS = {script.command: script for script in _SCRIPTS}
+
+
+def _sees(model: str) -> bool:
+    """Whether a model is one of text and images, as TRL tells when it loads it."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return AutoConfig.from_pretrained(model).architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()

@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from datasets import Dataset
+from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -164,3 +168,46 @@ def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) ->
         "scale_factor": 2,
         "pad_token_id": text["pad_token_id"],
     }
+
+
+def make_digits(count: int, seed: int = 0, shuffled: bool = False) -> Dataset:
+    """
+    Make pictures of digits, in TRL's conversational prompt-completion form: `images`, a question, and the digit as its answer. Size,
+    place, colours and noise differ. `shuffled` gives each picture its own pixels in another order, which tell nothing.
+    """
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        digit = int(rng.integers(10))
+        pixels = draw_digit(digit, rng)
+        if shuffled:
+            pixels = rng.permutation(pixels.reshape(-1, 3)).reshape(pixels.shape)
+        rows.append(
+            {
+                "images": [PILImage.fromarray(pixels)],
+                "prompt": [{"role": "user", "content": "?"}],
+                "completion": [{"role": "assistant", "content": str(digit)}],
+            }
+        )
+    return Dataset.from_list(rows)
+
+
+def write_digits(output_dir: str | Path) -> Path:
+    """Write 512 pictures of digits to train on, and 64 to evaluate, for `load_dataset(output_dir)`."""
+    for split, count, seed in (("train", 512, 0), ("test", 64, 1)):
+        path = Path(output_dir) / f"{split}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_digits(count, seed).to_parquet(path)
+    return Path(output_dir)
+
+
+def draw_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
+    """A picture of a digit, `(height, width, 3)`, of bytes."""
+    dark, light = rng.integers(0, 90, 3), rng.integers(165, 256, 3)
+    image = PILImage.new("RGB", (SIDE, SIDE), tuple(map(int, dark)))
+    size = int(rng.integers(38, 50))
+    corner = rng.integers(-4, 5, 2) + (SIDE // 2 - size // 4, SIDE // 2 - 2 * size // 3)
+    font = ImageFont.load_default(size)
+    ImageDraw.Draw(image).text(tuple(map(int, corner)), str(digit), tuple(map(int, light)), font)
+    noise = rng.normal(0, 8, (SIDE, SIDE, 3))
+    return (np.asarray(image) + noise).clip(0, 255).astype(np.uint8)

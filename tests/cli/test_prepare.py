@@ -4,9 +4,10 @@ import argparse
 
 import pytest
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_tpu_ext.cli import prepare
+from hf_tpu_ext.examples import tiny_vision
 
 
 def run(*argv: str) -> int:
@@ -24,6 +25,14 @@ def test_tiny_makes_model_and_data_and_may_run_again(tmp_path, capsys):
     assert load_dataset(str(tmp_path / "data"))["train"].column_names == ["prompt", "completion"]
     assert load_dataset(str(tmp_path / "stories"))["test"].column_names == ["text"]
     assert "1792 training rows, 256 evaluation rows" in capsys.readouterr().out
+
+
+def test_tiny_makes_a_model_that_sees_and_pictures(tmp_path):
+    assert run("tiny", "--output_dir", str(tmp_path), "--model_type", "smolvlm") == 0
+    assert AutoConfig.from_pretrained(tmp_path / "model").model_type == "smolvlm"
+    rows = load_dataset(str(tmp_path / "data"))["test"]
+    assert len(rows) == 64 and rows[0]["images"][0].size == (56, 56)
+    assert set(prepare.VISION) == set(tiny_vision.FAMILIES)
 
 
 @pytest.mark.parametrize("other", ["train.py", None])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trl
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.cli.swap import TRAINERS
@@ -28,6 +28,19 @@ def tiny(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def tiny_vision(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny_vision")
+    assert main(["prepare", "tiny", "--model_type", "smolvlm", "--output_dir", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture
+def tiny_of(tiny, request):
+    """The directory for a recipe: a model of text, or one that sees."""
+    return lambda recipe: request.getfixturevalue("tiny_vision") if recipe.stem.startswith("sft_vlm") else tiny
+
+
 def command_of(recipe):
     """What runs a recipe, which its name begins with; `kd_...` is supervised fine-tuning, too."""
     kind = recipe.stem.partition("_")[0]
@@ -39,13 +52,13 @@ def shortened(recipe):
     return SHORT[2:] if command_of(recipe) in ("grpo", "distillation") else SHORT
 
 
-def check_run(output_dir, steps=4):
+def check_run(output_dir, steps=4, sees=False):
     state = json.loads((output_dir / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     assert state["global_step"] == len(losses) == steps
     assert all(math.isfinite(loss) for loss in losses)
     # A directory of an adapter loads through PEFT.
-    AutoModelForCausalLM.from_pretrained(output_dir)
+    (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(output_dir)
 
 
 #: Text of any form, an adapter, a pair. Full fine-tuning goes through the stock command below.
@@ -59,16 +72,16 @@ BY_DEFAULT = ("pretrain_tinystories",)
         for path in RECIPES
     ],
 )
-def test_recipe(recipe, tiny, tmp_path, monkeypatch):
+def test_recipe(recipe, tiny_of, tmp_path, monkeypatch):
     for name in yaml.safe_load(recipe.read_text()).get("env", {}):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # what the recipe sets is taken back after the test
     upstream = {name: getattr(trl, name) for name in TRAINERS.values()}
-    argv = ["--config", str(recipe), "--smoke", str(tiny), *shortened(recipe)]
+    argv = ["--config", str(recipe), "--smoke", str(tiny_of(recipe)), *shortened(recipe)]
     if "kd_cache" in yaml.safe_load(recipe.read_text()):
         argv += ["--kd_cache", str(tmp_path / "cache")]
         assert main(["cache-teacher", *argv]) == 0
     assert main([command_of(recipe), *argv, "--output_dir", str(tmp_path)]) == 0
-    check_run(tmp_path)
+    check_run(tmp_path, sees=recipe.stem.startswith("sft_vlm"))
     assert {name: getattr(trl, name) for name in upstream} == upstream
 
 
@@ -84,7 +97,7 @@ def run_command(name, recipe, tiny, output_dir, **env):
         timeout=600,
     )
     assert result.returncode == 0, result.stderr
-    check_run(output_dir)
+    check_run(output_dir, sees=recipe.stem.startswith("sft_vlm"))
     return result
 
 
@@ -113,8 +126,8 @@ def test_recipe_on_eight_devices_through_the_stock_command(tiny, tmp_path):
     [path for path in RECIPES if "kd_cache" not in yaml.safe_load(path.read_text())],
     ids=lambda path: path.stem,
 )
-def test_recipe_on_eight_devices(recipe, tiny, tmp_path):
-    result = run_command("hf-tpu", recipe, tiny, tmp_path, CPU_NUM_DEVICES="8")
+def test_recipe_on_eight_devices(recipe, tiny_of, tmp_path):
+    result = run_command("hf-tpu", recipe, tiny_of(recipe), tmp_path, CPU_NUM_DEVICES="8")
     assert "8 chips" in result.stdout + result.stderr
 
 
