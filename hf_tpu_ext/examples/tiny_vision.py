@@ -131,6 +131,7 @@ def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) ->
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
         del vision["image_size"]
         vision |= {"depth": 2, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
+        vision["initializer_range"] = SIZES["initializer_range"]
         if model_type == "qwen2_5_vl":
             vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
         else:

@@ -27,7 +27,7 @@ from .checks.upstream import checkpointing_left_on, default_arguments
 from .configs import ExtensionArguments
 from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
-from .run.images import lay_out_images
+from .run.images import lay_out_images, naming_broken_images
 from .run.index_ranges import IndexRanges
 from .run.lengths import lengths_for, pad_token_of
 from .run.status import StatusMixin
@@ -419,7 +419,10 @@ class TPUTrainerMixin(
         self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
     ):
         try:
-            return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with naming_broken_images(named_datasets(self.train_dataset, self.eval_dataset)):
+                return super()._inner_training_loop(
+                    batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+                )
         except RuntimeError as error:
             if self.args.auto_find_batch_size and "RESOURCE_EXHAUSTED" in str(error):
                 # Accelerate goes on with a smaller batch where it knows the words.

@@ -1,12 +1,14 @@
 """Rows with images: each logged number is stock's on eager CPU, from the same pixels, and a step is one graph."""
 
+import io
 import os
+import re
 
 import numpy as np
 import pytest
 import torch
 import trl
-from datasets import Dataset, List
+from datasets import Dataset, List, concatenate_datasets
 from datasets import Image as ImageFeature
 from peft import LoraConfig
 from PIL import Image
@@ -298,6 +300,31 @@ def test_the_line_at_the_start(images):
     assert any(
         "(as max_length=96 allows); image_tokens declares fewer. A batch" in line for line in trainer.compiled.changes
     )
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=slow)])
+def test_an_image_that_does_not_open(images, workers):
+    rows = make_rows([1] * 8)
+    broken = [{**row, "images": [{"bytes": b"GIF89a, more or less", "path": None}]} for row in rows.select([0])]
+    broken = Dataset.from_list(broken).cast(rows.features)
+    train_dataset = concatenate_datasets([rows.select(range(5)), broken, rows.select(range(6, 8))])
+    with pytest.raises(UserError, match="An image of row 5 of train_dataset cannot be opened") as error:
+        images.ours("gemma3", train_dataset, max_steps=2, dataloader_num_workers=workers)
+    fix = re.search(r"train_dataset\.select\(.* != 5\)", str(error.value)).group()
+    fixed = eval(fix, {"train_dataset": train_dataset})
+    assert len(fixed) == 7 and all(fixed["images"])
+
+
+def test_a_moving_picture_is_its_first_one(images):
+    """As with stock."""
+    frames = make_images(3, np.random.default_rng(0), sizes=False)
+    file = io.BytesIO()
+    frames[0].save(file, "gif", save_all=True, append_images=frames[1:])
+    rows = make_rows([1])
+    moving = Dataset.from_list([{**rows[0], "images": [{"bytes": file.getvalue(), "path": None}]}]).cast(rows.features)
+    still = Dataset.from_list([{**rows[0], "images": [moving[0]["images"][0].convert("RGB")]}]).cast(rows.features)
+    collate = images.ours("gemma3", rows, train=False).data_collator
+    assert torch.equal(collate([moving[0]])[families.PIXELS], collate([still[0]])[families.PIXELS])
 
 
 # ---- What they learn ----

@@ -1,5 +1,11 @@
 """Batches with images: how many image tokens a row has room for, and the collator that lays images out."""
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from traceback import format_exception
+from typing import Any
+
 import datasets
 import pyarrow.compute as pc
 from transformers import ProcessorMixin, TrainingArguments
@@ -13,11 +19,48 @@ from ..checks.datasets import named_datasets
 from ..configs import ImageArguments
 
 
+# The file of `datasets` that opens images, in a traceback.
+_DECODER = os.path.join("features", "image.py")
+
+
 def has_images(dataset) -> bool:
     """Whether a dataset has a column of images."""
     known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
     columns = (dataset.column_names or next(iter(dataset), {})) if known else ()
     return not set(IMAGE_COLUMNS).isdisjoint(columns)
+
+
+@contextmanager
+def naming_broken_images(named: Mapping[str, Any]) -> Iterator[None]:
+    """
+    Context in which rows are read of datasets, by what to call them in a message. Where an image cannot be opened, a `ValueError` has
+    its row: the error of `datasets`, from a worker of the DataLoader perhaps, knows none.
+    """
+    try:
+        yield
+    # Decoders raise what they like.
+    except Exception as error:
+        if _DECODER in "".join(format_exception(error)):
+            for name, dataset in named.items():
+                if isinstance(dataset, datasets.Dataset) and (row := _find_broken_image(dataset)) is not None:
+                    column = next(column for column in IMAGE_COLUMNS if column in dataset.column_names)
+                    raise UserError(
+                        f"An image of row {row} of {name} cannot be opened ({type(error).__name__}). Replace it, or leave the row out: "
+                        f"{name}.select(row for row in range({len(dataset)}) if row != {row}). Without decoding, "
+                        f"{name}.cast_column({column!r}, datasets.List(datasets.Image(decode=False))) shows its bytes and its path."
+                    ) from error
+        raise
+
+
+def _find_broken_image(dataset: datasets.Dataset) -> int | None:
+    columns = [column for column in IMAGE_COLUMNS if column in dataset.column_names]
+    images = dataset.select_columns(columns)
+    for row in range(len(images)):
+        try:
+            images[row]
+        except Exception:
+            return row
+    return None
 
 
 def images_of_rows(dataset) -> tuple[int, int] | None:
