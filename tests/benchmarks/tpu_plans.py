@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tables import make_parser, write_block
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_tpu_ext.examples.tiny import make_tokenizer
 from hf_tpu_ext.formatting import format_bytes
@@ -37,7 +38,19 @@ QWEN3 = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }
-# The sizes that these models were published with (their `config.json`).
+GEMMA3 = {
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+_LARGER_GEMMA3 = {"vocab_size": 262208, "head_dim": 256, "max_position_embeddings": 131072, "sliding_window": 1024}
+# The sizes that these models were published with (their `config.json`); of Gemma 3 with images, those of the text model.
 MODELS = {
     "Qwen3-0.6B": ("qwen3", QWEN3),
     "Qwen3-0.6B of 8 layers": ("qwen3", {**QWEN3, "num_hidden_layers": 8}),
@@ -80,6 +93,30 @@ MODELS = {
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
             "tie_word_embeddings": False,
+        },
+    ),
+    "Gemma-3-1B": ("gemma3_text", GEMMA3 | {"sliding_window": 512}),
+    "Qwen3 of these widths": ("qwen3", GEMMA3),
+    "Gemma-3-4B": (
+        "gemma3_text",
+        _LARGER_GEMMA3
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "Gemma-3-12B": (
+        "gemma3_text",
+        _LARGER_GEMMA3
+        | {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
         },
     ),
 }
@@ -228,6 +265,26 @@ SLICES = [
     _slice("full", "v6e-256", 4, "data=16,fsdp=16"),
     _slice("LoRA", "v5e-16", 4, "data=4,fsdp=4", **LORA),
 ]
+
+
+def _gemma3(
+    title: str, rows: int, length: int, model: str = "Gemma-3-1B", topology: str = "v5e-1", **settings: str
+) -> Case:
+    return Case(title, model, topology, length, {"per_device_train_batch_size": str(rows), **settings})
+
+
+# Layers that alternate.
+ALTERNATING = [
+    _gemma3("LoRA, 4 x 1024", 4, 1024, **LORA),
+    _gemma3("LoRA, 4 x 1024", 4, 1024, "Qwen3 of these widths", **LORA),
+    _gemma3("full, 4 x 1024", 4, 1024),
+    _gemma3("LoRA, 1 x 8192", 1, 8192, **LORA),
+    _gemma3("LoRA, 4 x 1024", 4, 1024, "Gemma-3-4B", **LORA, dtype="bfloat16"),
+    _gemma3(
+        "LoRA, 4 x 1024 a chip, mesh: fsdp", 4, 1024, "Gemma-3-12B", "v5e-8", **LORA, dtype="bfloat16", mesh="fsdp"
+    ),
+    _gemma3("full, 1 x 8192", 1, 8192),
+]
 # What rounding adds to a step.
 _INSIDE = {**LORA, "lora_r": "32", "qat_weight_dtype": "int4"}
 ROUNDED = [
@@ -239,6 +296,7 @@ ROUNDED = [
 TABLES = {
     "tpu_plans": (DOCUMENT, CASES),
     "slice_plans": (DOCUMENT, SLICES),
+    "alternating_plans": (DOCUMENT, ALTERNATING),
     "preference_plans": (DOCUMENT, PREFERENCES),
     "qlora_plans": (ROOT / "docs" / "quantization.md", FEW_BITS),
     "qat_plans": (ROOT / "docs" / "quantization.md", ROUNDED),
@@ -253,7 +311,7 @@ def make_model(name: str, directory: Path, **sizes: int) -> Path:
     kind, published = MODELS[name]
     path = directory / name.replace(" ", "_")
     make_tokenizer(path)
-    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     # As it was published: plans ask for this.
     config = AutoConfig.for_model(kind, **published | sizes, dtype="bfloat16", architectures=[architecture])
     config.save_pretrained(path)
