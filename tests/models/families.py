@@ -3,9 +3,8 @@ Trains a tiny model of every family with upstream's trainer on eager CPU and wit
 
     python tests/models/families.py                    # all, a process for each run; what is there is not run again
     python tests/models/families.py --only qwen3 lfm2 --again
-    python tests/models/families.py --write-docs       # docs/models.md of the results
 
-Results are in `families.json`.
+Results are in `families.json`; `models_page.py` writes docs/models.md from them.
 """
 
 import argparse
@@ -28,9 +27,6 @@ RECIPES = ("sft", "sft without checkpointing", "trainer")
 EXACTLY = " in float64"
 #: Of one run, the imports apart.
 MOST_SECONDS, MOST_BYTES = 240, 12 * 2**30
-TASKS = {
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-}
 
 
 # ---- One run, in a process of its own ----

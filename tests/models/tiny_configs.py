@@ -1,5 +1,6 @@
 """Sizes of a tiny model of each family: two layers, or one period of layers that alternate."""
 
+import re
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -220,6 +221,10 @@ def tiny_config(model_type: str, decoder: bool = False) -> PreTrainedConfig:
     return config
 
 
+# Fields that make a step depend on random numbers, which are others on each device.
+_RANDOM = re.compile("dropout|pdrop|layerdrop|jitter")
+
+
 def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     named = vars(config)
     fields = {name: value for name, value in (SIZES | TOKENS).items() if name in named}
@@ -231,7 +236,7 @@ def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in named.items():
         if isinstance(value, PreTrainedConfig):
             fields[name] = _shrink(value)
-        elif isinstance(value, float) and ("dropout" in name or "pdrop" in name or name.endswith("layerdrop")):
+        elif isinstance(value, float) and _RANDOM.search(name):
             fields[name] = 0.0
         elif isinstance(value, int) and name.endswith(("token_id", "token_index")) and name not in TOKENS:
             fields[name] = VOCABULARY - 1

@@ -86,6 +86,22 @@ class XLAPrograms(Programs):
         shared += [tensor for tensor in others if graphs.buffer_of(tensor) in first]
         give_own_buffers(shared)
         self._backend.flush()
+        if self._backend.num_chips == 1:
+            self._forget_types(state)
+
+    def _forget_types(self, state: Sequence[torch.Tensor]) -> None:
+        """
+        Make the state what results of programs are. Tensors that were sent know the type that they had on the host, and some
+        operators, such as a mean, convert what they compute to it: the second step would be compiled again.
+        """
+        self._backend.wait()
+        aliased = self.aliased(state)
+        single = [tensor for place, tensor in enumerate(state) if place not in aliased]
+        held = graphs.hold_buffers(single)
+        same = dict(zip(torch_xla._XLAC._get_tensors_handle(held), held, strict=True))
+        for tensor, buffer in zip(single, torch_xla._XLAC._get_tensors_handle(single), strict=True):
+            if same[buffer].dtype == tensor.dtype:
+                tensor.data = same[buffer]
 
     def real_copies(self) -> XLARealCopies:
         return XLARealCopies()

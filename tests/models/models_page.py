@@ -1,0 +1,105 @@
+"""
+Writes the tables of docs/models.md from the results of tests/models/families.py:
+
+    python tests/models/models_page.py --write-docs
+"""
+
+import sys
+from pathlib import Path
+
+from families import difference, is_equal, read_results, why_not_replayed
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from tables import make_parser, publish  # noqa: E402
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_RECIPES = {
+    "sft": "`TPUSFTTrainer`",
+    "sft without checkpointing": "`TPUSFTTrainer`, `gradient_checkpointing=False`",
+    "trainer": "`TPUTrainer`",
+}
+
+
+def tables() -> dict[str, str]:
+    """The tables of the page, by the names of their markers."""
+    families: dict[str, dict[str, dict]] = {}
+    for key, result in read_results().items():
+        _, family, kind = key.split("/")
+        families.setdefault(family, {})[kind] = result
+    trained = {name: runs for name, runs in families.items() if any("ours" in run for run in runs.values())}
+    rows = ["| `model_type` | Recipe | Full fine-tuning | LoRA | Remark |", "|---|---|---|---|---|"]
+    rows += [_row(name, runs) for name, runs in trained.items()]
+    others = ["| `model_type` | Upstream's error on the CPU |", "|---|---|"]
+    others += [
+        f"| `{name}` | {_code(runs['full']['stock']['error'])} |"
+        for name, runs in families.items()
+        if name not in trained
+    ]
+    return {"models": _summary(families, trained) + "\n\n" + "\n".join(rows), "models_untrained": "\n".join(others)}
+
+
+def _summary(families: dict[str, dict], trained: dict[str, dict]) -> str:
+    good = [name for name, runs in trained.items() if all(_is_good(run) for run in runs.values() if "ours" in run)]
+    missing = [f"`{name}`" for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in families]
+    not_run = f" Not run yet: {', '.join(missing)}." if missing else ""
+    return (
+        f"Of {len(families)} families, upstream trains {len(trained)} here. {len(good)} of these are trained with equal numbers by "
+        "replayed steps, without a transfer to the host; the last column says what the others do."
+        f"{not_run}"
+    )
+
+
+def _is_good(run: dict) -> bool:
+    ours = run["ours"]
+    return "losses" in ours and is_equal(run) and why_not_replayed(ours) is None and not ours["fallbacks_of"]
+
+
+def _row(name: str, runs: dict[str, dict]) -> str:
+    (recipe, *_) = (_RECIPES[run["stock"]["recipe"]] for run in runs.values() if "ours" in run)
+    remarks = list(dict.fromkeys(remark for run in runs.values() if (remark := _remark(run))))
+    cells = [_cell(runs.get(kind)) for kind in ("full", "lora")]
+    return f"| `{name}` | {recipe} | {' | '.join(cells)} | {'; '.join(remarks)} |"
+
+
+def _cell(run: dict | None) -> str:
+    if run is None or "ours" not in run:
+        return "upstream fails" if run else ""
+    ours = run["ours"]
+    if "error" in ours:
+        return "refused" if ours.get("refused") else "fails"
+    off = f"{difference(ours, run['stock']):.0e}"
+    return off if is_equal(run) else f"**{off}**"
+
+
+def _remark(run: dict) -> str:
+    ours = run.get("ours")
+    if ours is None:
+        return f"upstream: {_code(run['stock']['error'])}"
+    if "error" in ours:
+        return ours["error"].partition(": ")[2] or ours["error"]
+    said = []
+    if (reason := why_not_replayed(ours)) is not None:
+        said.append(f"steps are traced: {reason}")
+    if ours["fallbacks_of"]:
+        said.append(f"on the host: {', '.join(f'`{name}`' for name in ours['fallbacks_of'])}")
+    if difference(ours, run["stock"]) > 1e-5 and is_equal(run):
+        said.append("as near to float64 as upstream")
+    return "; ".join(said)
+
+
+def _code(error: str) -> str:
+    return f"`{error[:110].replace('|', ' ').replace('`', '')}`"
+
+
+def main() -> None:
+    arguments = make_parser(__doc__, PAGE).parse_args()
+    for name, block in tables().items():
+        publish(arguments, PAGE, name, block, read_results())
+
+
+if __name__ == "__main__":
+    main()
