@@ -19,6 +19,8 @@ from ..checks.datasets import named_datasets
 from ..configs import ImageArguments
 
 
+# Settings by which models compute or write something else than a loss, which nothing has compared with images.
+_WITHOUT_IMAGES = ("predict_with_generate", "show_samples", "kd_teacher", "kd_cache", "qat_weight_dtype")
 # The file of `datasets` that opens images, in a traceback.
 _DECODER = os.path.join("features", "image.py")
 
@@ -83,6 +85,11 @@ def lay_out_images(trainer) -> None:
     rows have room for. A model of another family is a `ValueError`.
     """
     args, collator, processor = trainer.args, trainer.data_collator, trainer.processing_class
+    for name in _WITHOUT_IMAGES:
+        if value := vars(args).get(name):
+            raise UserError(
+                f"{name}={value!r} knows no images, and the dataset has some. Leave it out, or train on text."
+            )
     base = find_base(trainer.model)
     if base is None:
         raise UserError(
