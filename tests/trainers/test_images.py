@@ -207,9 +207,6 @@ def test_predictions_are_stocks(images):
     rows = make_rows([1, 2, 1, 0, 1, 1, 0])
     ours, stock = (train("smolvlm", rows, max_steps=2).predict(rows) for train in (images.ours, images.stock))
     assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
-    assert ours.metrics["test_mean_token_accuracy"] == pytest.approx(
-        stock.metrics["test_mean_token_accuracy"], rel=1e-5
-    )
 
 
 # ---- Parts of a model, layers as a loop ----
