@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from processes_driver import KINDS, LEARNS, SAVES, TAUGHT, assert_same, build, in_processes, of_test, taught_rows
+from test_images import ImageRuns, make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -114,6 +115,18 @@ def test_batch_is_halved_where_memory_ends(tiny_model, tmp_path):
         assert found == find(SFTTrainer, SFTConfig, "stock") and 1 < found[0] < 256
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "smolvlm"])
+def test_images_train_as_with_upstreams_trainer(family, tmp_path):
+    runs, rows = ImageRuns(tmp_path), make_rows([1, 2, 1, 1])
+    losses = []
+    for trainer_cls, config_cls in ((TPUSFTTrainer, TPUSFTConfig), (SFTTrainer, SFTConfig)):
+        trainer = runs.trainer(trainer_cls, config_cls, family, rows)
+        trainer.train()
+        assert trainer.model.device.type == "cuda"
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 4
 
 
 def test_signal_stops_a_run_that_goes_on_bit_for_bit(trained):
