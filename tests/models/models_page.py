@@ -22,6 +22,11 @@ _RECIPES = {
     "sft without checkpointing": "`TPUSFTTrainer`, `gradient_checkpointing=False`",
     "trainer": "`TPUTrainer`",
 }
+# What was found out about a family otherwise.
+_KNOWN = {
+    "hy_v3": "with SGD 1e-07: where a gradient is rounding alone, Adam makes a whole step of it",
+    "prophetnet": "its program was not compiled in four minutes",
+}
 
 
 def tables() -> dict[str, str]:
@@ -61,6 +66,7 @@ def _is_good(run: dict) -> bool:
 def _row(name: str, runs: dict[str, dict]) -> str:
     (recipe, *_) = (_RECIPES[run["stock"]["recipe"]] for run in runs.values() if "ours" in run)
     remarks = list(dict.fromkeys(remark for run in runs.values() if (remark := _remark(run))))
+    remarks += [_KNOWN[name]] if name in _KNOWN else []
     cells = [_cell(runs.get(kind)) for kind in ("full", "lora")]
     return f"| `{name}` | {recipe} | {' | '.join(cells)} | {'; '.join(remarks)} |"
 
