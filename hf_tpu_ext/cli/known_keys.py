@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 from .recipe import Recipe
@@ -38,19 +39,29 @@ def check_keys(recipe: Recipe) -> None:
     if not {"learning_rate", "model_name_or_path"} <= known:
         return
     unknown = [
-        (key, f"in {recipe.path}" if values is recipe.file else "on the command line")
+        (values, key)
         for values in (recipe.file, recipe.command_line)
         for key in values
         if key not in known and key.removeprefix("no_") not in known and key not in ("h", "help")
     ]
-    if unknown:
-        raise UserError("\n".join(describe_unknown(key, where, known) for key, where in unknown))
+    refuse_unknown(recipe, unknown, known)
 
 
-def describe_unknown(key: str, where: str, known: Iterable[str], otherwise: str = "`--help` lists the keys.") -> str:
-    """Say that there is no such key, and which one is meant."""
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return f"unknown key {key!r} {where}. {f'Did you mean {close[0]!r}?' if close else otherwise}"
+def refuse_unknown(
+    recipe: Recipe, unknown: Iterable[tuple[dict[str, Any], str]], known: Iterable[str], prog: str = ""
+) -> None:
+    """
+    Refuse keys of a recipe (`ValueError`), each with the values among which it stands, and say which of the `known` ones is meant, or
+    that the help of `prog` lists them.
+    """
+    lines = []
+    for values, key in unknown:
+        close = difflib.get_close_matches(key, list(known), n=1)
+        where = f"in {recipe.path}" if values is recipe.file else "on the command line"
+        hint = f"Did you mean {close[0]!r}?" if close else f"`{f'{prog} --help'.strip()}` lists the keys."
+        lines.append(f"unknown key {key!r} {where}. {hint}")
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 def _names() -> Iterator[str]:

@@ -11,7 +11,7 @@ from trl import TrlParser
 
 from ..errors import UserError
 from ..yes_no import NO, YES
-from .known_keys import describe_unknown
+from .known_keys import refuse_unknown
 from .recipe import SMOKE_DIR, Recipe
 
 
@@ -105,17 +105,7 @@ class RecipeParser(TrlParser):
             return {}
         launcher = _launcher_actions()
         unknown = [(values, key) for values, key in rest if key not in launcher]
-        if unknown:
-            known = [*self._fields, *launcher, "config", "smoke"]
-            help_lists = f"`{self.prog} --help` lists the keys."
-            raise UserError(
-                "\n".join(
-                    describe_unknown(
-                        key, f"in {recipe.path}" if values is recipe.file else "on the command line", known, help_lists
-                    )
-                    for values, key in unknown
-                )
-            )
+        refuse_unknown(recipe, unknown, [*self._fields, *launcher, "config", "smoke"], self.prog)
         return {key: recipe.get(key) for _, key in rest}
 
     def launcher_words(self, recipe: Recipe) -> list[str]:

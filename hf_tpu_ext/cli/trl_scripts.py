@@ -91,7 +91,7 @@ class TRLScript:
             # Of several processes the first speaks.
             return 0
         loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
-        if _sees(training_args.output_dir if not model_args.use_peft else model_args.model_name_or_path):
+        if _sees(model_args, training_args.trust_remote_code):
             # It loads adapters, too.
             loader = "transformers.AutoModelForImageTextToText"
         # Of an adapter's base, which has no head, the number of labels is not known.
@@ -236,9 +236,14 @@ _SCRIPTS = (
 SCRIPTS = {script.command: script for script in _SCRIPTS}
 
 
-def _sees(model: str) -> bool:
-    """Whether a model is one of text and images, as TRL tells when it loads it."""
+def _sees(model_args, trust_remote_code: bool) -> bool:
+    """Whether the model that was trained is one of text and images, as TRL tells when it loads it."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    return AutoConfig.from_pretrained(model).architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    config = AutoConfig.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=trust_remote_code,
+    )
+    return config.architectures[0] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()

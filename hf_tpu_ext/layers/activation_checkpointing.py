@@ -247,11 +247,10 @@ def checkpoint_layers(model: nn.Module, backend: Backend, keeps_dots: bool = Fal
     """
     layers = [module for module in model.modules() if "_gradient_checkpointing_func" in vars(module)]
     for layer in layers:
-        of_layer = layer._gradient_checkpointing_func
-        if isinstance(of_layer, partial) and of_layer.func is recompute:
-            # Another one would be another step.
-            continue
-        layer._gradient_checkpointing_func = partial(recompute, layer, backend, keeps_dots)
+        before, function = layer._gradient_checkpointing_func, partial(recompute, layer, backend, keeps_dots)
+        # An equal one stays: another object would be another step.
+        if not (isinstance(before, partial) and (before.func, before.args) == (function.func, function.args)):
+            layer._gradient_checkpointing_func = function
     return len(layers)
 
 

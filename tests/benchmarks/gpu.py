@@ -22,6 +22,7 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from tables import make_parser, publish
+from tpu_plans import QWEN3
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
@@ -31,16 +32,6 @@ from hf_tpu_ext.examples.tiny import make_tokenizer
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-SIZES = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
 BATCH_SIZE, LENGTH, TOP_K = 4, 1024, 64
 WARM_STEPS = 2
 LOSSES = 1e-2
@@ -73,7 +64,7 @@ def prepare(directory: Path, steps: int) -> None:
     """Write a model, rows, and the cache of a teacher."""
     make_tokenizer(directory / "model")
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3", **SIZES)
+    config = AutoConfig.for_model("qwen3", **QWEN3)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory / "model")
     # Words of one token each.
     letters = torch.randint(97, 123, (BATCH_SIZE * steps, LENGTH), generator=torch.Generator().manual_seed(0))

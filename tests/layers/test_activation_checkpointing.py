@@ -156,6 +156,22 @@ def test_only_layers_that_checkpoint_are_changed(xla, model_dir):
     assert all(layer._gradient_checkpointing_func not in before for layer in model.model.layers)
 
 
+def test_checkpointing_again_keeps_the_functions_of_the_same_policy(xla, model_dir):
+    """Another object would be another step. Another policy is another function."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.gradient_checkpointing_enable()
+
+    def functions():
+        return [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+
+    rematerialize(model, "full", xla)
+    full = functions()
+    rematerialize(model, "full", xla)
+    assert all(one is other for one, other in zip(functions(), full, strict=True))
+    rematerialize(model, "dots", xla)
+    assert sum(one is not other for one, other in zip(functions(), full, strict=True)) == MARKED
+
+
 class Sharing(GradientCheckpointingLayer):
     """One of such layers leaves its keys for the others, as in Gemma 3n."""
 

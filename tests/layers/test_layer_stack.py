@@ -144,6 +144,22 @@ def test_kept_products_are_not_computed_again(xla, load, monkeypatch):
     assert full - dots == 6
 
 
+def assert_holds(state, expected):
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name].cpu(), tensor), name
+
+
+def assert_loads_and_unstacks(model, parent, layers, expected):
+    """A model whose `parent.layers` are stacked takes other values, and the layers have them afterwards."""
+    doubled = {name: 2 * tensor for name, tensor in expected.items()}
+    model.load_state_dict(doubled)
+    parent.layers.unstack()
+    parent.layers = layers
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.cpu(), doubled[name]), name
+
+
 def test_state_dict_is_that_of_the_layers(xla, load):
     model, expected = load(), load().state_dict()
     xla.place(model)
@@ -154,16 +170,9 @@ def test_state_dict_is_that_of_the_layers(xla, load):
     assert all(len(parameter) == 3 for parameter in stack.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == load().num_parameters()
     for state in (model.state_dict(), model.state_dict(keep_vars=True)):
-        assert state.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(state[name].cpu(), tensor), name
-    doubled = {name: 2 * tensor for name, tensor in expected.items()}
-    model.load_state_dict(doubled)
-    stack.unstack()
-    parent.layers = layers
+        assert_holds(state, expected)
+    assert_loads_and_unstacks(model, parent, layers, expected)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in load().named_parameters()]
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.cpu(), doubled[name]), name
 
 
 def test_answers_in_the_middle_of_training(xla, load):
@@ -278,16 +287,8 @@ def test_state_dict_of_a_pattern_is_that_of_the_layers(xla, load_alternating):
     parent.layers = stack = LayerStack(layers, xla, "full", pattern=pattern_of(xla, model))
     stack.stack()
     assert stack.pattern == (0, 3, 2) and set(stack.stacked["2.mlp.up_proj.weight"].shape[:1]) == {2}
-    state = model.state_dict()
-    assert state.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(state[name].cpu(), tensor), name
-    doubled = {name: 2 * tensor for name, tensor in expected.items()}
-    model.load_state_dict(doubled)
-    stack.unstack()
-    parent.layers = layers
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.cpu(), doubled[name]), name
+    assert_holds(model.state_dict(), expected)
+    assert_loads_and_unstacks(model, parent, layers, expected)
 
 
 def reason_of(xla, model, change=lambda layers: None):

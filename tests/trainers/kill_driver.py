@@ -70,21 +70,24 @@ def train(kind: str, model_dir: str | Path, output_dir: str | Path, reach: Calla
     trainer.save_model()
 
 
-def _fine_tuning(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> TPUSFTTrainer:
-    config = TPUSFTConfig(
+def _config(output_dir: str, rows: int, max_length: int) -> TPUSFTConfig:
+    return TPUSFTConfig(
         output_dir=output_dir,
         **SAVES,
         max_steps=MAX_STEPS,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=rows,
         learning_rate=1e-3,
         neftune_noise_alpha=5.0,
         gradient_checkpointing=False,
         bf16=False,
-        max_length=48,
+        max_length=max_length,
         report_to="none",
         disable_tqdm=True,
         run_report=False,
     )
+
+
+def _fine_tuning(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> TPUSFTTrainer:
     rows = [{"prompt": f"{n} to the fifth?", "completion": str(n**5)} for n in range(22)]
     quantization, lora = None, None
     if kind == "qlora":
@@ -92,7 +95,7 @@ def _fine_tuning(kind: str, model_dir: str, output_dir: str, callbacks: list[Tra
         lora = LoraConfig(target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
     return TPUSFTTrainer(
         AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, quantization_config=quantization),
-        config,
+        _config(output_dir, rows=4, max_length=48),
         processing_class=AutoTokenizer.from_pretrained(model_dir),
         train_dataset=Dataset.from_list(rows),
         callbacks=callbacks,
@@ -103,20 +106,6 @@ def _fine_tuning(kind: str, model_dir: str, output_dir: str, callbacks: list[Tra
 def _seeing(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerCallback]) -> TPUSFTTrainer:
     if not (Path(model_dir) / "config.json").exists():
         make_vision_model(model_dir, "qwen2_5_vl")
-    config = TPUSFTConfig(
-        output_dir=output_dir,
-        **SAVES,
-        max_steps=MAX_STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        neftune_noise_alpha=5.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        max_length=64,
-        report_to="none",
-        disable_tqdm=True,
-        run_report=False,
-    )
     rows = [
         {
             "images": [Image.new("RGB", (30 + 2 * n, 60), (10 * n, 90, 200 - 8 * n))],
@@ -127,7 +116,7 @@ def _seeing(kind: str, model_dir: str, output_dir: str, callbacks: list[TrainerC
     ]
     return TPUSFTTrainer(
         AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32),
-        config,
+        _config(output_dir, rows=2, max_length=64),
         processing_class=AutoProcessor.from_pretrained(model_dir),
         train_dataset=Dataset.from_list(rows),
         callbacks=callbacks,

@@ -14,6 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import yaml
+
 
 HERE = Path(__file__).parent
 SECONDS = 300
@@ -60,8 +63,6 @@ def of_test(spec, teacher, cache):
 
 def build(directory, model_dir, teacher, data, per_file=4, use_cpu=True, **more):
     """What builds a cache of the rows that runs are taught on."""
-    import yaml
-
     recipe = directory / "cache.yaml"
     directory.mkdir(exist_ok=True)
     values = {
@@ -82,8 +83,6 @@ def build(directory, model_dir, teacher, data, per_file=4, use_cpu=True, **more)
 
 def assert_same(found, expected, rel=1e-6):
     """Logged numbers are those of another run. Of a divergence, which is a difference of logarithms, to 1e-8 at least."""
-    import pytest
-
     assert len(found) == len(expected)
     for mine, other in zip(found, expected, strict=True):
         assert sorted(mine) == sorted(other)

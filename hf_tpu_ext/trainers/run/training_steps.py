@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from ...backends.program import CompiledFunction, StateLost
-from ...layers.activation_checkpointing import checkpoint_layers, rematerialize
+from ...layers.activation_checkpointing import rematerialize
 from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
@@ -352,9 +352,9 @@ class TrainingSteps(TrainerCallback):
     def _checkpoint_layers(self) -> None:
         """Again, where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's fails on XLA."""
         trainer = self._trainer
-        policy = trainer.compiled.rematerialization
-        if policy in ("full", "dots"):
-            checkpoint_layers(trainer.model, trainer.backend, keeps_dots=policy == "dots")
+        # That of modules by name is none of transformers', and stays.
+        if not self._rematerialized:
+            rematerialize(trainer.model, trainer.compiled.rematerialization, trainer.backend)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""
