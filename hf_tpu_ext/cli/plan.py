@@ -31,7 +31,7 @@ The exit status is 0 if it fits, 1 if it does not, and 2 if that is unknown. For
 
 options of its own:
   --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...; of several hosts: v5e-16 to v5e-256, v6e-16, ...
-  --seq-lengths N ...  sequence lengths, instead of reading the dataset
+  --seq-lengths N ...  sequence lengths, instead of reading the dataset; of a model that takes images, each row has one
   --search [NAME ...]  search rematerialization, mesh and batch size, and print the Pareto front; or only the named ones
                        of these: rematerialization, mesh, attention, per_device_train_batch_size
   --json FILE          also write the plan to FILE
@@ -167,6 +167,9 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
         {key: value for key, value in keys.items() if key not in _OF_THE_DATA}
         for keys in (recipe.file, recipe.command_line)
     )
+    if command in ("sft", "dpo", "kto") and "model_name_or_path" in recipe and _takes_images(recipe):
+        without = replace(recipe, file=file, command_line=command_line)
+        return _with_synthetic_images(without, command, directory, lengths)
     if command == "sft":
         masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
         columns = ["input_ids", *(column for setting, column in masks.items() if recipe.says_yes(setting))]
@@ -182,8 +185,42 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
         # Words of a token each, or of more. A prompt of one word, and the end-of-sequence token behind the completion.
         rows = [{"prompt": "a", "chosen": " a" * (length - 2), "rejected": " b" * (length - 2)} for length in lengths]
     write_splits(directory, {"train": rows, "test": rows})
-    named = {"dataset_name": str(directory), "dataset_train_split": "train", "dataset_test_split": "test"}
-    return replace(recipe, file=file, command_line=command_line | named)
+    return replace(recipe, file=file, command_line=command_line | _name_splits(directory))
+
+
+def _name_splits(directory: Path) -> dict[str, str]:
+    return {"dataset_name": str(directory), "dataset_train_split": "train", "dataset_test_split": "test"}
+
+
+def _takes_images(recipe: Recipe) -> bool:
+    """Whether the recipe's model is one that trains on images. Without its configuration, the trainer says what is missing."""
+    from transformers import PreTrainedConfig
+
+    from ..vision.families import FAMILIES
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(recipe.get("model_name_or_path"))
+    except OSError:
+        return False
+    return config.get("model_type") in FAMILIES
+
+
+def _with_synthetic_images(recipe: Recipe, command: str, directory: Path, lengths: list[int]) -> Recipe:
+    """
+    The recipe with a dataset of a row with an image, in whose columns [`~hf_tpu_ext.trainers.run.images.synthetic_rows`] makes those of
+    each length.
+    """
+    import datasets
+    from PIL import Image
+
+    answers = {"dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion")}.get(command, ("messages",))
+    row = {name: [{"role": "user", "content": "a"}] for name in answers} | {"images": [Image.new("RGB", (64, 64))]}
+    for split in ("train", "test"):
+        datasets.Dataset.from_list([row | {"label": True}]).to_parquet(directory / f"{split}.parquet")
+    settings = _name_splits(directory) | {"max_length": str(max(lengths))}
+    if len(lengths) > 1:
+        settings["length_buckets"] = [str(length) for length in lengths]
+    return replace(recipe, command_line=recipe.command_line | settings)
 
 
 def _prompt_of(recipe: Recipe, length: int) -> str:

@@ -91,17 +91,20 @@ def make_vision_model(output_dir: str | Path, model_type: str = "gemma3", seed: 
     return Path(output_dir)
 
 
-def make_processor(output_dir: str | Path, model_type: str) -> ProcessorMixin:
-    """Make the processor of a tiny model, and save it. Images need pillow, and nothing else."""
+def make_processor(output_dir: str | Path, model_type: str, side: int = SIDE, tokens_per_image: int = 4) -> ProcessorMixin:
+    """
+    Make a processor with a tiny tokenizer, and save it. Families of one size make images of `side` x `side` pixels, and of so many
+    tokens; of the others that is the largest size.
+    """
     tokens, placeholder = _TOKENS[model_type]
     tokenizer = AutoTokenizer.from_pretrained(make_tokenizer(output_dir), extra_special_tokens=tokens)
     template = _CHAT_TEMPLATE.replace("IMAGE", placeholder)
-    square = {"height": SIDE, "width": SIDE}
+    square = {"height": side, "width": side}
     if model_type == "gemma3":
         images = Gemma3ImageProcessorPil(size=square)
-        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+        processor = Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=tokens_per_image)
     elif model_type == "llava":
-        images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=square)
+        images = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=square)
         settings = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         processor = LlavaProcessor(images, tokenizer, chat_template=template, **settings)
     elif model_type.startswith("qwen"):
@@ -109,23 +112,33 @@ def make_processor(output_dir: str | Path, model_type: str) -> ProcessorMixin:
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-        images = Qwen2VLImageProcessorPil(patch_size=PATCH, min_pixels=28 * 28, max_pixels=SIDE * SIDE)
+        images = Qwen2VLImageProcessorPil(patch_size=PATCH, min_pixels=28 * 28, max_pixels=side * side)
         if model_type == "qwen2_5_vl":
             processor = Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=template)
         else:
             processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=template)
     else:
-        edge = {"longest_edge": SIDE}
+        edge = {"longest_edge": side}
         images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
-        processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+        processor = Idefics3Processor(images, tokenizer, image_seq_len=tokens_per_image, chat_template=template)
     processor.save_pretrained(output_dir)
     return processor
 
 
-def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a tiny model."""
+def find_image_tokens(processor: ProcessorMixin, model_type: str) -> dict[str, int]:
+    """The fields of a model's configuration that name tokens of the processor."""
     tokens, _ = _TOKENS[model_type]
     ids = {name: processor.tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    if model_type.startswith("qwen"):
+        return {f"{name}_id": token for name, token in ids.items()}
+    if model_type == "gemma3":
+        return {f"{name}_index": token for name, token in ids.items()}
+    return {"image_token_index" if model_type == "llava" else "image_token_id": ids["image_token"]}
+
+
+def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a tiny model."""
+    ids = find_image_tokens(processor, model_type)
     vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": SIDE, "patch_size": PATCH}
     if model_type.startswith("qwen"):
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
@@ -140,32 +153,27 @@ def _fields(model_type: str, processor: ProcessorMixin, text: dict[str, Any]) ->
         return {
             "text_config": {**text, "rope_parameters": rope},
             "vision_config": vision,
-            "image_token_id": ids["image_token"],
-            "video_token_id": ids["video_token"],
-            "vision_start_token_id": ids["vision_start_token"],
-            "vision_end_token_id": ids["vision_end_token"],
+            **ids,
         }
     vision |= {"num_hidden_layers": 3 if model_type == "llava" else 2, "num_attention_heads": 2}
     if model_type == "gemma3":
         return {
             "text_config": {**text, "query_pre_attn_scalar": 16, "sliding_window": 64},
             "vision_config": vision,
-            "mm_tokens_per_image": 4,
-            "boi_token_index": ids["boi_token"],
-            "eoi_token_index": ids["eoi_token"],
-            "image_token_index": ids["image_token"],
+            "mm_tokens_per_image": processor.image_seq_length,
+            **ids,
         }
     if model_type == "llava":
         return {
             "text_config": {"model_type": "llama", **text},
             "vision_config": {"model_type": "clip_vision_model", **vision},
-            "image_token_index": ids["image_token"],
+            **ids,
             "image_seq_length": (SIDE // PATCH) ** 2,
         }
     return {
         "text_config": {"model_type": "llama", **text},
         "vision_config": vision,
-        "image_token_id": ids["image_token"],
+        **ids,
         "scale_factor": 2,
         "pad_token_id": text["pad_token_id"],
     }

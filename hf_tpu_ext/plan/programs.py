@@ -77,7 +77,7 @@ class CompiledProgram:
     @property
     def tokens(self) -> int:
         """Tokens of a batch of all chips, padding included."""
-        rows, length = self.batch_shape
+        rows, length, *_ = self.batch_shape
         return rows * length
 
     @property

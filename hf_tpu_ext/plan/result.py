@@ -180,7 +180,7 @@ class Plan:
             return []
         found: dict[str, CompiledProgram] = {}
         for program in self.programs:
-            rows, length = program.batch_shape
+            rows, length, *_ = program.batch_shape
             is_training = program.kind in (MICRO_STEP, OPTIMIZER_STEP)
             # An evaluation generates for as many rows as it has.
             if (

@@ -10,9 +10,11 @@ from hf_tpu_ext.plan.hlo_cost import count_runs, estimated_cycles
 
 ATTENTION, ROPE_AND_NORMS, ADAPTERS = "attention", "rope and norms", "adapters"
 HEAD, OPTIMIZER = "head", "optimizer"
+#: All that computes the features of images.
+VISION = "vision tower"
 #: The rest of a layer: its matrix products, and what is between them.
 LAYER = "layer"
-_SCOPE = re.compile(rf"\[({'|'.join((ATTENTION, ROPE_AND_NORMS, ADAPTERS, HEAD, OPTIMIZER, LAYER))})\]")
+_SCOPE = re.compile(rf"\[({'|'.join((ATTENTION, ROPE_AND_NORMS, ADAPTERS, HEAD, OPTIMIZER, VISION, LAYER))})\]")
 _PRODUCTS = {"convolution", "dot"}
 _LAYOUT, _BROADCASTS = "copies and layout", "broadcasts"
 _MOVES = set(
@@ -33,7 +35,7 @@ def scope_of(part: str) -> str:
 def cycles_by_part(text: str) -> dict[str, int]:
     """
     The cycles that the compiler estimates for a program, largest first: by part of the model where its instructions are named,
-    but copies and broadcasts by themselves, and of layers by kind of instruction.
+    but, outside a vision tower, copies and broadcasts by themselves, and of layers by kind of instruction.
     """
     module = parse_module(text)
     cycles: Counter[str] = Counter()
@@ -47,15 +49,13 @@ def cycles_by_part(text: str) -> dict[str, int]:
 def _class(line: Instruction, module: Module) -> str:
     fused = list(_fused(line, module))
     kind = _kind({line.opcode, *(inner.opcode for inner, _ in fused)})
-    if kind in (_LAYOUT, _BROADCASTS):
-        return kind
     # Of what is fused, the product with the largest factors says it, or else the whole, or most of it.
     products = [(size, inner) for inner, size in fused if inner.opcode in _PRODUCTS]
     parts = [_part_of(inner) for _, inner in sorted(products, key=lambda item: item[0])[-1:]]
     parts.append(_part_of(line))
     parts += [part for part, _ in Counter(_part_of(inner) for inner, _ in fused).most_common()]
     part = next((part for part in parts if part is not None), LAYER)
-    return kind if part == LAYER else part
+    return kind if part == LAYER or (kind in (_LAYOUT, _BROADCASTS) and part != VISION) else part
 
 
 def _fused(line: Instruction, module: Module) -> Iterator[tuple[Instruction, int]]:

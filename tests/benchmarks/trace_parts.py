@@ -12,7 +12,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import torch
-from parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, scope_of
+from parts import ADAPTERS, ATTENTION, HEAD, LAYER, OPTIMIZER, ROPE_AND_NORMS, VISION, scope_of
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -32,6 +32,8 @@ class Parts:
         self._name_operations = torch_xla._XLAC.profiler.scope_pusher
         # What is being run: a part, the module if it is one, autograd's number at its start, and what ends the naming.
         self._open: list[tuple[str, Any, int, Any]] = []
+        # Modules that compute the features of images, which run again in the backward pass.
+        self._of_images: set[nn.Module] = set()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -64,6 +66,8 @@ class Parts:
         return run
 
     def _begin(self, part: str, module: nn.Module | None = None) -> None:
+        if self._open and self._open[-1][0] == VISION:
+            part = VISION
         number = torch.autograd._get_sequence_nr()
         self._open.append((part, module, number, self._name_operations(scope_of(part))))
 
@@ -80,6 +84,8 @@ class Parts:
         self._end(made)
 
     def _part_of(self, module: nn.Module) -> str:
+        if module in self._of_images:
+            return VISION
         above, around = (self._open[-1][0], self._open[-1][1]) if self._open else (HEAD, None)
         kind = type(module).__name__
         if isinstance(module, BaseTunerLayer):
@@ -92,6 +98,9 @@ class Parts:
             # Of attention, what is neither in its own modules nor in its function.
             return ROPE_AND_NORMS
         if isinstance(module, PreTrainedModel):
+            if module.base_model is module and module.get_decoder() is not module:
+                text = set(module.get_decoder().modules())
+                self._of_images |= set(module.modules()) - text - {module}
             # What is around the layers, and they.
             return LAYER if module.base_model is module else HEAD
         return LAYER if above == ROPE_AND_NORMS else above

@@ -186,6 +186,16 @@ def test_pretraining(command):
     assert misses == 0
 
 
+@pytest.mark.slow
+def test_warmup_with_images(command, tmp_path):
+    vision = tmp_path / "vision"
+    assert main(["prepare", "tiny", "--model_type", "qwen2_5_vl", "--output_dir", str(vision)]) == 0
+    common = {"model_name_or_path": str(vision / "model"), "data": vision / "data", "image_tokens": 4, "eval_steps": 3}
+    command("warmup", **common)
+    (misses, _), _ = command("sft", **common)
+    assert misses == 0
+
+
 # ---- What cannot be warmed up ----
 
 

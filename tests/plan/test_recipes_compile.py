@@ -21,10 +21,7 @@ from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.plan.hlo import parse_module
 
 
-# Of images there is no plan.
-RECIPES = sorted(
-    path for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml") if not path.stem.startswith("sft_vlm")
-)
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 GOLDEN = Path(__file__).parent / "golden"
 #: Instructions by which a program waits for the host.
 HOST = ("infeed", "outfeed", "send", "recv")
@@ -33,7 +30,8 @@ HOST = ("infeed", "outfeed", "send", "recv")
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
-    assert main(["prepare", "tiny", "--output_dir", str(directory)]) == 0
+    assert main(["prepare", "tiny", "--output_dir", str(directory / "text")]) == 0
+    assert main(["prepare", "tiny", "--model_type", "smolvlm", "--output_dir", str(directory / "images")]) == 0
     return directory
 
 
@@ -57,7 +55,7 @@ def summarize(planned, directory):
 def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     kind = recipe.stem.partition("_")[0]
     command = [kind] if kind in ("pretrain", "dpo", "reward", "kto", "grpo", "distillation") else []
-    argv = ["--config", recipe, "--smoke", tiny]
+    argv = ["--config", recipe, "--smoke", tiny / ("images" if "vlm" in recipe.stem else "text")]
     if command not in (["grpo"], ["distillation"]):
         # Prompts and completions are as long as they are.
         argv += ["--max_length", "128"]

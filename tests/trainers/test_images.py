@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCall
 import hf_tpu_ext
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny_vision import FAMILIES, make_digits, make_vision_model
+from hf_tpu_ext.trainers.run.images import synthetic_rows
 from hf_tpu_ext.vision import families
 
 
@@ -284,6 +285,23 @@ def test_pairs_have_the_images_of_their_example(images):
     batch = trainer.data_collator([rows[0], rows[1]])
     pixels, found = batch[families.PIXELS], batch["input_ids"] == trainer.model.config.image_token_id
     assert torch.equal(pixels[:2], pixels[2:]) and found.sum(1).tolist() == [8, 4, 8, 4]
+
+
+# ---- Programs ahead of a run ----
+
+
+@pytest.mark.parametrize(
+    ("method", "family"), [("SFT", "gemma3"), *(pytest.param(*case, marks=slow) for case in (("DPO", "smolvlm"), ("KTO", "qwen2_5_vl")))]
+)
+def test_rows_that_take_every_length(images, method, family):
+    """With an image, and without one where some rows of the data have none."""
+    rows = make_rows([1, 0, 1, 1]) if method == "SFT" else make_preferences([1, 0, 1, 1], paired=method == "DPO")
+    trainer = images.ours(family, rows, method=method, train=False, length_buckets=[12, 64])
+    made = synthetic_rows(trainer, trainer.train_dataset)
+    batches = [trainer.data_collator([row] * 2) for row in made]
+    found = [(batch["input_ids"].shape[1], families.PIXELS in batch) for batch in batches]
+    # An image and the template around it have more than 12 tokens.
+    assert found == [(64, True), (96, True), (64, False), (96, False)]
 
 
 # ---- What is refused ----

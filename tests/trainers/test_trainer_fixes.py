@@ -375,12 +375,6 @@ def test_generation_of_a_checkpoint_of_more_chips():
         check(rows_at_once)
 
 
-def test_images_are_not_compiled_before_a_run():
-    trainer = SimpleNamespace(lengths=[8], lengths_of_rows=lambda dataset: None)
-    message = refusal(lambda: EveryLengthMixin._row_per_length(trainer, [{"image": "a", "text": "b"}]), {})
-    assert "Images are tokenized batch by batch" in message and "Start the run itself" in message
-
-
 def test_a_model_whose_class_is_not_known(tiny_model, tmp_path, runs):
     path = Path(shutil.copytree(tiny_model, tmp_path / "model")) / "config.json"
     config = json.loads(path.read_text())

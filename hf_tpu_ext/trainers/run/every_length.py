@@ -12,8 +12,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from ...callbacks.run_lines import RunLines
-from ...errors import UserError
 from ..configs import ExtensionArguments
+from .images import has_images, synthetic_rows
 
 
 class EveryLengthMixin:
@@ -48,7 +48,7 @@ class EveryLengthMixin:
     def train_every_length(self, callbacks: Sequence[TrainerCallback] = ()) -> None:
         """
         Train on made batches of every length, and evaluate at the end, with `callbacks` in place of those that say how
-        a run is getting on. Rows that are not tokens are a `ValueError`.
+        a run is getting on.
         """
         assert self.lengths, "the commands that take a recipe ask for max_length"
         rows, steps = self.rows_of_a_step()
@@ -89,12 +89,9 @@ class EveryLengthMixin:
             for index, length in enumerate(lengths):
                 found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
             return dataset.select([found[place] for place in sorted(found)])
+        if has_images(dataset):
+            return synthetic_rows(self, dataset)
         row = next(iter(dataset))
-        if not any(column.endswith("_ids") for column in row):
-            raise UserError(
-                "Images are tokenized batch by batch, so graphs cannot be compiled before the run. Start the run itself, which also "
-                "fills the compilation cache."
-            )
         return datasets.Dataset.from_list([_stretch(row, length) for length in self.lengths])
 
 

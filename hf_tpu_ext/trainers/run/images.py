@@ -118,6 +118,35 @@ def lay_out_images(trainer) -> None:
     )
 
 
+def synthetic_rows(trainer, dataset) -> datasets.Dataset:
+    """
+    Rows in the columns of a dataset with images: for each length that batches are padded to one with an image, and, where some may be
+    without, one without.
+    """
+    # It may be missing where there are no images.
+    from PIL import Image
+
+    columns, tokenizer = dataset.column_names or next(iter(dataset)), trainer.processing_class.tokenizer
+    answers = [name for name in ("completion", "chosen", "rejected") if name in columns]
+
+    def make_row(with_image: bool, text: str) -> dict[str, Any]:
+        user, assistant = ([{"role": role, "content": words}] for role, words in (("user", "a"), ("assistant", text)))
+        row: dict[str, Any] = {"label": True} if "label" in columns else {}
+        row |= {"prompt": user, **dict.fromkeys(answers, assistant)} if answers else {"messages": user + assistant}
+        image = Image.new("RGB", (64, 64))
+        return row | ({"image": image} if "image" in columns else {"images": [image] * with_image})
+
+    rows = []
+    for with_image in (True, False) if trainer.some_without_images else (True,):
+        # Tokens of the image and of the chat template.
+        around = trainer.data_collator([make_row(with_image, "a")]).length
+        for length in trainer.lengths:
+            if around <= length:
+                words = tokenizer(" a" * length)["input_ids"][: length - around]
+                rows.append(make_row(with_image, tokenizer.decode(words)))
+    return datasets.Dataset.from_list(rows)
+
+
 def why_other_updates(trainer) -> str | None:
     """Why steps update other parameters from one to the next, as half a sentence: those of images, if there are some."""
     if not trainer.some_without_images:

@@ -69,7 +69,7 @@ class TrainerWatch:
         self.batch_shape = tuple(tensors.get("input_ids", next(iter(tensors.values()))).shape)
         if PIXELS in tensors:
             # A batch without images is another graph, and no recompilation.
-            self.batch_shape += tuple(tensors[PIXELS].shape[1:3])
+            self.batch_shape += tuple(tensors[PIXELS].shape[1:2])
 
     def end_program(
         self,
