@@ -91,7 +91,9 @@ def make_vision_model(output_dir: str | Path, model_type: str = "gemma3", seed: 
     return Path(output_dir)
 
 
-def make_processor(output_dir: str | Path, model_type: str, side: int = SIDE, tokens_per_image: int = 4) -> ProcessorMixin:
+def make_processor(
+    output_dir: str | Path, model_type: str, side: int = SIDE, tokens_per_image: int = 4
+) -> ProcessorMixin:
     """
     Make a processor with a tiny tokenizer, and save it. Families of one size make images of `side` x `side` pixels, and of so many
     tokens; of the others that is the largest size.

@@ -291,7 +291,8 @@ def test_pairs_have_the_images_of_their_example(images):
 
 
 @pytest.mark.parametrize(
-    ("method", "family"), [("SFT", "gemma3"), *(pytest.param(*case, marks=slow) for case in (("DPO", "smolvlm"), ("KTO", "qwen2_5_vl")))]
+    ("method", "family"),
+    [("SFT", "gemma3"), *(pytest.param(*case, marks=slow) for case in (("DPO", "smolvlm"), ("KTO", "qwen2_5_vl")))],
 )
 def test_rows_that_take_every_length(images, method, family):
     """With an image, and without one where some rows of the data have none."""

@@ -32,7 +32,6 @@ from hf_tpu_ext.trainers.checks.settings import check_architecture
 from hf_tpu_ext.trainers.online.checkpoints import RolloutCheckpoints
 from hf_tpu_ext.trainers.online.checks import check_rollouts
 from hf_tpu_ext.trainers.run.chips import Chips
-from hf_tpu_ext.trainers.run.every_length import EveryLengthMixin
 
 
 LEAVE_OUT = "eave it out"
