@@ -7,6 +7,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.utils.generic import GeneralInterface
 
+from .static_families import use_static_code
+
 
 def is_of_user(interface: GeneralInterface, name: str | None) -> bool:
     """Whether code outside transformers and this package has registered a name: what it computes may be something of its own."""
@@ -18,13 +20,14 @@ def is_of_user(interface: GeneralInterface, name: str | None) -> bool:
 
 def use_static_kernels(model: nn.Module, attention: str | None = "eager") -> None:
     """
-    Make a transformers model use the attention, where one is given, and the mixture-of-experts code that compile to static
-    shapes. Models inside wrappers such as [`~peft.PeftModel`] are found.
+    Make a transformers model use the attention, where one is given, the mixture-of-experts code and the code of single families that
+    compile to static shapes. Models inside wrappers such as [`~peft.PeftModel`] are found.
 
     Eager attention is plain matrix products, which XLA fuses: the scaled dot product operator reads the mask on the
     host to leave it out where it can, and does not take part in autocast. Experts become `"batched_mm"`: the default
     sorts tokens by expert, with sizes that change with the data. Experts that the user has registered are kept.
     """
+    use_static_code(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             if attention is not None:

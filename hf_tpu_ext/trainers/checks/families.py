@@ -6,16 +6,9 @@ from transformers import PreTrainedModel
 from ...errors import UserError
 
 
-_EXPERTS = "its experts are computed one by one for the rows that the router sends to them, a new program at each step"
-_QWEN4 = "its attention chooses blocks of tokens for each query in Python, by the data, a new program at each step"
 #: By the type of a model: why not. Each was tried, see tests/models/families.py.
 REFUSED = {
     "cpmant": "it sees padding as tokens, so the lengths that batches are padded to would change its numbers",
-    "dbrx": _EXPERTS,
-    "jetmoe": "its experts take as many rows as the router sends to them, which a program cannot know",
-    "longcat_flash": _EXPERTS,
-    "qwen4_exp": _QWEN4,
-    "qwen4_exp_text": _QWEN4,
 }
 
 

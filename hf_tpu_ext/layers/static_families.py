@@ -1,0 +1,157 @@
+"""
+Code of single families whose shapes depend on the data, which reads the device, or which keeps what nobody reads: the same numbers
+by programs of static shape. tests/models/families.py trains each beside upstream.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+def use_static_code(model: nn.Module) -> None:
+    """Give the modules of transformers that are named here another `forward`."""
+    for module in model.modules():
+        cls = type(module)
+        if cls.__module__.startswith("transformers.models.") and cls.__name__ in _FORWARDS:
+            module.forward = partial(_FORWARDS[cls.__name__], module)
+
+
+class _EveryExpert(TorchFunctionMode):
+    """
+    The loop that transformers writes over the experts that have tokens, each for its tokens, as one over all experts for all tokens.
+    What an expert makes of a token that was not sent to it is not added.
+
+    Such a loop calls three functions whose results depend on the data. Some of the experts behind them are modules, which upstream's
+    faster forms do not know.
+    """
+
+    def __init__(self, num_experts: int):
+        self._num_experts = num_experts
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.nonzero:
+            # On the host, where a loop over it and an index by it read nothing from the device.
+            return torch.arange(self._num_experts)[:, None]
+        if func is torch.where and len(args) == 1:
+            # Shape (choices of a token, tokens).
+            self._is_sent = args[0].bool().any(0)
+            return args[0].int().argmax(0), torch.arange(args[0].shape[1], device=args[0].device)
+        if func is Tensor.index_add_:
+            total, dim, index, states = args
+            args = total, dim, index, states.where(self._is_sent[:, None], 0.0)
+        return func(*args, **(kwargs or {}))
+
+
+def _experts(name: str) -> Callable:
+    """The loop of a class whose number of experts has this name."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        with _EveryExpert(getattr(module, name)):
+            return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
+def _jetmoe_gating(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The rows of experts are not sorted by expert; instead of the sizes of experts, it returns the expert of each row."""
+    logits = module.layer(hidden_states).float()
+    top_logits, experts = logits.topk(module.top_k, dim=1)
+    gates = top_logits.softmax(1).type_as(hidden_states).flatten()
+    rows = torch.arange(len(gates), device=gates.device)
+    return rows, rows // module.top_k, gates, experts.flatten(), logits
+
+
+def _jetmoe_experts(module: nn.Module, inputs: Tensor, experts: Tensor) -> Tensor:
+    outputs = (F.linear(inputs, weight).where(experts[:, None] == e, 0.0) for e, weight in enumerate(module.weight))
+    return sum(outputs)
+
+
+def _recurrent_gemma(module: nn.Module, *args: Any, use_cache: bool = True, **kwargs: Any) -> Any:
+    output = type(module).forward(module, *args, use_cache=use_cache, **kwargs)
+    if not use_cache:
+        # The next call would drop it.
+        module.rg_lru.recurrent_states = None
+    return output
+
+
+class _Lengths(NamedTuple):
+    """Lengths of rows, of which XLM and FlauBERT assert on the host that none is beyond the batch. Nothing else asks for them."""
+
+    rows: int
+    longest: int
+    device: torch.device
+
+    def size(self, dim: int) -> int:
+        return self.rows
+
+    def max(self) -> Tensor:
+        return torch.tensor(self.longest)
+
+
+def _xlm(module: nn.Module, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs) -> Any:
+    if input_ids is not None and attention_mask is not None and kwargs.get("lengths") is None:
+        kwargs["lengths"] = _Lengths(*input_ids.shape, input_ids.device)
+    return type(module).forward(module, input_ids, attention_mask, **kwargs)
+
+
+def _qwen4_indexer(
+    module: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    cache: Any,
+) -> Tensor:
+    """The blocks of tokens that each query attends to, for all queries at once: `(batch, 1, queries, keys)`."""
+    rotate = importlib.import_module(type(module).__module__).apply_rotary_pos_emb
+    batch, queries, _ = hidden_states.shape
+    size, heads = module.compress_ratio, module.index_n_heads
+    cos, sin = position_embeddings
+    q, k = (
+        module.index_qk_proj(hidden_states)
+        .unflatten(-1, (-1, module.index_head_dim))
+        .split([heads, module.index_kv_heads], 2)
+    )
+    q = rotate(module.q_layernorm(q), cos=cos[:, -queries:], sin=sin[:, -queries:], unsqueeze_dim=2)
+    k = k.squeeze(2)
+    if cache is not None:
+        k = cache.update_indexer(k, module.layer_idx)
+    visible = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
+    visible = visible.expand(batch, -1, -1)
+    keys = visible.shape[-1]
+    # A block is the next few of the tokens that a query sees; those that do not fill a block are always attended to.
+    place = torch.arange(keys, device=k.device)
+    order = torch.where(visible, place, place + keys).sort(-1).values % keys
+    order = order[..., : keys // size * size].unflatten(-1, (-1, size))
+    row = torch.arange(batch, device=k.device)[:, None, None]
+    pooled = module.k_layernorm(k[row[..., None], order].float().mean(3).to(k.dtype))
+    first = order[..., 0]
+    blocks = rotate(pooled.unsqueeze(3), cos=cos[row, first], sin=sin[row, first], unsqueeze_dim=3).squeeze(3)
+    scores = (q.float() @ blocks.float().mT).relu().sum(2)
+    number = visible.sum(-1, keepdim=True) // size
+    is_whole = torch.arange(order.shape[2], device=k.device) < number
+    best = scores.masked_fill(~is_whole, -1.0).topk(min(module.block_topk, order.shape[2]), dim=-1).indices
+    is_best = torch.zeros_like(is_whole).scatter(-1, best, True)
+    block = (visible.int().cumsum(-1) - 1).clamp(min=0) // size
+    chosen = is_best.gather(-1, block.clamp(max=order.shape[2] - 1)) | (block >= number)
+    return (visible & chosen).unsqueeze(1)
+
+
+_FORWARDS: dict[str, Callable] = {
+    "DbrxExperts": _experts("num_experts"),
+    "FlaubertModel": _xlm,
+    "JetMoeParallelExperts": _jetmoe_experts,
+    "JetMoeTopKGating": _jetmoe_gating,
+    "LongcatFlashExperts": _experts("total_experts"),
+    "NllbMoeExperts": _experts("num_experts"),
+    "Qwen4ExpTextQSAIndexer": _qwen4_indexer,
+    "RecurrentGemmaRecurrentBlock": _recurrent_gemma,
+    "Step3p7Experts": _experts("num_experts"),
+    "SwitchTransformersExperts": _experts("num_experts"),
+    "XLMModel": _xlm,
+}
