@@ -45,12 +45,13 @@ def make_kernel(request: dict, save_residuals: bool):
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     window = request["window"]
     shape = (length, length)
-    mask = (
-        splash_attention_mask.CausalMask(shape)
-        if window is None or window >= length
+    if not request["causal"]:
+        mask = splash_attention_mask.FullMask(shape)
+    elif window is None or window >= length:
+        mask = splash_attention_mask.CausalMask(shape)
+    else:
         # transformers' window has the token itself, and those before it.
-        else splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
-    )
+        mask = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
     with jax.ensure_compile_time_eval():
         return splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([mask] * request["heads"]),

@@ -22,7 +22,7 @@ _PACKAGES = ("jax", "jaxlib")
 @dataclass(frozen=True)
 class SplashAttention:
     """
-    Causal attention of a shape, by jax's kernel for TPU.
+    Attention of a shape, by jax's kernel for TPU.
 
     Args:
         rows (`int`):
@@ -39,6 +39,8 @@ class SplashAttention:
             How many tokens a token sees, itself included. Default: all before it.
         soft_cap (`float`, *optional*):
             Scores are `soft_cap * tanh(scores / soft_cap)`.
+        causal (`bool`, *optional*, defaults to `True`):
+            Whether a token sees those before it only, and itself. Else there is no window.
         platform (`str`, *optional*, defaults to `"tpu"`):
             `"cpu"` is the same kernel, interpreted.
     """
@@ -51,6 +53,7 @@ class SplashAttention:
     dtype: str
     window: int | None = None
     soft_cap: float | None = None
+    causal: bool = True
     platform: str = "tpu"
 
 

@@ -137,6 +137,11 @@ def attention_to_load_with(asked: str | None, traced: bool = True) -> tuple[str,
     return "eager", replaced
 
 
+def has_kernel(model: nn.Module) -> bool:
+    """Whether a transformers model goes through the kernel."""
+    return model.config._attn_implementation == _SPLASH
+
+
 def is_sliced(model: nn.Module) -> bool:
     """Whether a transformers model goes through its attention in slices."""
     return model.config._attn_implementation in (_SLICED_EAGER, _SLICED)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.utils import logging
 
 from ..backends.base import Backend
@@ -18,7 +19,7 @@ from .token_mask import TokenMask
 
 logger = logging.get_logger(__name__)
 
-#: Widths of heads that the compiler for TPU takes.
+#: Widths of heads that the compiler for TPU takes. Those between are filled up.
 HEAD_DIMS = range(64, 257, 32)
 _DTYPES = {"tpu": (torch.bfloat16,), "cpu": (torch.bfloat16, torch.float32)}
 
@@ -114,6 +115,10 @@ def splash_attention(
             backend, module, query, key, value, attention_mask, dropout=dropout, **settings, **kwargs
         )
     dtype = matmul_dtype(query)
+    if attention_mask is None and vars(module).get("is_causal") is False and query.shape[2] == key.shape[2]:
+        # As in a vision tower: each token sees all.
+        tokens = torch.ones(query.shape[0], query.shape[2], dtype=torch.int32, device=query.device)
+        attention_mask = TokenMask(tokens, None, dtype, causal=False)
     reason = why_whole(backend, module, query, dropout, known=[s_aux]) or _why_not(
         backend, module, query, value, attention_mask, kwargs
     )
@@ -123,29 +128,32 @@ def splash_attention(
             backend, module, query, key, value, attention_mask, dropout=dropout, **settings, **kwargs
         )
     rows, heads, length, head_dim = query.shape
+    width = next(width for width in HEAD_DIMS if width >= head_dim)
     chips = 1 if backend.manual_sharding.active else backend.num_chips
     kernel = SplashAttention(
         rows // chips,
         heads,
         key.shape[1],
         length,
-        head_dim,
+        width,
         dtype_name(dtype),
         attention_mask.window,
         softcap,
+        attention_mask.causal,
         backend.kernels.platform,
     )
     # Scaled before it is rounded.
-    tensors = ((query * (head_dim**-0.5 if scaling is None else scaling)).to(dtype), key.to(dtype), value.to(dtype))
+    query = query * (head_dim**-0.5 if scaling is None else scaling)
+    tensors = tuple(pad(tensor.to(dtype), (0, width - head_dim)) for tensor in (query, key, value))
     documents = attention_mask.documents
     trained = tensors if s_aux is None else (*tensors, s_aux)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
-        return _Splash.apply(backend, kernel, s_aux, *tensors, documents), None
+        return _Splash.apply(backend, kernel, s_aux, *tensors, documents)[..., :head_dim], None
     without_sums = None if s_aux is not None else lambda: _call(backend, kernel, "infer", (*tensors, documents))
     output, *sums = keep_results(lambda: _call(backend, kernel, "forward", (*tensors, documents)), without_sums)
     if s_aux is not None:
         output, _ = _with_sinks(output, *sums, s_aux)
-    return _by_token(backend, output), None
+    return _by_token(backend, output)[..., :head_dim], None
 
 
 def _why_not(
@@ -156,13 +164,13 @@ def _why_not(
     more = [name for name, given in others.items() if name in known and given is not None and name != "sliding_window"]
     dtype = matmul_dtype(query)
     if not isinstance(mask, TokenMask):
-        return "its mask is another than causal, sliding window, packed or padded"
+        return "its mask is another than causal, sliding window, packed, padded or none"
     if more:
         return f"the kernel knows nothing of {', '.join(more)}"
     if dtype not in _DTYPES[backend.kernels.platform]:
         return f"the kernel computes in bfloat16, and this model in {dtype_name(dtype)}"
-    if head_dim not in HEAD_DIMS or value.shape[-1] != head_dim:
-        return f"the kernel takes heads of {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1} in steps of {HEAD_DIMS.step}"
+    if not HEAD_DIMS.start <= head_dim < HEAD_DIMS.stop or value.shape[-1] != head_dim:
+        return f"the kernel takes heads of {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1}"
     if not backend.manual_sharding.active and rows % backend.num_chips:
         return f"{rows} rows do not divide by {backend.num_chips} chips"
     return None

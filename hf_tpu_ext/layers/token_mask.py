@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 class TokenMask(NamedTuple):
     """
-    A causal mask: each token sees those before it, and itself, that are of its document.
+    Each token sees those of its document: all, or those before it and itself.
 
     A tuple, for whoever goes through the tensors of arguments to find the one in it.
 
@@ -22,11 +22,14 @@ class TokenMask(NamedTuple):
             How many tokens a token sees at most, itself included.
         dtype (`torch.dtype`):
             Dtype of the mask that is added to scores.
+        causal (`bool`, *optional*, defaults to `True`):
+            Whether a token sees those before it only, and itself. Else there is no window.
     """
 
     documents: Tensor
     window: int | None
     dtype: torch.dtype
+    causal: bool = True
 
     def queries(self) -> Tensor:
         """Document and position of the tokens that attend: `(batch, 1, length, 2)`."""
@@ -40,7 +43,9 @@ class TokenMask(NamedTuple):
     def block(self, queries: Tensor, keys: Tensor) -> Tensor:
         """The mask that is added to the scores of some [`queries`] and [`keys`]: `(batch, 1, queries, keys)`."""
         distance = queries[..., 1:2] - keys[..., 1:2, :]
-        seen = (queries[..., 0:1] == keys[..., 0:1, :]) & (distance >= 0)
+        seen = queries[..., 0:1] == keys[..., 0:1, :]
+        if self.causal:
+            seen = seen & (distance >= 0)
         if self.window is not None:
             seen = seen & (distance < self.window)
         return torch.where(

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..backends.base import Backend
+from ..layers.attention import has_kernel
+from ..layers.sliced_attention import sliced_attention
+from ..layers.splash_attention import splash_attention
 from .families import FAMILIES, PIXELS, ImageFamily, Patches
 from .segments import NAME, attend_in_segments
 
@@ -38,7 +41,8 @@ def take_static_images(model: nn.Module, backend: Backend) -> None:
         return
     family = FAMILIES[base.config.model_type](base)
     if isinstance(family, Patches):
-        AttentionInterface.register(NAME, partial(attend_in_segments, backend))
+        attend = splash_attention if has_kernel(base) else sliced_attention
+        AttentionInterface.register(NAME, partial(attend_in_segments, partial(attend, backend)))
         base.visual.config._attn_implementation = NAME
     base.register_forward_pre_hook(partial(_embed, family), with_kwargs=True)
     if family.adds_between_layers:

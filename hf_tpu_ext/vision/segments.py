@@ -1,12 +1,12 @@
 """Attention within segments of a row of patches, whose lengths are data."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..backends.base import Backend
-from ..layers.sliced_attention import sliced_attention
+from ..layers.token_mask import TokenMask
 
 
 #: By this name upstream hands the lengths of segments on as a tensor, as it does for Flash Attention. For any other it reads them
@@ -15,7 +15,7 @@ NAME = "flash_by_segments"
 
 
 def attend_in_segments(
-    backend: Backend,
+    attend: Callable,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -27,7 +27,7 @@ def attend_in_segments(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
-    Attention of `(1, heads, patches, width)` within segments, for [`~transformers.AttentionInterface`].
+    Attention of `(1, heads, patches, width)` within segments, for [`~transformers.AttentionInterface`], as `attend` computes it.
 
     `cu_seq_lens_q` has the number of each patch's segment, `(rows, patches of a row)`; or, where a model is called with images as
     upstream lays them out, the ends of the segments of all patches.
@@ -38,8 +38,6 @@ def attend_in_segments(
         segments = (places[:, None] >= segments[None, 1:]).sum(1)[None]
     rows = segments.shape[0]
     query, key, value = (tensor.squeeze(0).unflatten(1, (rows, -1)).transpose(0, 1) for tensor in (query, key, value))
-    apart = segments[:, None, :, None] != segments[:, None, None, :]
-    mask = torch.zeros(apart.shape, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill(apart, torch.finfo(query.dtype).min)
-    output, _ = sliced_attention(backend, module, query, key, value, mask, dropout=dropout, scaling=scaling)
+    mask = TokenMask((segments + 1).int(), None, query.dtype, causal=False)
+    output, _ = attend(module, query, key, value, mask, dropout=dropout, scaling=scaling)
     return output.flatten(0, 1)[None], None

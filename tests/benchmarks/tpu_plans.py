@@ -17,11 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parts import VISION, cycles_by_part
 from tables import make_parser, write_block
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hf_tpu_ext.examples.tiny import make_tokenizer
+from hf_tpu_ext.examples.tiny_vision import find_image_tokens, make_processor
 from hf_tpu_ext.formatting import format_bytes
 
 
@@ -50,7 +55,14 @@ GEMMA3 = {
     "tie_word_embeddings": True,
 }
 _LARGER_GEMMA3 = {"vocab_size": 262208, "head_dim": 256, "max_position_embeddings": 131072, "sliding_window": 1024}
-# The sizes that these models were published with (their `config.json`); of Gemma 3 with images, those of the text model.
+_GEMMA3_4B = _LARGER_GEMMA3 | {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+# The sizes that these models were published with (their `config.json`); without images, those of the text model.
 MODELS = {
     "Qwen3-0.6B": ("qwen3", QWEN3),
     "Qwen3-0.6B of 8 layers": ("qwen3", {**QWEN3, "num_hidden_layers": 8}),
@@ -97,17 +109,7 @@ MODELS = {
     ),
     "Gemma-3-1B": ("gemma3_text", GEMMA3 | {"sliding_window": 512}),
     "Qwen3 of these widths": ("qwen3", GEMMA3),
-    "Gemma-3-4B": (
-        "gemma3_text",
-        _LARGER_GEMMA3
-        | {
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-        },
-    ),
+    "Gemma-3-4B": ("gemma3_text", _GEMMA3_4B),
     "Gemma-3-12B": (
         "gemma3_text",
         _LARGER_GEMMA3
@@ -119,7 +121,51 @@ MODELS = {
             "num_key_value_heads": 8,
         },
     ),
+    "Gemma-3-4B with images": (
+        "gemma3",
+        {
+            "text_config": _GEMMA3_4B,
+            "vision_config": {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 896,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+            "mm_tokens_per_image": 256,
+        },
+    ),
+    "Qwen2.5-VL-3B": (
+        "qwen2_5_vl",
+        {
+            "text_config": {
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 11008,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128000,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "depth": 32,
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "num_heads": 16,
+                "out_hidden_size": 2048,
+                "window_size": 112,
+                "fullatt_block_indexes": [7, 15, 23, 31],
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
 }
+# What the processors of those make of an image.
+PROCESSORS = {"Gemma-3-4B with images": {"side": 896, "tokens_per_image": 256}, "Qwen2.5-VL-3B": {"side": 448}}
 LORA = {"use_peft": "true", "lora_r": "8", "lora_target_modules": "all-linear"}
 
 
@@ -292,12 +338,25 @@ ROUNDED = [
     _qwen3("int4, adapters inside, scale: max", **_INSIDE),
     _qwen3("int4, adapters inside, scale: mse", **_INSIDE, qat_scale="mse"),
 ]
+
+# With one image of 448 x 448 in each row.
+IMAGES = [
+    Case(
+        "LoRA, 1 x 1024" if topology == "v5e-1" else "LoRA, 1 x 1024 a chip, mesh: data",
+        model,
+        topology,
+        settings={**LORA, "per_device_train_batch_size": "1", "dtype": "bfloat16", "image_tokens": "256"},
+    )
+    for topology in ("v5e-1", "v5e-8")
+    for model in PROCESSORS
+]
 #: What may be made, and in which document a table is.
 TABLES = {
     "tpu_plans": (DOCUMENT, CASES),
     "slice_plans": (DOCUMENT, SLICES),
     "alternating_plans": (DOCUMENT, ALTERNATING),
     "preference_plans": (DOCUMENT, PREFERENCES),
+    "image_plans": (ROOT / "docs" / "images.md", IMAGES),
     "qlora_plans": (ROOT / "docs" / "quantization.md", FEW_BITS),
     "qat_plans": (ROOT / "docs" / "quantization.md", ROUNDED),
 }
@@ -307,11 +366,16 @@ PAGE = Case("recipes/sft_lora_qwen3.yaml", "Qwen3-0.6B", "v5e-1", settings={"max
 
 
 def make_model(name: str, directory: Path, **sizes: int) -> Path:
-    """Write what a plan needs of a model: its configuration and a tokenizer."""
+    """Write what a plan needs of a model: its configuration and a tokenizer, or a processor."""
     kind, published = MODELS[name]
     path = directory / name.replace(" ", "_")
-    make_tokenizer(path)
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    if name in PROCESSORS:
+        processor = make_processor(path, kind, **PROCESSORS[name])
+        architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+        published = published | find_image_tokens(processor, kind)
+    else:
+        make_tokenizer(path)
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     # As it was published: plans ask for this.
     config = AutoConfig.for_model(kind, **published | sizes, dtype="bfloat16", architectures=[architecture])
     config.save_pretrained(path)
@@ -354,6 +418,16 @@ def plan(
     return json.loads(output.read_text(encoding="utf-8")), done.stdout
 
 
+def plan_parts(case: Case, directory: Path) -> dict:
+    """Plan a run with images, whose step names the cycles of its vision tower."""
+    named = str(Path(__file__).with_name("trace_parts.py"))
+    planned, _ = plan(case, directory, "--hlo", str(directory), program=[named])
+    if planned["programs"][-1]["error"] is None:
+        (text,) = directory.glob("training_step_*.txt")
+        planned["of_images"] = cycles_by_part(text.read_text(encoding="utf-8"))[VISION]
+    return planned
+
+
 def make_row(case: Case, planned: dict) -> str:
     """Write the row of a run."""
     derived, program = planned["derived"], planned["programs"][-1]
@@ -370,6 +444,8 @@ def make_row(case: Case, planned: dict) -> str:
             f"{1000 * derived['step']['seconds'][1]:.0f} ms",
             f"{program['cost']['cycles'] / 1e6:.0f} M",
         ]
+        if "of_images" in planned:
+            cells.append(f"{planned['of_images'] / 1e6:.0f} M")
     return f"| {' | '.join(cells)} |"
 
 
@@ -380,9 +456,12 @@ def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
         "|---|---|---|---:|---|---:|---:|---:|---:|---:|",
     ]
 
+    if cases[0] in IMAGES:
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, ("of them vision tower", "---:"), strict=True)]
+
     def plan_alone(case: Case) -> dict:
         with tempfile.TemporaryDirectory() as directory:
-            return plan(case, Path(directory))[0]
+            return plan_parts(case, Path(directory)) if case in IMAGES else plan(case, Path(directory))[0]
 
     measured = []
     with ThreadPoolExecutor(jobs) as pool:

@@ -48,27 +48,31 @@ def documents(kind, length):
 
 
 @pytest.mark.parametrize(
-    ("module", "heads", "kv_heads", "length", "dim", "window", "kind", "softcap"),
+    ("module", "heads", "kv_heads", "length", "dim", "window", "kind", "softcap", "causal"),
     [
-        (Qwen3, 4, 2, LENGTH, DIM, None, "packed", None),
-        (Qwen3, 2, 2, LENGTH, 128, None, "padded", None),
-        (Qwen3, 2, 1, 200, 96, 70, "packed", None),
-        (Gemma2, 2, 1, 384, DIM, 130, "padded", 5.0),
+        (Qwen3, 4, 2, LENGTH, DIM, None, "packed", None, True),
+        (Qwen3, 2, 2, LENGTH, 128, None, "padded", None, True),
+        (Qwen3, 2, 1, 200, 96, 70, "packed", None, True),
+        (Gemma2, 2, 1, 384, DIM, 130, "padded", 5.0, True),
+        (Qwen3, 2, 2, 200, 72, None, "packed", None, False),
     ],
-    ids=["packed", "padded", "window-of-odd-length", "softcap"],
+    ids=["packed", "padded", "window-of-odd-length", "softcap", "both-ways-narrow-heads"],
 )
-def test_numbers_are_those_of_eager_attention(xla, module, heads, kv_heads, length, dim, window, kind, softcap):
+def test_numbers_are_those_of_eager_attention(
+    xla, module, heads, kv_heads, length, dim, window, kind, softcap, causal
+):
     tensors, ids = inputs(heads, kv_heads, length, dim), documents(kind, length)
     real = (ids > 0)[:, :, None, None]
     # There is no loss on padding.
     tensors[-1] = tensors[-1] * real
     module = module(heads // kv_heads)
     settings = {} if softcap is None else {"softcap": softcap}
-    mask = TokenMask(ids, window, torch.float64)
+    mask = TokenMask(ids, window, torch.float64, causal)
     whole = mask.block(mask.queries(), mask.keys())
 
-    def kernel(module, query, key, value, mask, **kwargs):
-        return splash_attention(xla, module, query, key, value, TokenMask(mask, window, torch.float32), **kwargs)
+    def kernel(module, query, key, value, ids, **kwargs):
+        mask = TokenMask(ids, window, torch.float32, causal)
+        return splash_attention(xla, module, query, key, value, mask, **kwargs)
 
     exact, _ = attend(None, module.eager, module, tensors, whole, double=True, **settings)
     eager, _ = attend(None, module.eager, module, tensors, whole.float(), **settings)
@@ -230,6 +234,19 @@ def test_slices_serve_where_the_kernel_cannot(xla, monkeypatch, change, reason):
     assert line.startswith("Attention of Qwen3 is computed in slices: ") and reason in line
 
 
+def test_without_a_mask_a_vision_tower_sees_all(xla):
+    module, tensors = Qwen3(1), inputs(2, 2, 128, DIM)
+    module.is_causal = False
+
+    def kernel(module, query, key, value, mask, **kwargs):
+        return splash_attention(xla, module, query, key, value, None, **kwargs)
+
+    expected, _ = attend(None, module.eager, module, tensors, None)
+    found, _ = attend(xla, kernel, module, tensors, None)
+    for correct, ours in zip(expected, found, strict=True):
+        assert torch.allclose(ours, correct, atol=1e-5)
+
+
 @pytest.fixture
 def model():
     return LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9))
@@ -266,6 +283,7 @@ class TestMasks:
             return key > 2
 
         assert self.make("create_causal_mask", or_mask_function=more).shape == (2, 1, 7, 7)
+        # Queries may be of another sequence than keys.
         assert self.make("create_bidirectional_mask").shape == (2, 1, 7, 7)
         assert self.make("create_chunked_causal_mask", model="llama4_text").shape == (2, 1, 7, 7)
 
