@@ -51,6 +51,51 @@ class Loops:
             results = results[order]
             return carry, tuple(torch.stack(result) for result in zip(*results, strict=True))
 
+    def scan_rows(
+        self,
+        body: Callable,
+        carry: tuple,
+        tensors: tuple[torch.Tensor, ...],
+        row: torch.Tensor,
+        count: int,
+        into: tuple[torch.Tensor, ...] = (),
+        reverse: bool = False,
+    ) -> tuple[tuple, torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """
+        Run a function over successive rows of tensors. In the body of another loop, unlike [`~Loops.scan`] of a part of them, it
+        copies no more than a row.
+
+        Args:
+            body (`Callable`):
+                Called as `body(carry, rows)`. Returns what is carried on, what is put into the same row of `into`, and the
+                turn's results.
+            carry (`tuple`):
+                What the first turn gets.
+            tensors (`tuple[torch.Tensor, ...]` of shapes `(rows, ...)`):
+                What to go through.
+            row (`torch.Tensor` of shape `()`, int32):
+                The first row, on the device.
+            count (`int`):
+                How many rows.
+            into (`tuple[torch.Tensor, ...]` of shapes `(rows, ...)`, *optional*):
+                Not to be used afterwards, but what is returned.
+            reverse (`bool`, *optional*, defaults to `False`):
+                Whether the rows are `row`, `row - 1` and so on.
+
+        Returns:
+            `tuple`: What the last turn carried on, the row after it, `into`, and the results of all turns, stacked in their order.
+        """
+
+        def turn(state: tuple, _) -> tuple[tuple, tuple]:
+            row, carry, tensors, into = state
+            carry, put, results = body(carry, tuple(self.take_rows(tensor, row, 1)[0] for tensor in tensors))
+            into = tuple(self.put_rows(whole, row, part[None]) for whole, part in zip(into, put, strict=True))
+            return (row - 1 if reverse else row + 1, carry, tensors, into), results
+
+        turns = torch.arange(count, device=row.device)
+        (row, carry, _, into), results = self.scan(turn, (row, carry, tensors, into), (turns,))
+        return carry, row, into, results
+
     def take_rows(self, tensor: torch.Tensor, start: torch.Tensor, size: int) -> torch.Tensor:
         """Take `size` successive rows of a tensor, from row `start` on: `(rows, ...)` and `()`, on the device."""
         return tensor.detach()[start : start + size]

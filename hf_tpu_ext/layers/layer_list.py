@@ -1,6 +1,7 @@
 """The layers of a model, and the pattern in which they repeat: layers that are the same but for the values of their parameters."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,25 +16,35 @@ _CAPTURES = "transformers.utils.output_capturing"
 
 class Pattern(NamedTuple):
     """
-    How layers repeat: `turns` times a period of `period` layers, from layer `first` on. Layers before and after are the rest.
+    How layers repeat: `turns` times a period, from layer `first` on. A period is several runs of layers that are the same.
 
     Args:
         first (`int`):
-            The first layer that belongs to a period.
-        period (`int`):
-            Layers of a period.
+            The first layer.
+        runs (`tuple[int, ...]`):
+            Layers of each run.
         turns (`int`):
-            How often it comes.
+            How often the period comes.
     """
 
     first: int
-    period: int
+    runs: tuple[int, ...]
     turns: int
+
+    @property
+    def period(self) -> int:
+        """Layers of a period."""
+        return sum(self.runs)
 
     @property
     def end(self) -> int:
         """The first layer after the last period."""
         return self.first + self.period * self.turns
+
+    def numbers(self, run: int) -> list[int]:
+        """The layers of a run, in all turns."""
+        first = self.first + sum(self.runs[:run])
+        return [number + place for number in range(first, self.end, self.period) for place in range(self.runs[run])]
 
 
 class CalledLayers(nn.ModuleList):
@@ -97,9 +108,10 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str] | None:
     return found[0] if len(found) == 1 else None
 
 
-def find_pattern(length: int, differ: Callable[[int, int], str | None]) -> Pattern | None:
+def find_patterns(length: int, differ: Callable[[int, int], str | None]) -> list[Pattern]:
     """
-    Find the pattern that leaves the fewest layers to be compiled: one period and the rest. `None` where nothing repeats.
+    Find the patterns that leave the fewest layers to be compiled: those of a period that repeats, and runs of the same layer
+    before and after. None where nothing repeats.
 
     Args:
         length (`int`):
@@ -116,12 +128,26 @@ def find_pattern(length: int, differ: Callable[[int, int], str | None]) -> Patte
             first_of_kind.append(number)
         kinds.append(kind)
     found = [
-        Pattern(first, period, turns)
+        [*_runs(kinds[:first], 0), repeated, *_runs(kinds[repeated.end :], repeated.end)]
         for period in range(1, length // 2 + 1)
         for first in range(length - 2 * period + 1)
         if (turns := _count_turns(kinds[first:], period)) > 1
+        and (repeated := Pattern(first, _lengths(kinds[first : first + period]), turns))
     ]
-    return min(found, key=lambda pattern: length - (pattern.turns - 1) * pattern.period, default=None)
+    fewest = min(found, key=lambda patterns: sum(len(pattern.runs) for pattern in patterns), default=[])
+    return [pattern for pattern in fewest if pattern.end > pattern.first + 1]
+
+
+def _lengths(kinds: list[int]) -> tuple[int, ...]:
+    """How often each kind comes before the next one."""
+    return tuple(len(list(same)) for _, same in groupby(kinds))
+
+
+def _runs(kinds: list[int], first: int) -> Iterator[Pattern]:
+    """Each run by itself."""
+    for length in _lengths(kinds):
+        yield Pattern(first, (length,), 1)
+        first += length
 
 
 def _count_turns(kinds: list[int], period: int) -> int:
@@ -149,12 +175,14 @@ def why_no_turns(layers: Sequence[nn.Module], hook: Callable | None = None) -> s
     return None
 
 
-def why_layers_differ(layers: Sequence[nn.Module], pattern: Pattern) -> str | None:
-    """Why layers of a pattern cannot be the turns of one loop any more: what differs."""
-    for index in range(pattern.first + pattern.period, pattern.end):
-        earlier = pattern.first + (index - pattern.first) % pattern.period
-        if (reason := why_layer_differs(layers, earlier, index)) is not None:
-            return reason
+def why_layers_differ(layers: Sequence[nn.Module], patterns: Sequence[Pattern]) -> str | None:
+    """Why layers of patterns cannot be the turns of loops any more: what differs."""
+    for pattern in patterns:
+        for run in range(len(pattern.runs)):
+            first, *others = pattern.numbers(run)
+            for number in others:
+                if (reason := why_layer_differs(layers, first, number)) is not None:
+                    return reason
     return None
 
 

@@ -1,7 +1,7 @@
 """A loop over layers inside a program, whose turn is one period of the pattern in which they repeat."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,69 +18,80 @@ from .row_blocks import RowBlocks
 _LEAST_SCATTERED = 2**18
 
 
-class LoopedLayer(NamedTuple):
+class LayerRun(NamedTuple):
     """
-    One layer of a loop's turn.
+    Layers of a loop's turn that follow one another and compute the same, a loop themselves.
 
     Args:
         call (`Callable`):
             Called as `call(hidden, weights, arguments, number)`, with what `in_turn` returned and the number of the block of rows.
         in_turn (`Callable`):
-            Called as `in_turn(hidden, weights)`, at the begin of the layer. Returns what it computes with.
+            Called as `in_turn(hidden, weights)`, at the begin of each layer. Returns what it computes with.
         arguments (`Any`):
-            What it is called with besides, the same in each turn.
+            What they are called with besides, the same in each turn.
         num_weights (`int`):
-            How many of the stacked tensors are its own.
+            How many of the stacked tensors are their own.
+        count (`int`):
+            How many there are in a turn.
     """
 
     call: Callable
     in_turn: Callable
     arguments: Any
     num_weights: int
+    count: int
 
 
 class LayerLoop(torch.autograd.Function):
     """
-    Runs the layers of a turn one after the other, and turn after turn. The backward pass is a loop over them in reverse, which
-    computes each layer anew from its input, and from its matrix products where they were kept. Each layer goes through blocks of
-    rows.
+    Runs the layers of a turn one after the other, and turn after turn. Stacked tensors are `(layers of all turns, ...)`. The backward
+    pass is a loop over them in reverse, which computes each layer anew from its input, and from its matrix products where they
+    were kept. Each layer goes through blocks of rows.
     """
 
     @staticmethod
     def forward(
-        ctx, layers: Sequence[LoopedLayer], keeps_dots: bool, blocks: RowBlocks, hidden: Tensor, *weights: Tensor
+        ctx, layers: Sequence[LayerRun], keeps_dots: bool, blocks: RowBlocks, hidden: Tensor, *weights: Tensor
     ) -> Tensor:
         ctx.layers, ctx.blocks, ctx.keeps_dots = layers, blocks, keeps_dots
         ctx.autocast = current_autocast(hidden.device.type)
-        backend = blocks.backend
+        loops = blocks.backend.loops
         ctx.constants = _Constants(layers, blocks)
         shared, own = ctx.constants.take_tensors()
-        ctx.num_kept = []
+        ctx.num_kept = [0] * len(layers)
 
-        def turn(carry: tuple, entries: tuple) -> tuple:
-            hidden, shared, own = carry
-            results, ctx.num_kept = [], []
-            for place, (layer, of_layer) in enumerate(zip(layers, _split(layers, entries), strict=True)):
-                of_layer = layer.in_turn(hidden, of_layer)
+        def turn(carry: tuple, _) -> tuple:
+            rows, hidden, weights = carry
+            rows, results = list(rows), []
+            for place, (layer, stacked) in enumerate(zip(layers, _split(layers, weights), strict=True)):
 
-                def of_block(carry: tuple, entries: tuple, layer=layer, place=place) -> tuple:
-                    number, hidden, *own = entries
-                    shared, weights = carry
-                    with Dots() if keeps_dots else torch.no_grad() as dots:
-                        output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
-                    assert output.dtype == hidden.dtype
-                    return carry, (output, *(dots.results if keeps_dots else ()))
+                def of_layer(carry: tuple, weights: tuple, layer=layer, place=place) -> tuple:
+                    hidden, shared, own = carry
+                    of_turn = layer.in_turn(hidden, weights)
 
-                _, (output, *kept) = blocks.loop(of_block, (shared, of_layer), (hidden, *own))
-                results += [hidden, *kept]
-                ctx.num_kept.append(len(kept))
-                hidden = output
-            return (hidden, shared, own), tuple(results)
+                    def of_block(carry: tuple, entries: tuple) -> tuple:
+                        number, hidden, *own = entries
+                        shared, weights = carry
+                        with Dots() if keeps_dots else torch.no_grad() as dots:
+                            output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
+                        assert output.dtype == hidden.dtype
+                        return carry, (output, *(dots.results if keeps_dots else ()))
+
+                    _, (output, *kept) = blocks.loop(of_block, (shared, of_turn), (hidden, *own))
+                    ctx.num_kept[place] = len(kept)
+                    return (output, shared, own), (), (hidden, *kept)
+
+                hidden, rows[place], _, found = loops.scan_rows(of_layer, hidden, stacked, rows[place], layer.count)
+                results += found
+            return (tuple(rows), hidden, weights), tuple(results)
 
         with torch.no_grad():
-            detached = tuple(weight.detach() for weight in weights)
+            weights_only = tuple(weight.detach() for weight in weights)
             carry = (blocks.cut(hidden.detach()), tuple(shared), tuple(blocks.cut(tensor) for tensor in own))
-            (output, *_), inputs = backend.loops.scan(turn, carry, detached)
+            zero = torch.zeros((), dtype=torch.int32, device=hidden.device)
+            turns = _turns(layers, weights)
+            (_, (output, *_), _), inputs = loops.scan(turn, ((zero,) * len(layers), carry, weights_only), (turns,))
+            inputs = tuple(tensor.flatten(0, 1) for tensor in inputs)
         ctx.counts = (len(inputs), len(shared), len(own))
         ctx.save_for_backward(*inputs, *shared, *own, *weights)
         return blocks.join(output)
@@ -89,57 +100,74 @@ class LayerLoop(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple:
         layers, saved = ctx.layers, iter(ctx.saved_tensors)
         inputs, shared, own = (tuple(islice(saved, count)) for count in ctx.counts)
-        detached = tuple(weight.detach() for weight in saved)
+        weights = tuple(weight.detach() for weight in saved)
         needed, blocks, backend = ctx.needs_input_grad[4:], ctx.blocks, ctx.blocks.backend
         needed_of = list(_split(layers, needed))
 
-        def turn(carry: tuple, entries: tuple) -> tuple:
-            gradient, shared, own = carry
-            inputs, weights = entries[: ctx.counts[0]], list(_split(layers, entries[ctx.counts[0] :]))
-            by_layer = list(_cut(inputs, (1 + count for count in ctx.num_kept)))
-            results: list[tuple[Tensor, ...]] = []
+        def turn(carry: tuple, _) -> tuple:
+            rows, gradient, inputs, weights, found = carry
+            rows, found = list(rows), list(found)
+            inputs_of, weights_of = _cut(inputs, (1 + count for count in ctx.num_kept)), _split(layers, weights)
+            stacked_of = [(*tensors, *own) for tensors, own in zip(inputs_of, weights_of, strict=True)]
             for place in reversed(range(len(layers))):
-                layer, needed = layers[place], needed_of[place]
-                tensors = [gradient, *by_layer[place]]
-                if len(layers) > 1:
-                    # Several layers of one turn would be computed anew at once, and all of that kept.
-                    backend.separate(tensors)
-                gradient, hidden, *kept = tensors
-                with ctx.autocast():
-                    of_layer = layer.in_turn(hidden, weights[place])
-                # What is made of them in a turn gets no gradient.
-                is_needed = (*needed, *[False] * (len(of_layer) - len(needed)))
-                trained = tuple(compress(of_layer, needed))
 
-                def of_block(
-                    carry: tuple, entries: tuple, layer=layer, place=place, needed=needed, is_needed=is_needed
-                ) -> tuple:
-                    shared, weights, sums = carry
-                    number, gradient, hidden, *entries = entries
-                    kept, own = entries[: ctx.num_kept[place]], entries[ctx.num_kept[place] :]
-                    # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of a
-                    # loop's body have no data.
-                    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-                        hidden = hidden.detach().requires_grad_()
-                        weights = [
-                            weight.detach().requires_grad_(needs)
-                            for weight, needs in zip(weights, is_needed, strict=True)
-                        ]
-                        with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
-                            output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
-                        wanted = [hidden, *compress(weights, needed)]
-                        gradient, *found = torch.autograd.grad(output, wanted, gradient)
-                    return (shared, carry[1], blocks.add(sums, found)), (gradient,)
+                def of_layer(carry: tuple, entries: tuple, layer=layers[place], place=place) -> tuple:
+                    gradient, shared, own = carry
+                    needed, num_kept = needed_of[place], ctx.num_kept[place]
+                    tensors, weights = [gradient, *entries[: 1 + num_kept]], entries[1 + num_kept :]
+                    if len(layers) > 1:
+                        # Several layers of one turn would be computed anew at once, and all of that kept.
+                        backend.separate(tensors)
+                    gradient, hidden, *kept = tensors
+                    with ctx.autocast():
+                        of_turn = layer.in_turn(hidden, weights)
+                    # What is made of them in a turn gets no gradient.
+                    is_needed = (*needed, *[False] * (len(of_turn) - len(needed)))
+                    trained = tuple(compress(of_turn, needed))
 
-                carry = (shared, of_layer, blocks.zeros(trained))
-                (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (gradient, hidden, *kept, *own))
-                found = (_summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True))
-                results.append(tuple(found))
-            return (gradient, shared, own), tuple(found for of_layer in reversed(results) for found in of_layer)
+                    def of_block(carry: tuple, entries: tuple) -> tuple:
+                        shared, weights, sums = carry
+                        number, gradient, hidden, *entries = entries
+                        kept, own = entries[:num_kept], entries[num_kept:]
+                        # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of
+                        # a loop's body have no data.
+                        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                            hidden = hidden.detach().requires_grad_()
+                            weights = [
+                                weight.detach().requires_grad_(needs)
+                                for weight, needs in zip(weights, is_needed, strict=True)
+                            ]
+                            with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
+                                output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
+                            wanted = [hidden, *compress(weights, needed)]
+                            gradient, *found = torch.autograd.grad(output, wanted, gradient)
+                        return (shared, carry[1], blocks.add(sums, found)), (gradient,)
+
+                    carry = (shared, of_turn, blocks.zeros(trained))
+                    (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (gradient, hidden, *kept, *own))
+                    found = (
+                        _summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True)
+                    )
+                    return (gradient, shared, own), tuple(found), ()
+
+                gradient, rows[place], found[place], _ = backend.loops.scan_rows(
+                    of_layer, gradient, stacked_of[place], rows[place], layers[place].count, found[place], reverse=True
+                )
+            return (tuple(rows), gradient, inputs, weights, tuple(found)), ()
 
         carry = (blocks.cut(gradient), shared, tuple(blocks.cut(tensor) for tensor in own))
-        (hidden_grad, *_), found = backend.loops.scan(turn, carry, (*inputs, *detached), reverse=True)
-        found = iter(found)
+        turns = _turns(layers, weights)
+        last = tuple(
+            torch.arange(layer.count * len(turns), dtype=torch.int32, device=gradient.device)[-1] for layer in layers
+        )
+        found = tuple(
+            tuple(torch.zeros_like(weight) for weight in compress(own, needed))
+            for own, needed in zip(_split(layers, weights), needed_of, strict=True)
+        )
+        (_, (hidden_grad, *_), *_, found), _ = backend.loops.scan(
+            turn, (last, carry, inputs, weights, found), (turns,)
+        )
+        found = iter(chain.from_iterable(found))
         return *[None] * 3, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
 
 
@@ -151,7 +179,12 @@ def _summed(backend: Backend, gradient: Tensor) -> Tensor:
     return backend.gather(gradient) if gradient.numel() < _LEAST_SCATTERED else gradient
 
 
-def _split(layers: Sequence[LoopedLayer], entries: Sequence) -> Iterable[tuple]:
+def _turns(layers: Sequence[LayerRun], weights: Sequence[Tensor]) -> Tensor:
+    """The numbers of a loop's turns."""
+    return torch.arange(len(weights[0]) // layers[0].count, device=weights[0].device)
+
+
+def _split(layers: Sequence[LayerRun], entries: Sequence) -> Iterable[tuple]:
     return _cut(entries, (layer.num_weights for layer in layers))
 
 
@@ -171,7 +204,7 @@ class _Place(NamedTuple):
 class _Constants:
     """What the layers of a turn are called with, the tensors apart: a loop would compute anew in each turn what it does not carry."""
 
-    def __init__(self, layers: Sequence[LoopedLayer], blocks: RowBlocks):
+    def __init__(self, layers: Sequence[LayerRun], blocks: RowBlocks):
         # By whether each row of the batch has its own part. Each once, although several layers are called with it.
         self._tensors: dict[bool, list[Tensor]] = {False: [], True: []}
         places: dict[int, _Place] = {}

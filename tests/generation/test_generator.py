@@ -76,10 +76,10 @@ def place(model, backend):
     return model
 
 
-def stacked(backend, *config, pattern=None, **settings):
+def stacked(backend, *config, patterns=(), **settings):
     """A model whose layers run as a loop."""
     model = place(make(*config, **settings), backend)
-    stack = LayerStack(model.model.layers, backend, "full", pattern=pattern)
+    stack = LayerStack(model.model.layers, backend, "full", patterns=patterns)
     stack.stack()
     model.model.layers = stack
     return model
@@ -158,9 +158,9 @@ def test_alternating_layers_as_a_loop(xla, monkeypatch, room):
     types = [full, sliding, full, sliding, full, full]
     gemma = dict(head_dim=16, sliding_window=6, num_hidden_layers=len(types), layer_types=types)
     expected = generate_eagerly(make(Gemma3TextConfig, **gemma), PROMPTS, **GREEDY)
-    model = stacked(xla, Gemma3TextConfig, pattern=Pattern(0, 2, 2), **gemma)
+    model = stacked(xla, Gemma3TextConfig, patterns=[Pattern(0, (1, 1), 2), Pattern(4, (2,), 1)], **gemma)
     assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
-    model = stacked(xla, Gemma3TextConfig, pattern=Pattern(1, 2, 2), **gemma)
+    model = stacked(xla, Gemma3TextConfig, patterns=[Pattern(1, (1, 1), 2)], **gemma)
     assert Generator(model, xla, GenerationConfig(**GREEDY), [8, 16]).generate(PROMPTS).token_ids == expected
 
 

@@ -16,7 +16,7 @@ from hf_tpu_ext.layers.layer_list import (
     CalledLayers,
     Pattern,
     find_layers,
-    find_pattern,
+    find_patterns,
     why_layer_differs,
     why_layers_differ,
     why_no_turns,
@@ -48,11 +48,11 @@ def load_alternating(load):
     return load_alternating
 
 
-def pattern_of(xla, model):
+def patterns_of(xla, model):
     parent, name = find_layers(model)
     traces = LayerTraces(model, (parent, name), xla, None)
     assert traces.refused is None
-    return find_pattern(
+    return find_patterns(
         len(parent.layers), lambda *pair: why_layer_differs(parent.layers, *pair) or traces.why_differs(*pair)
     )
 
@@ -64,7 +64,7 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     stack = None
     if policy is not None:
         parent, name = find_layers(model)
-        stack = LayerStack(parent.layers, xla, policy, by_rows=True, pattern=pattern_of(xla, model))
+        stack = LayerStack(parent.layers, xla, policy, by_rows=True, patterns=patterns_of(xla, model))
         stack.stack()
         parent.layers = stack
     ids = xla.send(torch.arange(48).reshape(4, 12) + 7)
@@ -79,10 +79,12 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     loss, gradients = xla.fetch([loss, gradients])
     if stack is not None:
         prefix = "model.layers."
+        runs = [pattern.numbers(run) for pattern in stack.patterns for run in range(len(pattern.runs))]
+        numbers_of = {numbers[0]: numbers for numbers in runs}
         for name in stack.stacked:
             first, _, rest = name.partition(".")
-            for turn, part in enumerate(gradients.pop(prefix + name)):
-                gradients[f"{prefix}{int(first) + turn * stack.pattern.period}.{rest}"] = part
+            for number, part in zip(numbers_of[int(first)], gradients.pop(prefix + name), strict=True):
+                gradients[f"{prefix}{number}.{rest}"] = part
     return loss, gradients, program
 
 
@@ -216,13 +218,13 @@ def test_dropout_is_drawn_the_same_way_twice_and_anew_for_each_layer(xla):
 
 
 def test_what_differs_is_named(load):
-    layers, pattern = load().model.layers, Pattern(0, 1, 3)
-    assert why_layers_differ(layers, pattern) is None
+    layers, patterns = load().model.layers, [Pattern(0, (1,), 3)]
+    assert why_layers_differ(layers, patterns) is None
     layers[1].self_attn.scaling = 3.0
-    assert why_layers_differ(layers, pattern) == "self_attn of layer 1 differs from that of layer 0"
+    assert why_layers_differ(layers, patterns) == "self_attn of layer 1 differs from that of layer 0"
     layers = load().model.layers
     layers[2].mlp.down_proj.weight.requires_grad_(False)
-    assert why_layers_differ(layers, pattern) == "mlp.down_proj of layer 2 differs from that of layer 0"
+    assert why_layers_differ(layers, patterns) == "mlp.down_proj of layer 2 differs from that of layer 0"
     layers = load().model.layers
     layers[1].register_forward_hook(print)
     assert why_no_turns(layers) == "a hook is registered on the whole of layer 1"
@@ -232,22 +234,23 @@ def test_what_differs_is_named(load):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "pattern"),
+    ("kinds", "patterns"),
     [
-        ("aaaa", (0, 1, 4)),
-        ("abab", (0, 2, 2)),
+        ("aaaa", [(0, (1,), 4)]),
+        ("abab", [(0, (1, 1), 2)]),
         # Gemma 3 of 1B: four periods, and two local layers.
-        ("aaaaab" * 4 + "aa", (0, 6, 4)),
+        ("aaaaab" * 4 + "aa", [(0, (5, 1), 4), (24, (2,), 1)]),
         # A dense layer before those with experts.
-        ("baaaaaa", (1, 1, 6)),
-        ("abcabcabd", (0, 3, 2)),
-        ("abac", None),
-        ("a", None),
+        ("baaaaaa", [(1, (1,), 6)]),
+        ("aaabbbbc", [(0, (1,), 3), (3, (4,), 1)]),
+        ("abcabcabd", [(0, (1, 1, 1), 2)]),
+        ("abac", []),
+        ("a", []),
     ],
 )
-def test_the_pattern_leaves_the_fewest_layers(kinds, pattern):
-    found = find_pattern(len(kinds), lambda earlier, number: None if kinds[earlier] == kinds[number] else "differs")
-    assert found == pattern
+def test_the_patterns_leave_the_fewest_layers(kinds, patterns):
+    found = find_patterns(len(kinds), lambda earlier, number: None if kinds[earlier] == kinds[number] else "differs")
+    assert found == patterns
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -255,7 +258,8 @@ def test_the_pattern_leaves_the_fewest_layers(kinds, pattern):
 def test_alternating_layers_are_a_loop_over_their_period(xla, load_alternating, policy, dtype):
     expected = forward_and_backward(xla, load_alternating(), dtype=dtype)
     found = forward_and_backward(xla, load_alternating(), policy, dtype)
-    assert found[2].count(" while(") == (0 if policy == "none" else 2)
+    # Forward and backward, over periods and in each over the local layers.
+    assert found[2].count(" while(") == (0 if policy == "none" else 4)
     tolerance = 1e-6 if dtype is None else 2**-7
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
     assert found[1].keys() == expected[1].keys()
@@ -284,9 +288,10 @@ def test_state_dict_of_a_pattern_is_that_of_the_layers(xla, load_alternating):
     xla.place(model)
     parent, _ = find_layers(model)
     layers = parent.layers
-    parent.layers = stack = LayerStack(layers, xla, "full", pattern=pattern_of(xla, model))
+    parent.layers = stack = LayerStack(layers, xla, "full", patterns=patterns_of(xla, model))
     stack.stack()
-    assert stack.pattern == (0, 3, 2) and set(stack.stacked["2.mlp.up_proj.weight"].shape[:1]) == {2}
+    assert stack.patterns == [(0, (2, 1), 2)]
+    assert {number: len(stack.stacked[f"{number}.mlp.up_proj.weight"]) for number in (0, 2)} == {0: 4, 2: 2}
     assert_holds(model.state_dict(), expected)
     assert_loads_and_unstacks(model, parent, layers, expected)
 
@@ -351,8 +356,8 @@ def test_what_a_model_adds_between_layers_is_no_loop(xla, load, monkeypatch):
     added.clear()
     model = load()
     xla.place(model).train()
-    pattern = pattern_of(xla, model)
-    model.model.layers = stack = LayerStack(model.model.layers, xla, "full", pattern=pattern)
+    patterns = patterns_of(xla, model)
+    model.model.layers = stack = LayerStack(model.model.layers, xla, "full", patterns=patterns)
     stack.stack()
     ids = xla.send(torch.arange(12)[None])
     with static_masks():

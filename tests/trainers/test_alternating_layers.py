@@ -18,7 +18,7 @@ ALTERNATING = dict(
     layer_types=[*["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_attention"],
     sliding_window=9,
 )
-PATTERN = Pattern(first=0, period=3, turns=2)
+PATTERNS = [Pattern(first=0, runs=(2, 1), turns=2)]
 # As many as eight devices can share.
 ROWS = dict(per_device_train_batch_size=8, per_device_eval_batch_size=8)
 NARROW = dict(hidden_size=32, intermediate_size=48)
@@ -43,12 +43,12 @@ def make(tmp_path_factory):
 
 @pytest.fixture
 def looped(runs):
-    def train(model, pattern=PATTERN, **config):
+    def train(model, patterns=PATTERNS, **config):
         trainer = runs.ours(model=model, config_cls=TPUSFTConfig, **{"scan_layers": "on", **config})
         if config.get("train", True):
             stack = trainer.layers.stack
-            assert (None if stack is None else stack.pattern) == (
-                None if config.get("scan_layers") == "off" else pattern
+            assert (None if stack is None else stack.patterns) == (
+                None if config.get("scan_layers") == "off" else patterns
             )
         return trainer
 
@@ -74,19 +74,19 @@ def test_training_is_upstreams(runs, looped, same_logs, make, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "sizes", "pattern"),
+    ("family", "sizes", "patterns"),
     [
-        ("gemma2", dict(num_hidden_layers=4), Pattern(0, 2, 2)),
+        ("gemma2", dict(num_hidden_layers=4), [Pattern(0, (1, 1), 2)]),
         # Layers of which some have experts.
-        ("qwen3_moe", dict(num_hidden_layers=4, decoder_sparse_step=2), Pattern(0, 2, 2)),
+        ("qwen3_moe", dict(num_hidden_layers=4, decoder_sparse_step=2), [Pattern(0, (1, 1), 2)]),
         # A dense one before those with experts.
-        ("qwen3_moe", dict(num_hidden_layers=4, mlp_only_layers=[0]), Pattern(1, 1, 3)),
-        ("gpt_neox", dict(num_hidden_layers=3), Pattern(0, 1, 3)),
+        ("qwen3_moe", dict(num_hidden_layers=4, mlp_only_layers=[0]), [Pattern(1, (1,), 3)]),
+        ("gpt_neox", dict(num_hidden_layers=3), [Pattern(0, (1,), 3)]),
     ],
 )
-def test_other_patterns_train_as_upstreams(runs, looped, same_logs, make, family, sizes, pattern):
+def test_other_patterns_train_as_upstreams(runs, looped, same_logs, make, family, sizes, patterns):
     config = dict(max_steps=3, warmup_steps=1, router_aux_loss_coef=0.0)
-    same_logs(looped(make(family, **sizes), pattern, **config), runs.stock(model=make(family, **sizes), **config))
+    same_logs(looped(make(family, **sizes), patterns, **config), runs.stock(model=make(family, **sizes), **config))
 
 
 def test_a_micro_step_is_one_execution(runs, make):
@@ -100,7 +100,7 @@ def test_a_micro_step_is_one_execution(runs, make):
         scan_layers="on",
         **ROWS,
     )
-    assert trainer.layers.stack.pattern == PATTERN
+    assert trainer.layers.stack.patterns == PATTERNS
     # An epoch has three batches: its second step has the one that is left.
     assert [step.executions for step in steps[:-1]] == [2, 1, 2, 1]
     assert [step.reads for step in steps[:-1]] == [0] * 4
@@ -163,5 +163,5 @@ def test_preferences_are_upstreams(make, tmp_path, same_logs):
     ours, stock = (trainer_for(case, tmp_path, is_ours, model=make()) for is_ours in (True, False))
     for trainer in (ours, stock):
         trainer.train()
-    assert ours.layers.stack.pattern == PATTERN
+    assert ours.layers.stack.patterns == PATTERNS
     same_logs(ours, stock)

@@ -14,7 +14,14 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...errors import UserError
-from ...layers.layer_list import Pattern, find_layers, find_pattern, why_layer_differs, why_layers_differ, why_no_turns
+from ...layers.layer_list import (
+    Pattern,
+    find_layers,
+    find_patterns,
+    why_layer_differs,
+    why_layers_differ,
+    why_no_turns,
+)
 from ...layers.layer_scan import LayerStack
 from ...layers.layer_trace import LayerTraces
 from ...quantization.packed_linear import unpacked_once
@@ -70,7 +77,7 @@ class LayerScan:
         if self.stack is None:
             if wanted == "auto" and not self._is_worthwhile():
                 return
-            found = self._find_pattern(optimizer)
+            found = self._find_patterns(optimizer)
             if isinstance(found, str):
                 if wanted == "on":
                     raise UserError(f"scan_layers='on' is not possible: {found}. Leave it out, or set it to 'auto'.")
@@ -186,7 +193,7 @@ class LayerScan:
         modules, name, layers = self._place_of_layers
         reason = "the list of layers has changed"
         if modules.get(name) is layers and list(layers) == self.stack.layers:
-            reason = self._why_no_turns(layers) or why_layers_differ(layers, self.stack.pattern)
+            reason = self._why_no_turns(layers) or why_layers_differ(layers, self.stack.patterns)
         if reason is None:
             self.stack.stack()
             self._put_stack()
@@ -230,7 +237,7 @@ class LayerScan:
         is_loop = self._compiled.rematerialization != "none"
         return len(layers) >= _LEAST_LAYERS and (is_loop or size <= _MOST_UNROLLED)
 
-    def _find_pattern(self, optimizer: torch.optim.Optimizer) -> Pattern | str:
+    def _find_patterns(self, optimizer: torch.optim.Optimizer) -> list[Pattern] | str:
         """How the layers repeat, or why they do not run as a loop."""
         if self._compiled.rematerialization not in ("none", "full", "dots"):
             return "the scan rematerializes layers as a whole, and rematerialization names modules of them"
@@ -257,10 +264,9 @@ class LayerScan:
                 return f"layers {earlier} and {number} are in several parameter groups of the optimizer"
             return reason
 
-        pattern = find_pattern(len(layers), differ)
-        if pattern is None:
-            return differ(0, 1) if len(layers) > 1 else "there is one layer"
-        return pattern
+        if patterns := find_patterns(len(layers), differ):
+            return patterns
+        return differ(0, 1) if len(layers) > 1 else "there is one layer"
 
 
 class _StackedGroups:

@@ -1,0 +1,251 @@
+"""The layers of one pattern as one loop, which runs when the model has called the last of them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import Cache
+
+from ..backends.base import Backend
+from ..errors import UserError
+from .autocast import matmul_dtype
+from .layer_list import Pattern
+from .layer_loop import LayerLoop, LayerRun
+from .random_numbers import RandomNumbers
+from .row_blocks import RowBlocks
+from .static_cache import StaticKeyValueCache
+
+
+#: For the name of an attribute in a layer, a function of the input of the layer and of the parameters whose names are given.
+MadeInTurn = Mapping[str, tuple[Callable, Sequence[str]]]
+
+
+class Template:
+    """
+    The first of the layers that are the same and in the same run of each period, which computes for all of them. In place of each
+    of its parameters it has all of theirs, stacked.
+
+    Args:
+        numbers (`list[int]`):
+            The layers that it computes for.
+        layer ([`~torch.nn.Module`]):
+            The first of them.
+        made (`MadeInTurn`):
+            What is made of frozen parameters when the turn of a layer begins.
+    """
+
+    def __init__(self, numbers: list[int], layer: nn.Module, made: MadeInTurn):
+        self.numbers, self.layer, self.made = numbers, layer, made
+        self.names = [name for name, _ in layer.named_parameters()]
+        self.stacked_names = [f"{numbers[0]}.{name}" for name in self.names]
+        # Whether it checkpoints by itself.
+        self.checkpoints = False
+
+    def weights(self) -> list[Tensor]:
+        """The stacked parameters, or what stands in their place."""
+        return [_get(self.layer, name) for name in self.names]
+
+
+class PatternLoop:
+    """
+    Runs the layers of a [`Pattern`] as a loop.
+
+    Args:
+        pattern ([`Pattern`]):
+            How they repeat.
+        layers (`Sequence[torch.nn.Module]`):
+            All layers of the model.
+        backend ([`Backend`]):
+            The backend in use.
+        keeps_dots (`bool`):
+            Whether matrix products with weights are kept for the backward pass.
+        by_rows (`bool`):
+            Whether they can go through [`RowBlocks`].
+        made_in_turn (`Callable[[nn.Module], MadeInTurn]`):
+            As [`~hf_tpu_ext.layers.layer_scan.LayerStack`] takes it.
+
+    Attributes:
+        templates (`list[Template]`): One for each run of the pattern.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        layers: Sequence[nn.Module],
+        backend: Backend,
+        keeps_dots: bool,
+        by_rows: bool,
+        made_in_turn: Callable[[nn.Module], MadeInTurn],
+    ):
+        self.pattern = pattern
+        self._backend, self._keeps_dots, self._by_rows = backend, keeps_dots, by_rows
+        runs = [pattern.numbers(run) for run in range(len(pattern.runs))]
+        self.templates = [Template(numbers, layers[numbers[0]], made_in_turn(layers[numbers[0]])) for numbers in runs]
+        #: For each layer of the pattern, which template computes it, and with which part of the stacked parameters.
+        self.places = {
+            number: (template, index) for template in self.templates for index, number in enumerate(template.numbers)
+        }
+        # What the first layer of each run is to be called with, as long as the model has not called the last layer.
+        self._called: list[tuple[tuple, dict[str, Any]]] = []
+        self._input: Tensor | None = None
+        self._next = pattern.first
+
+    def weights(self) -> Iterator[Tensor]:
+        """The stacked parameters of all templates, or what stands in their place."""
+        return chain.from_iterable(template.weights() for template in self.templates)
+
+    def call_layer(
+        self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any], prompt: StaticKeyValueCache | None
+    ) -> Tensor:
+        """
+        Note the call of a layer, which returns its input. With the last of them, the loop runs. Of a `prompt`, keys and values go
+        into its cache.
+        """
+        self._check_call(number, hidden, args, kwargs)
+        if number == self.places[number][0].numbers[0]:
+            self._called.append((args, kwargs))
+        self._input, self._next = hidden, number + 1
+        if self._next < self.pattern.end:
+            return hidden
+        called, self._called, self._input, self._next = self._called, [], None, self.pattern.first
+        return self._run(hidden, called) if prompt is None else self._run_prompt(hidden, called, prompt)
+
+    def _check_call(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse what a model may do with one batch and not with another: it was not seen when the loop was chosen."""
+        template, index = self.places[number]
+        found = None
+        if number != self._next:
+            found = f"the model calls layer {number} where layer {self._next} is the next"
+        elif number > self.pattern.first and hidden is not self._input:
+            found = f"the model computes something between layers {number - 1} and {number}"
+        elif index and not _are_same((args, kwargs), self._called[self.templates.index(template)]):
+            found = f"layer {number} is called with something else than layer {template.numbers[0]}"
+        if found is not None:
+            self._called, self._input, self._next = [], None, self.pattern.first
+            raise UserError(f"The layers do not run as a loop with this batch: {found}. Set scan_layers='off'.")
+
+    def _run(self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]]) -> Tensor:
+        blocks = RowBlocks(self._backend, *hidden.shape[:2], self._by_rows)
+        # For what draws random numbers in a turn, as dropout.
+        is_training = self.templates[0].layer.training
+        turns, runs = self.pattern.turns, self.pattern.runs
+        if is_training:
+            seeds = RandomNumbers.current(self._backend.device).seeds(turns * self.pattern.period)
+            seeds = seeds.unflatten(0, (turns, -1)).split(runs, 1)
+        layers, weights = [], []
+        for place, (template, arguments) in enumerate(zip(self.templates, called, strict=True)):
+            # The loop computes the layer again by itself. A callback may have switched checkpointing off and on.
+            template.layer.gradient_checkpointing = False
+            # For a step, others may stand in their place.
+            own = [*template.weights(), *([seeds[place].flatten(0, 1)] if is_training else [])]
+            call, in_turn = partial(self._call, template, blocks), partial(self._in_turn, template)
+            layers.append(LayerRun(call, in_turn, arguments, len(own), runs[place]))
+            weights += own
+        return LayerLoop.apply(layers, self._keeps_dots, blocks, hidden, *weights)
+
+    def _run_prompt(
+        self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
+    ) -> Tensor:
+        # The loop would compute anew in each turn what it does not carry.
+        leaves, structure = tree_flatten([(args, _without_cache(kwargs)) for args, kwargs in called])
+        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        (cache_name,) = (name for name, value in called[0][1].items() if value is cache)
+        loops = self._backend.loops
+
+        def turn(carry: tuple, _) -> tuple[tuple, tuple]:
+            rows, of_layers, weights = carry
+            rows, states = list(rows), []
+            for place, (template, stacked) in enumerate(zip(self.templates, weights, strict=True)):
+
+                def of_layer(carry: tuple, weights: tuple, template=template, place=place) -> tuple:
+                    hidden, shared = carry
+                    given = iter(shared)
+                    arguments = tree_unflatten(
+                        [next(given) if carried else leaf for leaf, carried in zip(leaves, is_tensor, strict=True)],
+                        structure,
+                    )
+                    args, kwargs = arguments[place]
+                    # The layer knows its place in the model.
+                    number = template.numbers[0]
+                    of_turn = StaticKeyValueCache(self._backend, number + 1, cache.length)
+                    weights = self._in_turn(template, hidden, weights)
+                    parts = dict(zip((*template.names, *template.made), weights, strict=True))
+                    hidden = functional_call(template.layer, parts, (hidden, *args), {**kwargs, cache_name: of_turn})
+                    return (hidden, shared), (), of_turn.tensors_from(number)
+
+                of_layers, rows[place], _, found = loops.scan_rows(
+                    of_layer, of_layers, stacked, rows[place], self.pattern.runs[place]
+                )
+                states += found
+            return (tuple(rows), of_layers, weights), tuple(states)
+
+        zero = torch.zeros((), dtype=torch.int32, device=hidden.device)
+        weights = tuple(tuple(template.weights()) for template in self.templates)
+        carry = ((zero,) * len(weights), (hidden, tuple(compress(leaves, is_tensor))), weights)
+        turns = torch.arange(self.pattern.turns, device=hidden.device)
+        (_, (hidden, _), _), states = loops.scan(turn, carry, (turns,))
+        of_numbers = {}
+        for template, keys, values in zip(self.templates, states[::2], states[1::2], strict=True):
+            pairs = zip(keys.flatten(0, 1).unbind(), values.flatten(0, 1).unbind(), strict=True)
+            of_numbers |= zip(template.numbers, pairs, strict=True)
+        cache.put([tensor for _, pair in sorted(of_numbers.items()) for tensor in pair], self.pattern.first)
+        return hidden
+
+    def _in_turn(self, template: Template, hidden: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a layer computes with: its weights whole, and where autocast is on, in another dtype than theirs."""
+        dtype, backend = matmul_dtype(hidden), self._backend
+        weights = (weight if weight.dtype == dtype else backend.loops.prevent_hoisting(weight) for weight in weights)
+        # Left to the partitioner, a product goes through the parts of a weight one by one, and moves each by itself.
+        weights = tuple(backend.gather(weight) for weight in weights)
+        named = dict(zip(template.names, weights, strict=False))
+        made = [make(hidden, *(named[name] for name in names)) for make, names in template.made.values()]
+        if made:
+            # The compiler would make them in every product anew.
+            backend.separate(made)
+        return *weights, *made
+
+    def _call(
+        self,
+        template: Template,
+        blocks: RowBlocks,
+        hidden: Tensor,
+        weights: Sequence[Tensor],
+        arguments: tuple[tuple, dict[str, Any]],
+        number: Tensor | None,
+    ) -> Tensor:
+        weights, others = weights[: len(template.names)], weights[len(template.names) :]
+        num_seeds = len(others) - len(template.made)
+        seeds, made = others[:num_seeds], others[num_seeds:]
+        if seeds:
+            seed, chip = seeds[0].unbind()
+            # To random numbers, a block is what a chip is: one of several with as many rows.
+            seeds = (seed, blocks.number_over_chips(chip, number))
+        with RandomNumbers(*seeds) if seeds else nullcontext():
+            parts = dict(zip((*template.names, *template.made), (*weights, *made), strict=True))
+            args, kwargs = arguments
+            return functional_call(template.layer, parts, (hidden, *args), kwargs)
+
+
+def _get(layer: nn.Module, name: str) -> Tensor:
+    """What a layer has under the name of a parameter."""
+    module, _, attribute = name.rpartition(".")
+    return layer.get_submodule(module)._parameters[attribute]
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}
+
+
+def _are_same(*arguments: Any) -> bool:
+    """Whether arguments are the same tensors, and else equal."""
+    (leaves, structure), (others, structure_of_others) = map(tree_flatten, arguments)
+    return structure == structure_of_others and all(
+        leaf is other or not (isinstance(leaf, Tensor) or isinstance(other, Tensor)) and leaf == other
+        for leaf, other in zip(leaves, others, strict=True)
+    )
