@@ -39,11 +39,11 @@ def load(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load_alternating(load):
-    """Seven layers: two periods of a local, a local and a global one, and a local one."""
+    """Eight layers: two periods of a local, a local and a global one, and two local ones."""
 
     def load_alternating():
-        types = [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_attention"]
-        return load(7, "gemma3_text", layer_types=types, sliding_window=5)
+        types = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2
+        return load(8, "gemma3_text", layer_types=types, sliding_window=5)
 
     return load_alternating
 
@@ -258,8 +258,8 @@ def test_the_patterns_leave_the_fewest_layers(kinds, patterns):
 def test_alternating_layers_are_a_loop_over_their_period(xla, load_alternating, policy, dtype):
     expected = forward_and_backward(xla, load_alternating(), dtype=dtype)
     found = forward_and_backward(xla, load_alternating(), policy, dtype)
-    # Forward and backward, over periods and in each over the local layers.
-    assert found[2].count(" while(") == (0 if policy == "none" else 4)
+    # Forward and backward: over periods, in each over its local layers, and over the last two.
+    assert found[2].count(" while(") == (0 if policy == "none" else 6)
     tolerance = 1e-6 if dtype is None else 2**-7
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=0)
     assert found[1].keys() == expected[1].keys()
@@ -290,8 +290,8 @@ def test_state_dict_of_a_pattern_is_that_of_the_layers(xla, load_alternating):
     layers = parent.layers
     parent.layers = stack = LayerStack(layers, xla, "full", patterns=patterns_of(xla, model))
     stack.stack()
-    assert stack.patterns == [(0, (2, 1), 2)]
-    assert {number: len(stack.stacked[f"{number}.mlp.up_proj.weight"]) for number in (0, 2)} == {0: 4, 2: 2}
+    assert stack.patterns == [(0, (2, 1), 2), (6, (2,), 1)]
+    assert [len(stack.stacked[f"{number}.mlp.up_proj.weight"]) for number in (0, 2, 6)] == [4, 2, 2]
     assert_holds(model.state_dict(), expected)
     assert_loads_and_unstacks(model, parent, layers, expected)
 

@@ -12,13 +12,13 @@ from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.layers.layer_list import Pattern
 
 
-# Gemma 3 as small as it alternates: a local layer twice, then a global one; the last is left over.
+# Gemma 3 as small as it alternates: a local layer twice, then a global one; the last two are left over.
 ALTERNATING = dict(
-    num_hidden_layers=7,
-    layer_types=[*["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_attention"],
+    num_hidden_layers=8,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2,
     sliding_window=9,
 )
-PATTERNS = [Pattern(first=0, runs=(2, 1), turns=2)]
+PATTERNS = [Pattern(first=0, runs=(2, 1), turns=2), Pattern(first=6, runs=(2,), turns=1)]
 # As many as eight devices can share.
 ROWS = dict(per_device_train_batch_size=8, per_device_eval_batch_size=8)
 NARROW = dict(hidden_size=32, intermediate_size=48)
@@ -27,16 +27,24 @@ WIDE = dict(hidden_size=64, intermediate_size=128, head_dim=32)
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
+def directory_of(tmp_path_factory):
     directories = {}
 
-    def load(family="gemma3_text", quantized=None, **sizes):
+    def write(family="gemma3_text", **sizes):
         sizes = {**NARROW, **(ALTERNATING if family == "gemma3_text" else {}), **sizes}
         key = (family, str(sizes))
         if key not in directories:
             directories[key] = make_model(tmp_path_factory.mktemp(family), model_type=family, **sizes)
+        return directories[key]
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def make(directory_of):
+    def load(family="gemma3_text", quantized=None, **sizes):
         settings = {} if quantized is None else {"quantization_config": BitsAndBytesConfig(**quantized)}
-        return AutoModelForCausalLM.from_pretrained(directories[key], dtype=torch.float32, **settings)
+        return AutoModelForCausalLM.from_pretrained(directory_of(family, **sizes), dtype=torch.float32, **settings)
 
     return load
 
@@ -165,3 +173,22 @@ def test_preferences_are_upstreams(make, tmp_path, same_logs):
         trainer.train()
     assert ours.layers.stack.patterns == PATTERNS
     same_logs(ours, stock)
+
+
+@pytest.mark.slow
+def test_eight_devices_have_the_numbers_of_one(
+    runs, directory_of, make, on_devices, rows, same_logs, as_trainer, tmp_path
+):
+    common = dict(max_steps=4, warmup_steps=1, per_device_train_batch_size=2, lora={})
+    specs = {"data": dict(gradient_accumulation_steps=2), "fsdp": dict(mesh="fsdp")}
+    spec = {name: {**common, "scan_layers": "on", **config} for name, config in specs.items()}
+    results, _ = on_devices(8, directory_of(), spec, tmp_path)
+    for name, config in specs.items():
+        one = {**common, "per_device_train_batch_size": 16, **config}
+        one.pop("mesh", None)
+        stock = runs.stock(model=make(), kwargs={"train_dataset": rows(120)}, **one)
+        same_logs(as_trainer(results[name]["log"]), stock)
+        assert results[name]["recompiles"] == 0
+        executions, _, compiles, fallbacks = zip(*results[name]["steps"], strict=True)
+        assert set(executions) == {config.get("gradient_accumulation_steps", 1)}
+        assert (sum(compiles[1:]), sum(fallbacks)) == (0, 0)

@@ -114,7 +114,7 @@ def in_blocks(monkeypatch):
                 counts.append(self.count)
 
         monkeypatch.setattr("hf_tpu_ext.layers.row_blocks._BLOCK_TOKENS", tokens)
-        monkeypatch.setattr("hf_tpu_ext.layers.layer_scan.RowBlocks", Counted)
+        monkeypatch.setattr("hf_tpu_ext.layers.pattern_loop.RowBlocks", Counted)
         return counts
 
     return cut
@@ -399,6 +399,6 @@ def test_a_layer_in_two_parameter_groups_and_hidden_states_are_no_loop(runs, mak
 
     trainer = runs.ours(make(), train=False, config_cls=TPUSFTConfig, scan_layers="on")
     optimizer = LazyAdamW(by_layer(trainer.model), trainer.backend, lr=1e-3)
-    assert "in several parameter groups" in trainer.layers._find_pattern(optimizer)
+    assert "in several parameter groups" in trainer.layers._find_patterns(optimizer)
     trainer.model.config.output_hidden_states = True
-    assert "output_hidden_states=True" in trainer.layers._find_pattern(optimizer)
+    assert "output_hidden_states=True" in trainer.layers._find_patterns(optimizer)
