@@ -42,6 +42,7 @@ from .run.evaluation_steps import EvaluationSteps
 from .run.facts import find_facts
 from .run.frozen_weights import ShortFrozenWeights
 from .run.hosts import HostAgreement, check_same_settings
+from .run.images import find_longest_row
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.metrics import DeferredMetrics
@@ -223,6 +224,8 @@ class SetUpMixin:
         self.callback_handler.callbacks.insert(0, self.steps)
 
     def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
+        if vars(self).get("_is_vision_dataset") and self.args.max_length is None:
+            find_longest_row(self)
         self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
         self.lengths = self._declare_lengths()
         self.watching = TrainerWatch(self, max_recompiles)

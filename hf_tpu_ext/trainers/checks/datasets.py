@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from ...errors import UserError
+from ...vision.collator import IMAGE_COLUMNS
 
 
 _NEEDED = "'messages', 'prompt' and 'completion', 'conversations', 'input_ids'"
@@ -21,6 +22,13 @@ def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
     else:
         named = {"eval_dataset": eval_dataset}
     return {"train_dataset": train_dataset, **named}
+
+
+def has_images(dataset) -> bool:
+    """Whether a dataset has a column of images."""
+    known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
+    columns = (dataset.column_names or next(iter(dataset), {})) if known else ()
+    return not set(IMAGE_COLUMNS).isdisjoint(columns)
 
 
 def check_has_rows(dataset, name: str) -> list[str]:
@@ -54,7 +62,7 @@ def check_dataset(dataset, name: str, args: SFTConfig, has_formatting_func: bool
     """Check that a dataset has rows and the columns that supervised fine-tuning needs (`ValueError`)."""
     columns = check_has_rows(dataset, name)
     skips_preparation = (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-    if not columns or has_formatting_func or skips_preparation or {"image", "images"} & set(columns):
+    if not columns or has_formatting_func or skips_preparation or set(IMAGE_COLUMNS) & set(columns):
         return
     known = {args.dataset_text_field, "messages", "conversations", "input_ids"} & set(columns)
     if not known and not {"prompt", "completion"} <= set(columns):
@@ -100,7 +108,7 @@ def _nulls(values: pa.ChunkedArray) -> int:
 def check_columns_are_text(dataset, name: str, trainer: str) -> None:
     """Check that the dataset of a `trainer` has no images (`ValueError`). Other types than those of `datasets` are left to upstream."""
     columns = dataset.column_names if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)) else None
-    images = sorted({"image", "images"} & set(columns or ()))
+    images = sorted(set(IMAGE_COLUMNS) & set(columns or ()))
     if images:
         raise UserError(
             f"{name} has a column {images[0]!r}, and {trainer} does not train on images on XLA; SFTTrainer, DPOTrainer and "

@@ -18,6 +18,7 @@ from ..configs import NO_DEEPSPEED
 from . import adaptations
 from .adaptations import ADAMW_NAMES, HOST_SCALAR_NAMES
 from .answers import CompiledArguments, Place, Row, Run, at, refused, replaced, without_effect, works
+from .datasets import has_images
 from .own_fields import OWN, WEIGHTS_IN_PARTS, is_set
 
 
@@ -205,8 +206,10 @@ REFUSED_ON_XLA = (
         "max_length",
         "does not work on XLA, where every new length recompiles the step. Set max_length to the longest sequence that you want to "
         "keep, in tokens, for example max_length=1024.",
-        values="`None` of `SFTConfig`",
-        when=lambda value, run: value is None and isinstance(run.args, SFTConfig),
+        values="`None` of `SFTConfig`, of text",
+        when=lambda value, run: (
+            value is None and isinstance(run.args, SFTConfig) and not has_images(run.given.get("train_dataset"))
+        ),
     ),
     refused(
         "use_vllm",

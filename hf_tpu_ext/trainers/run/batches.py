@@ -93,6 +93,8 @@ class BatchesMixin:
         self._rows_of_example: dict[str, int] = {}
         #: Whether some batches may have images and others none, which is another shape.
         self.some_without_images = False
+        #: Of a row, where all were looked at.
+        self.most_image_tokens: int | None = None
         # What a line was said about already.
         self._said: set[str] = set()
 

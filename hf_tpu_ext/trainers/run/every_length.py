@@ -12,8 +12,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from ...callbacks.run_lines import RunLines
+from ..checks.datasets import has_images
 from ..configs import ExtensionArguments
-from .images import has_images, synthetic_rows
+from .images import synthetic_rows
 
 
 class EveryLengthMixin:

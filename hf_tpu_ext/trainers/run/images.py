@@ -1,21 +1,25 @@
 """Batches with images: how many image tokens a row has room for, and the collator that lays images out."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from traceback import format_exception
 from typing import Any
 
 import datasets
 import pyarrow.compute as pc
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 from transformers import ProcessorMixin, TrainingArguments
+from trl import KTOConfig
 
-from ...data import StaticShapeCollator
+from ...data import StaticShapeCollator, round_up_length
 from ...errors import UserError
 from ...vision.collator import IMAGE_COLUMNS, ImageCollator
 from ...vision.families import FAMILIES, ImageFamily
 from ...vision.model import find_base
-from ..checks.datasets import named_datasets
+from ..checks.datasets import has_images, named_datasets
 from ..configs import ImageArguments
 
 
@@ -23,13 +27,6 @@ from ..configs import ImageArguments
 _WITHOUT_IMAGES = ("predict_with_generate", "show_samples", "kd_teacher", "kd_cache", "qat_weight_dtype")
 # The file of `datasets` that opens images, in a traceback.
 _DECODER = os.path.join("features", "image.py")
-
-
-def has_images(dataset) -> bool:
-    """Whether a dataset has a column of images."""
-    known = isinstance(dataset, (datasets.Dataset, datasets.IterableDataset))
-    columns = (dataset.column_names or next(iter(dataset), {})) if known else ()
-    return not set(IMAGE_COLUMNS).isdisjoint(columns)
 
 
 @contextmanager
@@ -79,6 +76,42 @@ def images_of_rows(dataset) -> tuple[int, int] | None:
     return found["min"].as_py(), found["max"].as_py()
 
 
+def find_longest_row(trainer) -> None:
+    """
+    Set `max_length`, in place of `None`, to the tokens of the longest row, which only upstream's collator knows. It goes through all
+    rows once. Rows of a stream, or of KTO, which adds prompts with answers of others, are a `ValueError`.
+    """
+    args, base = trainer.args, find_base(trainer.model)
+    named = named_datasets(trainer.train_dataset, trainer.eval_dataset)
+    found = [dataset for dataset in named.values() if dataset is not None]
+    if isinstance(args, KTOConfig) or not all(isinstance(dataset, datasets.Dataset) for dataset in found):
+        raise UserError(
+            "max_length=None takes all rows whole, but the longest is not known of a stream, nor with KTO. Set it to the tokens of the "
+            f"longest row, those of its images included: {trainer._config_name}(max_length=2048)."
+        )
+    if base is None:
+        return
+    measure = partial(_measure, trainer.data_collator, base.config.image_token_id)
+    with naming_broken_images(named):
+        for dataset in found:
+            rows = DataLoader(dataset, 1, collate_fn=measure, num_workers=args.dataloader_num_workers)
+            described = tqdm(
+                rows, "max_length=None: looking for the longest row", unit="row", disable=args.disable_tqdm
+            )
+            longest, most = (max(column) for column in zip(*described, strict=True))
+            args.max_length = max(args.max_length or 0, round_up_length(longest, longest + 128))
+            trainer.most_image_tokens = max(trainer.most_image_tokens or 0, most)
+    trainer.compiled.changes.append(
+        f"max_length=None is {args.max_length}, for the longest row; setting it leaves out the search for that row"
+    )
+
+
+def _measure(collate: Callable, image_token: int, examples: list) -> tuple[int, int]:
+    """The tokens of a row, and of its images."""
+    ids = collate([dict(example) for example in examples])["input_ids"]
+    return ids.shape[1], int((ids == image_token).sum(1).max())
+
+
 def lay_out_images(trainer) -> None:
     """
     Give a trainer whose dataset has images the collator that lays them out, around that which pads rows, with a line that says what
@@ -96,12 +129,12 @@ def lay_out_images(trainer) -> None:
             f"Images train on XLA with models of these types: {', '.join(sorted(FAMILIES))}. This one is "
             f"{trainer.model.config.model_type!r}. Train it on CUDA (backend='cuda'), or on text: dataset.remove_columns('images')."
         )
-    # Without max_length, nothing would be known of rows that are tokenized batch by batch; trainers of TRL refuse that.
-    assert isinstance(collator, StaticShapeCollator) and args.max_length is not None
+    assert isinstance(collator, StaticShapeCollator)
     family = FAMILIES[base.config.model_type](base)
     named = named_datasets(trainer.train_dataset, trainer.eval_dataset)
     found = [images_of_rows(dataset) for dataset in named.values() if dataset is not None]
-    room, why = _find_room(family, processor, args, None if None in found else max(most for _, most in found))
+    most = None if None in found else max(most for _, most in found)
+    room, why = _find_room(family, processor, args, most, trainer.most_image_tokens)
     text_field = vars(args).get("dataset_text_field", "text")
     trainer.data_collator = ImageCollator(
         collator, family, room, processor.tokenizer, trainer._config_name, args.max_length, text_field
@@ -159,10 +192,12 @@ def why_other_updates(trainer) -> str | None:
 
 
 def _find_room(
-    family: ImageFamily, processor: ProcessorMixin, args: TrainingArguments, most: int | None
+    family: ImageFamily, processor: ProcessorMixin, args: TrainingArguments, most: int | None, counted: int | None
 ) -> tuple[int, str]:
     if isinstance(args, ImageArguments) and args.image_tokens is not None:
         return family.round_up(args.image_tokens), "as image_tokens says"
+    if counted is not None:
+        return family.round_up(counted), "as the row with the most has"
     each = family.tokens_per_image(processor)
     if most is not None and max(1, most) * each <= args.max_length:
         return family.round_up(max(1, most) * each), f"{max(1, most)} x {each}"
