@@ -1,6 +1,5 @@
 """Activation checkpointing: what of a layer the forward pass keeps for the backward pass, and what is computed again."""
 
-import re
 from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
 from copy import copy
@@ -13,13 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..backends.base import Backend
-from ..errors import UserError
 from .autocast import current_autocast
 from .random_numbers import RandomNumbers
 
 
-#: Policies with a name of their own; any other is a list of modules.
-POLICIES = ("none", "full", "dots")
 # Products with weights. Those of attention, `bmm`, are as large as the square of the length, and computed again.
 _DOTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Sums of fewer products are computed again sooner than written and read: a TPU v5e computes 240 products while it moves a
@@ -231,13 +227,6 @@ def _emptied(store: MutableMapping) -> MutableMapping:
     return empty
 
 
-def _checkpointed(module: nn.Module, backend: Backend, *args: Any, **kwargs: Any) -> Any:
-    forward = type(module).forward
-    if not (module.training and torch.is_grad_enabled()):
-        return forward(module, *args, **kwargs)
-    return recompute(module, backend, False, partial(forward, module, **kwargs), *args)
-
-
 def checkpoint_layers(model: nn.Module, backend: Backend, keeps_dots: bool = False) -> int:
     """
     Make the layers that checkpoint their activations do so by [`recompute`], and count them.
@@ -254,37 +243,10 @@ def checkpoint_layers(model: nn.Module, backend: Backend, keeps_dots: bool = Fal
     return len(layers)
 
 
-def checkpoint_modules(model: nn.Module, names: str, backend: Backend) -> list[nn.Module]:
+def rematerialize(model: nn.Module, policy: str, backend: Backend) -> None:
     """
-    Checkpoint the modules whose names end as `names` say, e.g. `"mlp"` or `"self_attn,mlp"`, instead of whole layers,
-    by [`recompute`]. Deleting `forward` of each undoes it. A name of no module is a `ValueError`.
+    Make a model whose activation checkpointing is enabled compute again in the backward pass what a policy says: `"full"` or
+    `"dots"`; or nothing, with `"none"`.
     """
-    found: list[nn.Module] = []
-    for name in names.split(","):
-        chosen = [module for path, module in model.named_modules() if f".{path}".endswith(f".{name.strip()}")]
-        if not chosen:
-            known = {
-                re.split(r"\.\d+\.", path)[-1] for path, _ in model.named_modules() if re.search(r"\.\d+\.", path)
-            }
-            raise UserError(
-                f"rematerialization={names!r}: the model has no module {name.strip()!r}. Allowed: "
-                f"{', '.join(POLICIES)}, or names of its modules, separated by commas: {', '.join(sorted(known))}."
-            )
-        found.extend(chosen)
-    for module in found:
-        module.forward = partial(_checkpointed, module, backend)
-    return found
-
-
-def rematerialize(model: nn.Module, policy: str, backend: Backend) -> list[nn.Module]:
-    """
-    Make a model compute again in the backward pass what a policy says: one of [`POLICIES`], or names of modules as
-    [`checkpoint_modules`] takes them. `"full"` and `"dots"` need activation checkpointing enabled. Returned are the
-    modules whose `forward` was replaced; deleting it undoes that.
-    """
-    if policy == "none":
-        return []
-    if policy not in POLICIES:
-        return checkpoint_modules(model, policy, backend)
-    checkpoint_layers(model, backend, keeps_dots=policy == "dots")
-    return []
+    if policy != "none":
+        checkpoint_layers(model, backend, keeps_dots=policy == "dots")

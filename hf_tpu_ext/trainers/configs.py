@@ -67,10 +67,6 @@ class ExtensionArguments:
             "without a size takes the chips that are left."
         },
     )
-    show_sharding: bool = field(
-        default=False,
-        metadata={"help": "Print the sharding of each parameter at start."},
-    )
     scan_layers: str = field(
         default="auto",
         metadata={
@@ -84,8 +80,8 @@ class ExtensionArguments:
         default=None,
         metadata={
             "help": "Activation checkpointing policy on XLA: what the backward pass recomputes. 'none'; 'full': whole "
-            "layers; 'dots': all but the matrix products with weights; or names of modules, as 'mlp' or 'mlp,self_attn'. "
-            "Default: full or none, as gradient_checkpointing says."
+            "layers; 'dots': all but the matrix products with weights. Default: full or none, as gradient_checkpointing says.",
+            "choices": ["none", "full", "dots"],
         },
     )
     attention: str = field(

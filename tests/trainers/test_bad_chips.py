@@ -99,7 +99,6 @@ def test_an_eager_device_says_that_chips_are_none_of_its_business(runs, where, c
         config_cls=TPUSFTConfig,
         mesh="data=2,fsdp=4",
         num_chips=8,
-        show_sharding=True,
         max_steps=1,
         **of_others,
         **where,
@@ -109,7 +108,6 @@ def test_an_eager_device_says_that_chips_are_none_of_its_business(runs, where, c
     settings = (
         "mesh=data=2,fsdp=4",
         "num_chips=8",
-        "show_sharding",
         "length_buckets=[24, 48]",
         "compile_step=layers",
     )

@@ -280,7 +280,6 @@ def test_steps_with_dropout_in_the_loop_are_replayed(xla, scanned, make, same_lo
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        ("qwen3", dict(rematerialization="mlp"), "rematerialization names modules of them"),
         ("qwen3", dict(optim="sgd"), "SGD may look at parameters as a whole"),
         ("qwen3", dict(lora={"layers_to_transform": [1]}), "layer 1 has other modules than layer 0"),
         ("gemma2", {}, "self_attn of layer 1 differs from that of layer 0"),

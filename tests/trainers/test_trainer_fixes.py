@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.layers.activation_checkpointing import checkpoint_modules
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.files import find_checkpoint
@@ -193,16 +192,6 @@ def test_layers_that_cannot_be_a_loop(check):
         trainer.train()
 
     assert_fixes(train, {"scan_layers": "on", "optim": "adafactor"}, LEAVE_OUT, "set it to 'auto'")
-
-
-def test_parts_of_layers_to_recompute(runs, xla):
-    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
-    message = refusal(lambda names: checkpoint_modules(model, names, xla), {"names": "mlq"})
-    names = re.search(r"separated by commas: (.*)\.", message).group(1).split(", ")
-    assert {"mlp", "self_attn"} <= set(names)
-    for name in (*names, ",".join(names)):
-        for module in checkpoint_modules(model, name, xla):
-            vars(module).pop("forward", None)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def checkpoint_activations(run: Run) -> None:
     if args.gradient_checkpointing and unsupported:
         raise UserError(
             f"gradient_checkpointing_kwargs={kwargs} has {', '.join(unsupported)}, which has no equivalent on XLA. Leave it out: "
-            "whole layers are checkpointed ('every_n_layers' is supported), or what rematerialization names."
+            "whole layers are checkpointed ('every_n_layers' is supported)."
         )
     if isinstance(args, ExtensionArguments):
         compiled.scan_layers, compiled.attention, compiled.step_replay = (
@@ -138,7 +138,7 @@ def checkpoint_activations(run: Run) -> None:
             args.attention,
             args.step_replay,
         )
-    set_gradient_checkpointing(args, compiled.rematerialization in ("full", "dots"))
+    set_gradient_checkpointing(args, compiled.rematerialization != "none")
 
 
 def set_gradient_checkpointing(args, value: bool) -> None:
@@ -152,7 +152,7 @@ def shard_over_chips(run: Run) -> None:
     """A mesh of the chips in place of PyTorch's FSDP, of which nothing is left to upstream."""
     args, compiled = run.args, run.compiled
     if isinstance(args, ExtensionArguments):
-        compiled.mesh, compiled.show_sharding = args.mesh, args.show_sharding
+        compiled.mesh = args.mesh
     if not args.fsdp:
         return
     for name, value in (args.fsdp_config or {}).items():

@@ -59,7 +59,6 @@ class CompiledArguments:
     compute_dtype: torch.dtype | None = None
     changes: list[str] = field(default_factory=list)
     mesh: str | None = None
-    show_sharding: bool = False
     step_replay: bool | None = None
     rematerialization: str = "none"
     scan_layers: str = "auto"

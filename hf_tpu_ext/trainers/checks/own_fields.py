@@ -62,7 +62,7 @@ OWN = (
     ),
     *at(
         lambda place: not place.static_shapes,
-        without_effect("num_chips mesh show_sharding", "it applies to TPU chips"),
+        without_effect("num_chips mesh", "it applies to TPU chips"),
         without_effect("scan_layers", "it applies to XLA", when=_is_on),
         without_effect("share_prompts", "it is for torch_xla", when=_is_on),
         without_effect("attention", "attn_implementation chooses here"),

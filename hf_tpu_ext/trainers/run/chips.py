@@ -271,7 +271,7 @@ class Chips:
 
     # ---- Words ----
 
-    def lines(self, model: nn.Module, averaged: bool, shows_plan: bool) -> list[str]:
+    def lines(self, model: nn.Module, averaged: bool) -> list[str]:
         """What a person is told about chips at start, for a model whose weights may be averaged."""
         found = []
         if self._backend.num_chips > 1 or self._backend.splits_weights:
@@ -282,8 +282,6 @@ class Chips:
         if memory is not None:
             advice = advise_sharding(model, self.mesh, memory, averaged)
             found += [] if advice is None else [advice]
-        if self.sharding_plan is not None and shows_plan:
-            found.extend(str(self.sharding_plan).splitlines())
         return found
 
 

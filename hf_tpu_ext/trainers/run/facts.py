@@ -37,7 +37,7 @@ def find_facts(trainer) -> RunFacts:
         dtypes.add(quantization.quantization_method())
     compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
     precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-    lines = trainer.chips.lines(trainer.model, trainer.averaging.average is not None, compiled.show_sharding)
+    lines = trainer.chips.lines(trainer.model, trainer.averaging.average is not None)
     lines += [*trainer.frozen.lines(), *trainer.averaging.lines(trainer.state.max_steps)]
     lines += compiled.changes
     facts = RunFacts(precision, trainer._train_batch_size, [], None, lines)

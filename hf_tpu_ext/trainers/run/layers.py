@@ -239,8 +239,6 @@ class LayerScan:
 
     def _find_patterns(self, optimizer: torch.optim.Optimizer) -> list[Pattern] | str:
         """How the layers repeat, or why they do not run as a loop."""
-        if self._compiled.rematerialization not in ("none", "full", "dots"):
-            return "the scan rematerializes layers as a whole, and rematerialization names modules of them"
         if (self._trainer.args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1) != 1:
             return "the scan rematerializes every layer, and every_n_layers asks for some"
         if not isinstance(optimizer, LazyAdamW):

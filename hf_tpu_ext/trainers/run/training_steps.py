@@ -79,7 +79,6 @@ class TrainingSteps(TrainerCallback):
         self._places: Hashable = None
         # Whether code of the user's runs between micro-steps.
         self._shows_gradients = False
-        self._rematerialized: list[nn.Module] = []
 
     @property
     def replays(self) -> bool:
@@ -99,7 +98,7 @@ class TrainingSteps(TrainerCallback):
         if trainer.neftune_noise_alpha is not None:
             trainer.by_length.replace_noise(trainer.neftune_hook_handle)
         with trainer.layers.in_place():
-            self._rematerialized = rematerialize(model, trainer.compiled.rematerialization, trainer.backend)
+            self._checkpoint_layers()
         with trainer.layers.as_a_loop():
             self._begin_run(model, optimizer.optimizer)
 
@@ -157,9 +156,6 @@ class TrainingSteps(TrainerCallback):
             self.gradients = trainer.chips.local_gradients = None
             if isinstance(self._optimizer, LazyAdamW):
                 self._optimizer.is_done = False
-        for module in self._rematerialized:
-            del module.forward
-        self._rematerialized = []
 
     # ---- A step ----
 
@@ -350,11 +346,9 @@ class TrainingSteps(TrainerCallback):
             self.make_gradients()
 
     def _checkpoint_layers(self) -> None:
-        """Again, where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's fails on XLA."""
+        """Also where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's fails on XLA."""
         trainer = self._trainer
-        # That of modules by name is none of transformers', and stays.
-        if not self._rematerialized:
-            rematerialize(trainer.model, trainer.compiled.rematerialization, trainer.backend)
+        rematerialize(trainer.model, trainer.compiled.rematerialization, trainer.backend)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""
