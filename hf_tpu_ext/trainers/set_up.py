@@ -25,7 +25,7 @@ from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
 from ..step.program_adamw import ProgramAdamW
 from ..step.running_code import is_known
-from .checks.adaptations import ADAMW_NAMES, FEW_BIT_ADAMW_NAMES, set_gradient_checkpointing
+from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES, set_gradient_checkpointing
 from .checks.answers import Place
 from .checks.device import bind_device
 from .checks.families import check_family
@@ -285,9 +285,12 @@ class SetUpMixin:
     def _choose_optimizer(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
         """The class of the optimizer and its settings: upstream's, or this package's in the place of PyTorch's AdamW."""
         args = self.args
-        if args.optim in FEW_BIT_ADAMW_NAMES or (self.backend.own_optimizer and args.optim in ADAMW_NAMES):
+        trained_by = dict(FULL_STATE_NAMES)
+        if self.backend.own_optimizer:
+            trained_by |= dict.fromkeys(ADAMW_NAMES, OptimizerNames.ADAMW_TORCH)
+        if args.optim in trained_by:
             args = copy(args)
-            args.optim = OptimizerNames.ADAMW_TORCH
+            args.optim = trained_by[args.optim]
         optimizer_cls, kwargs = self.get_optimizer_cls_and_kwargs(args, model)
         if optimizer_cls is torch.optim.AdamW:
             if self.backend.own_optimizer:

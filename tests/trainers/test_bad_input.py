@@ -12,7 +12,6 @@ from refusals import refused
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GPTQConfig,
     TrainingArguments,
 )
@@ -40,7 +39,6 @@ GPTQ = GPTQConfig(bits=4)
         (dict(length_buckets=[-16, 40]), ["-16", "length_buckets=["]),
         (dict(length_buckets=[4], streaming=True), ["length_buckets=4", "streaming", "length_buckets=[12, 24, 48]"]),
         (dict(fp16=True), ["fp16=True", "bf16=True and fp16=False"]),
-        (dict(fp16_full_eval=True), ["fp16_full_eval=True", "Leave it out"]),
         (dict(optim="ademamix_8bit"), ["optim=ademamix_8bit", "adamw_torch", "adafactor"]),
         (dict(optim="lion_8bit"), ["optim=lion_8bit", "adamw_torch"]),
         (dict(gradient_checkpointing_kwargs={"selective": True}), ["selective", "Leave it out"]),
@@ -413,29 +411,6 @@ def test_code_of_the_callers_is_told_of_padded_columns(general, caplog):
         line = "Rows are padded to 16 tokens (input_ids 0, weights 0): the model is a Weighted, a custom module, which may count masked"
         assert caplog.text.count(line) == padded
         assert trainer.lengths == ([16] if padded else [10])
-
-
-@pytest.fixture
-def unpadded(tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.pad_token = None
-    return tokenizer
-
-
-NO_PAD_TOKEN = ["no pad token", "tokenizer.pad_token = tokenizer.eos_token"]
-
-
-def test_no_pad_token(general, unpadded):
-    refused(NO_PAD_TOKEN, lambda: general(Dataset.from_list(token_rows([8] * 4)), tokenizer=unpadded))
-
-
-def test_no_pad_token_in_supervised_training(runs, unpadded):
-    """Upstream takes the end-of-sequence token for its own collator, and leaves the tokenizer alone with another."""
-    runs.tokenizer = unpadded
-    collator = DataCollatorForLanguageModeling(pad_token_id=0)
-    refused(NO_PAD_TOKEN, lambda: runs.ours(train=False, kwargs={"data_collator": collator}))
-    trainer = runs.ours(train=False)
-    assert trainer.data_collator.pad_token_id == unpadded.eos_token_id
 
 
 # ---- The caller's objects ----

@@ -116,7 +116,6 @@ def test_length_of_prompts(runs):
     ("settings", "fixes"),
     [
         (dict(fp16=True), ["Set bf16=True and fp16=False"]),
-        (dict(fp16_full_eval=True), [LEAVE_OUT]),
         (dict(parallelism_config=ParallelismConfig()), [LEAVE_OUT]),
         (dict(XLA_USE_BF16="1"), ["Unset it and use bf16=True"]),
         (dict(XLA_DOWNCAST_BF16="1"), ["Unset it and use bf16=True"]),

@@ -15,7 +15,7 @@ from fixes import assert_fixes, refusal
 from preference import Case, rows_for, trainer_for
 from rollouts import Case as RolloutCase
 from rollouts import trainer_for as rollout_trainer_for
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from hf_tpu_ext import TPUSFTConfig
@@ -249,18 +249,6 @@ def test_rounding(check, settings, fixes):
         check(qat_weight_dtype="int4", lora=lora or None, **{"qat_group_size": 16, **settings})
 
     assert_fixes(made, settings, *fixes)
-
-
-def test_a_tokenizer_without_a_pad_token(check, runs):
-    tokenizer = AutoTokenizer.from_pretrained(runs.model_dir)
-    tokenizer.pad_token = None
-    runs.tokenizer = tokenizer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    message = refusal(check, {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)})
-    statement = re.search(r"for example (tokenizer\.pad_token = \S+),", message).group(1)
-    exec(statement, {"tokenizer": tokenizer})
-    check(data_collator=DataCollatorForLanguageModeling(pad_token_id=0))
 
 
 # ---- Text that is generated while training ----

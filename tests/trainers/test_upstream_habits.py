@@ -7,15 +7,18 @@ import sys
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedConfig,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 from transformers.optimization import Adafactor, AdafactorSchedule
 
@@ -213,19 +216,66 @@ def test_an_override_of_create_optimizer_asks_the_class_for_the_optimizer(xla, t
 
 
 @pytest.mark.parametrize(
-    "name", ["paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "adamw_torch_8bit"]
+    ("name", "instead", "cls_name"),
+    [
+        *(
+            (name, "adamw_torch", "AdamW")
+            for name in ("paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "adamw_torch_8bit")
+        ),
+        ("rmsprop_bnb_8bit", "rmsprop", "RMSprop"),
+    ],
 )
-def test_adamw_of_few_bits_is_adamw_with_a_line(xla, tmp_path, monkeypatch, capsys, name):
+def test_optimizers_of_few_bits_have_a_full_state_with_a_line(
+    xla, tmp_path, monkeypatch, capsys, name, instead, cls_name
+):
     # Nothing of it is imported.
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     losses = []
-    for cls, optim in ((TPUTrainer, name), (Trainer, "adamw_torch")):
-        trainer = make(cls, tmp_path, max_steps=3, logging_steps=1, optim=optim)
+    for cls, optim in ((TPUTrainer, name), (Trainer, instead)):
+        trainer = make(
+            cls,
+            tmp_path,
+            max_steps=3,
+            logging_steps=1,
+            optim=optim,
+            optim_args="momentum=0.9" * (instead == "rmsprop"),
+        )
         trainer.train()
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
         assert trainer.args.optim == optim
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert f"optim={name} is replaced by AdamW" in capsys.readouterr().out
+    assert (
+        f"optim={name} is replaced by {cls_name}, whose state has the dtype of the weights" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_blocks_of_a_tokenizer_without_a_pad_token(xla, tiny_model, tmp_path, has_mask):
+    """GPT-2 has none, and `run_clm.py` trains it on blocks of one length. The last batch is not full."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.pad_token = None
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 60, (6, 12), generator=generator).tolist()
+    columns = {"input_ids": ids, "labels": ids} | ({"attention_mask": [[1] * 12] * 6} if has_mask else {})
+
+    def train(cls):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            logging_steps=1,
+            learning_rate=1e-3,
+            report_to="none",
+            save_strategy="no",
+        )
+        dataset = Dataset.from_dict(columns)
+        trainer = cls(model, args, default_data_collator, dataset, processing_class=tokenizer)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    ours, upstreams = on_both_sides(train)
+    assert ours == upstreams
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True])

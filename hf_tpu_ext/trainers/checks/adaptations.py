@@ -14,21 +14,24 @@ from ..configs import ExtensionArguments
 from .answers import Run
 
 
-#: AdamW whose moments have few bits, or are kept on the host: on XLA they have those of the weights, on the chips.
-FEW_BIT_ADAMW_NAMES = {
-    OptimizerNames.ADAMW_BNB,
-    OptimizerNames.ADAMW_8BIT,
-    OptimizerNames.PAGED_ADAMW,
-    OptimizerNames.PAGED_ADAMW_8BIT,
-    OptimizerNames.ADAMW_TORCH_4BIT,
-    OptimizerNames.ADAMW_TORCH_8BIT,
+#: What trains in the place of optimizers whose state has few bits, or is kept on the host, and whose update is that of PyTorch's.
+FULL_STATE_NAMES = {
+    OptimizerNames.ADAMW_BNB: OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.ADAMW_8BIT: OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.PAGED_ADAMW: OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.PAGED_ADAMW_8BIT: OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.ADAMW_TORCH_4BIT: OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.ADAMW_TORCH_8BIT: OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.RMSPROP_BNB: OptimizerNames.RMSPROP,
+    OptimizerNames.RMSPROP_8BIT: OptimizerNames.RMSPROP,
+    OptimizerNames.RMSPROP_32BIT: OptimizerNames.RMSPROP,
 }
+_NAMES_OF_CLASSES = {OptimizerNames.ADAMW_TORCH: "AdamW", OptimizerNames.RMSPROP: "RMSprop"}
 #: AdamW in its several implementations: all become [`LazyAdamW`].
 ADAMW_NAMES = {
     OptimizerNames.ADAMW_TORCH,
     OptimizerNames.ADAMW_TORCH_FUSED,
     OptimizerNames.ADAMW_TORCH_XLA,
-    *FEW_BIT_ADAMW_NAMES,
 }
 #: Optimizers that take their learning rate as a Python number.
 HOST_SCALAR_NAMES = {OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP, OptimizerNames.ADAFACTOR}
@@ -88,11 +91,11 @@ def choose_optimizer(run: Run) -> None:
         and args.optim in {OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED} | HOST_SCALAR_NAMES
     ):
         return
-    if args.optim in FEW_BIT_ADAMW_NAMES:
+    if args.optim in FULL_STATE_NAMES:
         # The name stays: the trainer asks for the class of another one.
         changes.append(
-            f"optim={OptimizerNames(args.optim).value} is replaced by AdamW, whose moments have the dtype of the weights and "
-            "stay on the chips"
+            f"optim={OptimizerNames(args.optim).value} is replaced by {_NAMES_OF_CLASSES[FULL_STATE_NAMES[args.optim]]}, "
+            "whose state has the dtype of the weights and stays on the chips"
         )
     elif args.optim in ADAMW_NAMES:
         if args.optim != OptimizerNames.ADAMW_TORCH:
@@ -107,7 +110,7 @@ def choose_optimizer(run: Run) -> None:
             "or 1 recompiles; optim=adamw_torch never does"
         )
     else:
-        allowed = sorted(name.value for name in ADAMW_NAMES - FEW_BIT_ADAMW_NAMES | HOST_SCALAR_NAMES)
+        allowed = sorted(name.value for name in ADAMW_NAMES | HOST_SCALAR_NAMES)
         raise UserError(
             f"optim={OptimizerNames(args.optim).value} does not run on XLA (it needs custom kernels or "
             f"device-to-host syncs). Allowed: {', '.join(allowed)}."

@@ -195,7 +195,6 @@ REFUSED_ANYWHERE = at(
 
 REFUSED_ON_XLA = (
     refused("fp16", "does not work on XLA: TPUs compute in bfloat16. Set bf16=True and fp16=False."),
-    refused("fp16_full_eval", "does not work on XLA. Leave it out: evaluation computes as training does."),
     refused("deepspeed", NO_DEEPSPEED.removeprefix("deepspeed ")),
     refused(
         "parallelism_config",
@@ -250,7 +249,7 @@ REPLACED = (
         "optim",
         "AdamW inside the step's program, where it is AdamW. That of few bits or in pages (`adamw_8bit`, `adamw_bnb_8bit`, "
         "`paged_adamw_8bit`, `paged_adamw_32bit`, `adamw_torch_4bit`, `adamw_torch_8bit`) has moments of the weights' dtype, on the "
-        "chips. `sgd`, `adagrad`, `rmsprop` and `adafactor` are PyTorch's and "
+        "chips; so has RMSprop (`rmsprop_bnb`, `rmsprop_bnb_8bit`, `rmsprop_bnb_32bit`). `sgd`, `adagrad`, `rmsprop` and `adafactor` are PyTorch's and "
         "transformers' own. Others, of custom kernels, are refused.",
         beside="optim_args optim_target_modules",
         adapt=adaptations.choose_optimizer,
@@ -295,6 +294,7 @@ REPLACED = (
 
 WITHOUT_EFFECT = (
     without_effect("save_on_each_node", "the first host writes for all", becomes=False),
+    without_effect("fp16_full_eval", "evaluation computes as training does", becomes=False),
     without_effect("bf16_full_eval", "with bf16=True, evaluation already computes in bfloat16", becomes=False),
     without_effect(
         "torch_compile",

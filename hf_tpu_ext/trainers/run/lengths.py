@@ -18,13 +18,8 @@ _NOT_TOKENS = ("position_ids", "segment_ids", "token_type_ids")
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The pad token id of a tokenizer. One that has none is a `ValueError`."""
-    if tokenizer.pad_token_id is None:
-        raise UserError(
-            "The tokenizer has no pad token, and batches are padded to a fixed length on XLA. Set one, for example "
-            "tokenizer.pad_token = tokenizer.eos_token, and pass it as processing_class=tokenizer."
-        )
-    return tokenizer.pad_token_id
+    """What a tokenizer pads with. Where it has no pad token, that is the end-of-sequence token, as in TRL's trainers, or else 0."""
+    return next((id for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
 
 
 def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
