@@ -19,8 +19,7 @@ _MODULES = {"recipes.rewards.": "rewards.py"}
 
 def by_command() -> dict[str, str]:
     """The recipe to start from for each training command, by its name without `.yaml`."""
-    found = {command: Path(script.recipe).stem for command, script in SCRIPTS.items()}
-    return found | {"pretrain": "pretrain_tinystories"}
+    return {command: Path(script.recipe).stem for command, script in SCRIPTS.items()}
 
 
 def add_parsers(subparsers: argparse._SubParsersAction) -> None:

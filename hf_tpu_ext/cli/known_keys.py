@@ -19,7 +19,6 @@ _DECLARED = {
     "hf_tpu_ext": (
         "cli/cache_teacher.py",
         "cli/plan.py",
-        "cli/pretrain.py",
         "cli/warmup.py",
         "trainers/configs.py",
         "trainers/*/arguments.py",

@@ -12,7 +12,6 @@ from pathlib import Path
 from .. import __version__
 from ..errors import SaveError, UserError
 from . import cache_teacher, doctor, export, init, plan, prepare, report, warmup
-from .commands import COMMANDS
 from .trl_scripts import SCRIPTS
 
 
@@ -27,7 +26,7 @@ first steps:
 
 #: Sub-commands that read a recipe; their arguments are its keys.
 _TRAINING = {
-    **{name: command.run for name, command in COMMANDS.items()},
+    **{name: command.run for name, command in SCRIPTS.items()},
     "cache-teacher": cache_teacher.run,
     "warmup": warmup.run,
     "plan": plan.run,
@@ -79,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     for command, script in SCRIPTS.items():
         purpose = script.purpose[0].lower() + script.purpose[1:]
         commands.add_parser(command, help=f"{purpose} (`hf-tpu {command} --help` lists the keys)")
-    commands.add_parser("pretrain", help="train on plain text (`hf-tpu pretrain --help` lists the keys)")
     commands.add_parser(
         "cache-teacher",
         help="precompute a teacher's top-k log-probs (`hf-tpu cache-teacher --help` lists the keys)",

@@ -11,8 +11,8 @@ from pathlib import Path
 from ..errors import UserError
 from ..examples.jsonl import write_splits
 from ..installing import install_command
-from .commands import COMMANDS, take_command
 from .recipe import Recipe, load_recipe
+from .trl_scripts import SCRIPTS, take_command
 
 
 DESCRIPTION = f"""\
@@ -27,7 +27,7 @@ examples:
 The exit status is 0 if it fits, 1 if it does not, and 2 if that is unknown. For a recipe of another command than `sft`:
 
   hf-tpu plan dpo --config recipes/dpo_lora_qwen3.yaml
-  hf-tpu plan pretrain --config recipes/pretrain_tinystories.yaml
+  hf-tpu plan --config recipes/pretrain_tinystories.yaml
 
 options of its own:
   --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...; of several hosts: v5e-16 to v5e-256, v6e-16, ...
@@ -102,7 +102,7 @@ def run(argv: list[str]) -> int:
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
-    recipe = load_recipe(rest, COMMANDS[command].tiny_data)
+    recipe = load_recipe(rest, SCRIPTS[command].tiny_data)
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
 
@@ -131,7 +131,7 @@ def run(argv: list[str]) -> int:
             changed = replace(recipe, command_line=recipe.command_line | changes)
             try:
                 programs, traced = trace_run(
-                    lambda adapt: COMMANDS[command].train(changed, COMMANDS[command].parser(title, DESCRIPTION), adapt)
+                    lambda adapt: SCRIPTS[command].train(changed, SCRIPTS[command].parser(title, DESCRIPTION), adapt)
                 )
             except OSError as error:
                 raise UserError(
@@ -174,9 +174,6 @@ def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths:
         masks = {"completion_only_loss": "completion_mask", "assistant_only_loss": "assistant_masks"}
         columns = ["input_ids", *(column for setting, column in masks.items() if recipe.says_yes(setting))]
         rows = [{column: [1] * length for column in columns} for length in lengths]
-    elif command == "pretrain":
-        # Documents are cut into rows: here is more than enough text for one.
-        rows = [{"text": "a " * (2 * length)} for length in lengths]
     elif command in ("grpo", "rloo", "distillation"):
         rows = [{"prompt": _prompt_of(recipe, length)} for length in lengths]
     elif command == "reward":

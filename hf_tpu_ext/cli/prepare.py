@@ -15,7 +15,6 @@ Create a model of two layers and synthetic data for it, in seconds and without t
   preferences/  additions with a right (chosen) and a wrong (rejected) answer
   unpaired/     additions with an answer that is right or wrong (label)
   questions/    additions to be answered, with their solution
-  stories/      short synthetic stories in a column `text`
 With the model type of a vision language model, for instance smolvlm (needs pillow and torchvision):
   model/        random weights and a processor of text and images
   data/         pictures of digits and questions about them
@@ -42,18 +41,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make a tiny model, a teacher for it, arithmetic, preferences, questions and stories, and return the exit status `0`."""
+    """Make a tiny model, a teacher for it, arithmetic, preferences and questions, and return the exit status `0`."""
     if args.model_type in VISION:
         return _run_vision(args)
     from ..examples.jsonl import count_rows
-    from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_questions, make_stories
+    from ..examples.tiny import make_arithmetic, make_model, make_preferences, make_questions
 
     makers = {
         "data": make_arithmetic,
         "preferences": make_preferences,
         "unpaired": partial(make_preferences, paired=False),
         "questions": make_questions,
-        "stories": make_stories,
     }
     _check_is_own(args.output_dir, {"model", "teacher", *makers})
     model_dir = make_model(args.output_dir / "model", args.model_type)

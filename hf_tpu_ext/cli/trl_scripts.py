@@ -236,6 +236,16 @@ _SCRIPTS = (
 SCRIPTS = {script.command: script for script in _SCRIPTS}
 
 
+def take_command(own: str, argv: list[str]) -> tuple[str, str, list[str]]:
+    """
+    Take the name of a script off the arguments of the command `own`. Returns that name, `"sft"` where none is given; the title of
+    both, e.g. `"plan dpo"`; and the other arguments.
+    """
+    if argv and argv[0] in SCRIPTS:
+        return argv[0], f"{own} {argv[0]}", argv[1:]
+    return "sft", own, argv
+
+
 def _sees(model_args, trust_remote_code: bool) -> bool:
     """Whether the model that was trained is one of text and images, as TRL tells when it loads it."""
     from transformers import AutoConfig

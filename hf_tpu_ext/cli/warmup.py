@@ -5,9 +5,9 @@ import tempfile
 from functools import partial
 
 from ..formatting import format_size
-from .commands import COMMANDS, take_command
 from .launch import start_processes
 from .recipe import load_recipe
+from .trl_scripts import SCRIPTS, take_command
 
 
 DESCRIPTION = """\
@@ -24,15 +24,14 @@ as model, batch size, lengths, accumulation, precision, chips and software stay 
 steps, output_dir, run_name and the order of the data may change. For a recipe of another command than `sft`:
 
   hf-tpu warmup dpo --config recipes/dpo_lora_qwen3.yaml
-  hf-tpu warmup pretrain --config recipes/pretrain_tinystories.yaml
 """
 
 
 def run(argv: list[str]) -> int:
     """Compile the programs of the recipe that the arguments after `hf-tpu warmup` name, and return the exit status."""
     command, title, rest = take_command("warmup", argv)
-    recipe = load_recipe(rest, COMMANDS[command].tiny_data)
-    make_parser = partial(COMMANDS[command].parser, title, DESCRIPTION)
+    recipe = load_recipe(rest, SCRIPTS[command].tiny_data)
+    make_parser = partial(SCRIPTS[command].parser, title, DESCRIPTION)
     status = start_processes(title, recipe, make_parser)
     if status is not None:
         return status
@@ -43,7 +42,7 @@ def run(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as directory:
         try:
             adapt = partial(WarmUpMixin.over, output_dir=directory)
-            COMMANDS[command].train(recipe, make_parser(), adapt)
+            SCRIPTS[command].train(recipe, make_parser(), adapt)
         except WarmedUp as done:
             if int(os.environ.get("RANK", "0")):
                 # Of several processes, the first one tells.

@@ -175,39 +175,6 @@ def work_addition(a: int, b: int) -> str:
     return "; ".join([*steps, str(a + b)])
 
 
-def make_stories(output_dir: str | Path, num_rows: int = 1024, seed: int = 0) -> Path:
-    """
-    Write short stories of two to six sentences made from templates, as one column `text`, for pretraining.
-
-    They are all different, and every eighth is a row of the test split.
-    """
-    rng = random.Random(seed)
-
-    def draw() -> str:
-        name, friend = rng.sample(("Lily", "Tom", "Mia", "Ben", "Anna", "Max"), 2)
-        pet = rng.choice(("cat", "dog", "bird", "frog", "rabbit"))
-        toy = rng.choice(("ball", "kite", "boat", "drum", "book"))
-        place = rng.choice(("park", "garden", "forest", "beach", "barn"))
-        color = rng.choice(("red", "blue", "green", "yellow"))
-        middle = (
-            f"{name} saw a little {pet} and wanted to play with it.",
-            f"The {toy} was {color} and very pretty.",
-            f'{friend} said, "Can I play with your {toy} too?"',
-            f"The {pet} took the {toy} and ran away.",
-            f"They looked for the {toy} all over the {place}.",
-        )
-        chosen = sorted(rng.sample(range(len(middle)), rng.randint(0, 4)))
-        return " ".join(
-            [
-                f"One day, {name} went to the {place} with a {color} {toy}.",
-                *(middle[index] for index in chosen),
-                f"{name} and {friend} were happy and went home.",
-            ]
-        )
-
-    return _write(output_dir, [{"text": story} for story in _draw_different(draw, num_rows)])
-
-
 def _draw_different(draw: Callable[[], object], count: int) -> list:
     # Insertion order of a dict, unlike that of a set, is the same in every process.
     drawn = {}

@@ -268,6 +268,12 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
     below.
     """
 
+    from_scratch: bool = field(
+        default=False,
+        metadata={
+            "help": "Start from random weights: take the architecture and the tokenizer of the model, for pretraining."
+        },
+    )
     show_samples: int = field(
         default=0,
         metadata={

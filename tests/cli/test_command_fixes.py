@@ -16,7 +16,7 @@ from fixes import assert_fixes, edits, refusal
 from transformers import AutoTokenizer
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.cli import cache_teacher, doctor, init, plan, pretrain
+from hf_tpu_ext.cli import cache_teacher, doctor, init, plan
 from hf_tpu_ext.cli.launch import start_processes
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.cli.recipe import load_recipe, read_recipe
@@ -178,30 +178,6 @@ def test_a_split_that_the_dataset_does_not_have(monkeypatch, script):
 
 class Reached(Exception):
     """All was checked."""
-
-
-@pytest.mark.parametrize(
-    ("options", "fix"),
-    [
-        (dict(max_length=8), "For example: --dataset_name roneneldan/TinyStories"),
-        (dict(dataset_name="d"), "For example: --max_length 512"),
-    ],
-)
-def test_pretraining_command(monkeypatch, options, fix):
-    def reached(*args, **kwargs):
-        raise Reached
-
-    def check(**options):
-        try:
-            recipe = read_recipe(
-                words({"use_cpu": True, "model_name_or_path": "m", "output_dir": "unused", **options})
-            )
-            pretrain.train(recipe, pretrain.parser())
-        except Reached:
-            pass
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reached)
-    assert_fixes(check, options, fix)
 
 
 COMPLETE = dict(model_name_or_path="m", dataset_name="d", kd_teacher="t", kd_cache="c")

@@ -23,7 +23,7 @@ def test_help_names_the_commands(argv, capsys):
         main(argv)
     assert stop.value.code == 0
     help_text = capsys.readouterr().out
-    for command in ("sft", "pretrain", "warmup", "prepare"):
+    for command in ("sft", "dpo", "warmup", "prepare"):
         assert f"\n    {command} " in help_text
 
 
@@ -51,25 +51,19 @@ OF_A_RUN = ["sft", "--use_cpu", "--model_name_or_path", "absent", "--dataset_nam
     ("argv", "message"),
     [
         (["sft", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
-        (["pretrain", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
+        (["dpo", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
         (["sft", "--backend", "gpu"], "Unknown backend='gpu'. Allowed: auto, tpu, xla, cuda, cpu."),
         (["sft", "--use_cpu"], "model_name_or_path is missing."),
         (["sft", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
-        (["pretrain", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
         (
             ["grpo", "--use_cpu", "--model_name_or_path", "m", "--dataset_name", "d"],
             "reward_funcs, the functions that score completions, is missing",
         ),
-        (
-            ["pretrain", "--use_cpu", "--model_name_or_path", "m", "--dataset_name", "d"],
-            "max_length, the number of tokens in a row, is missing",
-        ),
-        (["pretrain", "--use_cpu"], "--model_name_or_path"),
         ([*OF_A_RUN, "--per_device_train_batch_size", "0"], "per_device_train_batch_size=0 is not positive."),
         ([*OF_A_RUN, "--report_to", "wandb"], "pip install wandb"),
         ([*OF_A_RUN, "--deepspeed", "zero3.json"], "pip install deepspeed"),
         (["reward", *OF_A_RUN[1:], "--use_peft"], "Set lora_task_type: SEQ_CLS"),
-        (["pretrain", *OF_A_RUN[1:], "--max_length", "0"], "max_length=0 is not positive."),
+        ([*OF_A_RUN, "--max_length", "0"], "max_length=0 is not positive."),
         (["sft", "--smoke", "absent"], "hf-tpu prepare tiny --output_dir absent"),
     ],
 )
@@ -164,7 +158,7 @@ def test_only_a_class_of_its_own_speaks_to_people():
     assert issubclass(hf_tpu_ext.UserError, ValueError) and issubclass(hf_tpu_ext.SaveError, OSError)
 
 
-@pytest.mark.parametrize("command", ["sft", "pretrain"])
+@pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_help_of_a_training_command(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

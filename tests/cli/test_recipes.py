@@ -44,7 +44,7 @@ def tiny_of(tiny, request):
 def command_of(recipe):
     """What runs a recipe, which its name begins with; `kd_...` is supervised fine-tuning, too."""
     kind = recipe.stem.partition("_")[0]
-    return kind if kind in ("pretrain", "dpo", "reward", "kto", "grpo", "distillation") else "sft"
+    return kind if kind in ("dpo", "reward", "kto", "grpo", "distillation") else "sft"
 
 
 def shortened(recipe):
@@ -135,36 +135,3 @@ def test_absent_split_is_named(tiny, tmp_path, capsys):
     argv = ["sft", "--model_name_or_path", str(tiny / "model"), "--dataset_name", str(tiny / "data"), "--use_cpu"]
     assert main([*argv, "--dataset_train_split", "training", "--output_dir", str(tmp_path)]) == 2
     assert "The dataset has no split 'training'" in capsys.readouterr().err
-
-
-def test_pretraining_rows(tiny):
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-
-    from hf_tpu_ext.cli.pretrain import token_rows
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    texts = ["One day.", "Anna went home with a kite.", "The end"]
-    rows = token_rows(Dataset.from_dict({"text": texts, "other": [1, 2, 3]}), tokenizer, "text", max_length=8)
-    tokens = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    full = len(tokens) // 8
-    assert 0 < full * 8 < len(tokens)
-    assert rows["input_ids"] == [tokens[8 * row : 8 * row + 8] for row in range(full)]
-    assert rows["labels"] == rows["input_ids"]
-    assert rows.column_names == ["input_ids", "labels"]
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--max_length", "1000000"], "has less text than one row of max_length=1000000 tokens"),
-        (["--dataset_text_field", "txt"], "txt"),
-        (["--dataset_train_split", "training"], "training"),
-    ],
-)
-def test_pretraining_mistakes(extra, message, tiny, tmp_path, capsys):
-    argv = ["pretrain", "--model_name_or_path", str(tiny / "model"), "--dataset_name", str(tiny / "stories")]
-    assert main([*argv, "--max_length", "64", "--use_cpu", "--output_dir", str(tmp_path), *extra]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hf_tpu_ext.cli.main import main
-from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_preferences, make_questions, make_stories
+from hf_tpu_ext.examples.tiny import make_arithmetic, make_model, make_preferences, make_questions
 
 
 RECIPE = {
@@ -38,7 +38,6 @@ def prepared(tmp_path_factory):
     directory = tmp_path_factory.mktemp("prepared")
     make_model(directory / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     make_arithmetic(directory / "data")
-    make_stories(directory / "stories")
     make_preferences(directory / "preferences", num_rows=64)
     make_questions(directory / "questions", num_rows=64)
     (directory / "reversed").mkdir()
@@ -180,9 +179,15 @@ def test_streamed_rows_take_all_lengths(command):
 
 @pytest.mark.slow
 def test_pretraining(command):
-    changes = {"length_buckets": None, "max_length": 64}
-    command("warmup pretrain", data="stories", **changes)
-    (misses, _), _ = command("pretrain", data="stories", **changes)
+    changes = {
+        "length_buckets": None,
+        "max_length": 64,
+        "packing": True,
+        "packing_strategy": "wrapped",
+        "from_scratch": True,
+    }
+    command("warmup", **changes)
+    (misses, _), _ = command("sft", **changes)
     assert misses == 0
 
 

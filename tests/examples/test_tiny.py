@@ -14,7 +14,6 @@ from hf_tpu_ext.examples.tiny import (
     make_arithmetic,
     make_model,
     make_preferences,
-    make_stories,
     make_tokenizer,
     work_addition,
 )
@@ -134,16 +133,7 @@ def test_chosen_answers_are_right_and_rejected_ones_wrong(tmp_path):
     assert all(set(rows["label"][:2]) == {False, True} for rows in dataset.values())
 
 
-def test_stories_are_plain_text(tmp_path):
-    dataset = load_dataset(str(make_stories(tmp_path, num_rows=80)))
-    assert {split: rows.num_rows for split, rows in dataset.items()} == {"train": 70, "test": 10}
-    assert dataset["train"].column_names == ["text"]
-    stories = [row["text"] for rows in dataset.values() for row in rows]
-    assert len(set(stories)) == 80
-    assert {story.split(",")[0] for story in stories} == {"One day"}
-
-
-@pytest.mark.parametrize("make", [make_arithmetic, make_preferences, make_stories])
+@pytest.mark.parametrize("make", [make_arithmetic, make_preferences])
 def test_tasks_depend_on_the_seed_only(make, tmp_path):
     written = [
         (make(tmp_path / str(index), num_rows=40, seed=seed) / "train.jsonl").read_bytes()

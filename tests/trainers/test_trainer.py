@@ -6,15 +6,20 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    BitsAndBytesConfig,
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
+from trl import SFTConfig, SFTTrainer
 
-from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
 
 
 def classified_rows(tokenizer, count=30):
@@ -138,3 +143,31 @@ def test_samples_before_and_after(runs, capsys):
     runs.ours(config_cls=TPUSFTConfig, show_samples=2, max_steps=2)
     lines = capsys.readouterr().out.splitlines()
     assert [sum(f"{name:>9}: " in line for line in lines) for name in ("reference", "before", "after")] == [2, 2, 2]
+
+
+def test_random_weights_in_place_of_those_of_the_model(xla, tiny_model, tmp_path):
+    """As from the model's configuration by hand, and packed rows of full length."""
+    dataset = Dataset.from_list([{"text": f"{number} and so on"} for number in range(40)])
+    settings = dict(packing=True, packing_strategy="wrapped", max_length=32, max_steps=2, logging_steps=1)
+    settings |= dict(report_to="none", save_strategy="no", bf16=False, disable_tqdm=True, seed=3, learning_rate=1e-3)
+
+    def train(cls, args, model):
+        trainer = cls(model, args, train_dataset=dataset, processing_class=AutoTokenizer.from_pretrained(tiny_model))
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    ours = train(TPUSFTTrainer, TPUSFTConfig(str(tmp_path), from_scratch=True, **settings), str(tiny_model))
+    set_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model), dtype="float32")
+    assert ours == pytest.approx(train(SFTTrainer, SFTConfig(str(tmp_path), **settings), model), rel=1e-5)
+    message = "Pass model='...', or leave from_scratch out"
+    with pytest.raises(ValueError, match=message):
+        train(TPUSFTTrainer, TPUSFTConfig(str(tmp_path), from_scratch=True, **settings), model)
+    quantized = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(ValueError, match="Leave the quantization out"):
+        TPUSFTTrainer(
+            str(tiny_model),
+            TPUSFTConfig(str(tmp_path), from_scratch=True, **settings),
+            train_dataset=dataset,
+            quantization_config=quantized,
+        )

@@ -1,7 +1,17 @@
 """Supervised fine-tuning."""
 
+from typing import Any
+
+import torch
 from datasets import Dataset
-from transformers import GenerationConfig, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import unwrap_peft_model
 from trl import SFTConfig, SFTTrainer
 
@@ -12,6 +22,7 @@ from ...layers.attention import carries_state
 from ..checkpoint.saving import UPSTREAM_METRICS
 from ..checks.datasets import check_dataset, named_datasets
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
+from ..checks.upstream import upstream_names
 from ..configs import ExtensionArguments, TPUSFTConfig
 from ..mixin import TPUTrainerMixin
 from ..run.text import TextGeneration
@@ -58,6 +69,18 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
     def _check_data(self, given) -> None:
         for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
             check_dataset(dataset, name, given["args"], has_formatting_func=given.get("formatting_func") is not None)
+
+    def _set_up(self, given) -> None:
+        if not (isinstance(given.arguments["args"], TPUSFTConfig) and given.arguments["args"].from_scratch):
+            super()._set_up(given)
+            return
+        if not isinstance(given.arguments.get("model"), str):
+            raise UserError(
+                "from_scratch=True makes a model from its name, and this one is there already. Pass model='...', or leave from_scratch out."
+            )
+        set_seed(given.arguments["args"].seed)
+        with upstream_names(type(self), create_model_from_path=_initialize):
+            super()._set_up(given)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         prepare = super()._prepare_dataset
@@ -121,3 +144,26 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _loss_sums_tokens(self, model) -> bool:
         return self.model_accepts_loss_kwargs and self.compute_loss_func is None
+
+
+def _initialize(
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    quantization_config: Any = None,
+    **of_loading: Any,
+) -> PreTrainedModel:
+    """TRL's `create_model_from_path` without the weights, in float32 if the dtype would be that of these."""
+    if quantization_config is not None:
+        raise UserError(
+            "from_scratch=True trains random weights, which are not quantized. Leave the quantization out."
+        )
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    return AutoModelForCausalLM.from_config(
+        config,
+        dtype="float32" if dtype in (None, "auto") else dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
