@@ -1,13 +1,16 @@
 """
-Writes the tables of docs/fields.md, of which field of upstream does what on XLA.
+Writes the tables of docs/fields.md, of which field of upstream does what on XLA, and that of the fields of this package in
+docs/configuration.md.
 
     python tests/docs/fields_page.py --write-docs
 """
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
 
+from hf_tpu_ext import trainers
 from hf_tpu_ext.trainers.checks import fields
 
 
@@ -17,6 +20,30 @@ from tables import make_parser, publish  # noqa: E402
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
+CONFIGURATION = PAGE.with_name("configuration.md")
+
+
+def own_fields() -> str:
+    """The fields that this package adds to upstream's arguments, in the words of `--help`, and which configs have them."""
+    configs = [
+        value for name, value in vars(trainers).items() if name.startswith("TPU") and dataclasses.is_dataclass(value)
+    ]
+    found: dict[str, tuple[dataclasses.Field, list[str]]] = {}
+    for config in configs:
+        names = {
+            name
+            for cls in config.__mro__
+            if cls.__module__.startswith("hf_tpu_ext.")
+            for name in vars(cls).get("__annotations__", {})
+        }
+        for field in dataclasses.fields(config):
+            if field.name in names:
+                found.setdefault(field.name, (field, []))[1].append(config.__name__)
+    lines = ["| Field | Default | Meaning |", "|---|---|---|"]
+    for name, (field, owners) in found.items():
+        of = "" if len(owners) == len(configs) else f" ({_code(sorted(owners))})"
+        lines.append(f"| `{name}` | `{field.default!r}` | {field.metadata['help'].replace('|', '&#124;')}{of} |")
+    return "\n".join(lines)
 
 
 def tables() -> dict[str, str]:
@@ -51,3 +78,4 @@ if __name__ == "__main__":
     arguments = make_parser(__doc__, PAGE).parse_args()
     for name, table in tables().items():
         publish(arguments, PAGE, name, table, table)
+    publish(arguments, CONFIGURATION, "own_fields", own_fields(), own_fields())
