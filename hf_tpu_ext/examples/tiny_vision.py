@@ -62,14 +62,17 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_vision_model(output_dir: str | Path, model_type: str = "gemma3", seed: int = 0, **overrides: Any) -> Path:
+def make_vision_model(
+    output_dir: str | Path, model_type: str = "gemma3", seed: int = 0, tokens_per_image: int = 4, **overrides: Any
+) -> Path:
     """
     Make a randomly initialised float32 model of one of [`FAMILIES`], of two layers for text and two for images, with its processor,
-    in a directory that `from_pretrained` loads. `overrides` are fields of the text's configuration.
+    in a directory that `from_pretrained` loads. Gemma 3 makes `tokens_per_image` of an image; `overrides` are fields of the text's
+    configuration.
     """
     if model_type not in FAMILIES:
         raise UserError(f"model_type={model_type!r} is not a tiny family. Choose one of: {', '.join(FAMILIES)}.")
-    processor = make_processor(output_dir, model_type)
+    processor = make_processor(output_dir, model_type, tokens_per_image=tokens_per_image)
     tokenizer = processor.tokenizer
     text = {
         **SIZES,

@@ -21,8 +21,9 @@ from hf_tpu_ext.examples.tiny_vision import make_digits, make_vision_model
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "images.md"
-#: By family, the optimizer steps, of 32 pictures each, and how many pictures there are.
-FAMILIES = {"gemma3": (1200, 8000), "smolvlm": (600, 4000), "qwen2_5_vl": (600, 4000)}
+#: By family, the optimizer steps, of 32 pictures each, how many pictures there are, and the tokens of an image: those of Gemma 3 are
+#: means over patches, which are whole digits where there are four.
+FAMILIES = {"gemma3": (1000, 8000, 16), "smolvlm": (600, 4000, 4), "qwen2_5_vl": (600, 4000, 4)}
 HELD_OUT = 512
 TRAINERS = {
     "this package, XLA": (TPUSFTTrainer, TPUSFTConfig, {"run_report": False, "step_status": False}),
@@ -33,8 +34,8 @@ TRAINERS = {
 def measure(family: str, name: str, directory: Path) -> dict[str, float]:
     """Train a model of a family, and measure which share of held-out digits it reads, also with the pixels in another order."""
     trainer_class, config_class, settings = TRAINERS[name]
-    steps, pictures = FAMILIES[family]
-    path = make_vision_model(directory / family, family)
+    steps, pictures, tokens = FAMILIES[family]
+    path = make_vision_model(directory / family, family, tokens_per_image=tokens)
     trainer = trainer_class(
         AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32),
         args=config_class(
@@ -46,7 +47,7 @@ def measure(family: str, name: str, directory: Path) -> dict[str, float]:
             lr_scheduler_type="cosine",
             warmup_steps=20,
             logging_steps=100,
-            max_length=64,
+            max_length=72,
             bf16=False,
             gradient_checkpointing=False,
             report_to="none",

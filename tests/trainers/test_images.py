@@ -301,6 +301,21 @@ def test_without_max_length_the_longest_row_is_looked_for(images, family):
     check_same(images.stock(family, rows, **kwargs), ours, evaluated=True)
 
 
+@slow
+@pytest.mark.parametrize("method", ["DPO", "KTO"])
+def test_preferences_without_max_length(images, method):
+    """KTO has each prompt with the answer of another row, too."""
+    rows = make_preferences([1, 2, 1, 1] * 4, paired=method == "DPO")
+    kwargs = {"method": method, "max_steps": 4, "learning_rate": 1e-4, "max_length": None}
+    check_same(images.stock("gemma3", rows, **kwargs), images.ours("gemma3", rows, **kwargs))
+
+
+def test_a_stream_without_max_length(images):
+    rows = make_rows([1] * 4)
+    with pytest.raises(UserError, match=r"longest row of a stream is not known.*TPUSFTConfig\(max_length=2048\)"):
+        images.ours("gemma3", rows.to_iterable_dataset(), train=False, max_length=None)
+
+
 # ---- Programs ahead of a run ----
 
 

@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProcessorMixin, TrainingArguments
-from trl import KTOConfig
 
 from ...data import StaticShapeCollator, round_up_length
 from ...errors import UserError
@@ -79,15 +78,15 @@ def images_of_rows(dataset) -> tuple[int, int] | None:
 def find_longest_row(trainer) -> None:
     """
     Set `max_length`, in place of `None`, to the tokens of the longest row, which only upstream's collator knows. It goes through all
-    rows once. Rows of a stream, or of KTO, which adds prompts with answers of others, are a `ValueError`.
+    rows once. Rows of a stream are a `ValueError`.
     """
     args, base = trainer.args, find_base(trainer.model)
     named = named_datasets(trainer.train_dataset, trainer.eval_dataset)
     found = [dataset for dataset in named.values() if dataset is not None]
-    if isinstance(args, KTOConfig) or not all(isinstance(dataset, datasets.Dataset) for dataset in found):
+    if not all(isinstance(dataset, datasets.Dataset) for dataset in found):
         raise UserError(
-            "max_length=None takes all rows whole, but the longest is not known of a stream, nor with KTO. Set it to the tokens of the "
-            f"longest row, those of its images included: {trainer._config_name}(max_length=2048)."
+            "max_length=None takes all rows whole, but the longest row of a stream is not known. Set it to its tokens, those of its "
+            f"images included: {trainer._config_name}(max_length=2048)."
         )
     if base is None:
         return
@@ -98,7 +97,8 @@ def find_longest_row(trainer) -> None:
             described = tqdm(
                 rows, "max_length=None: looking for the longest row", unit="row", disable=args.disable_tqdm
             )
-            longest, most = (max(column) for column in zip(*described, strict=True))
+            prompt, answer, most = (max(column) for column in zip(*described, strict=True))
+            longest = prompt + answer
             args.max_length = max(args.max_length or 0, round_up_length(longest, longest + 128))
             trainer.most_image_tokens = max(trainer.most_image_tokens or 0, most)
     trainer.compiled.changes.append(
@@ -106,10 +106,12 @@ def find_longest_row(trainer) -> None:
     )
 
 
-def _measure(collate: Callable, image_token: int, examples: list) -> tuple[int, int]:
-    """The tokens of a row, and of its images."""
-    ids = collate([dict(example) for example in examples])["input_ids"]
-    return ids.shape[1], int((ids == image_token).sum(1).max())
+def _measure(collate: Callable, image_token: int, examples: list) -> tuple[int, int, int]:
+    """The tokens of a row, those of its answer apart where it may get that of another row, and the tokens of its images."""
+    batch = collate([dict(example) for example in examples])
+    ids = batch["input_ids"]
+    answer = int(batch["completion_mask"].sum()) if "KL_input_ids" in batch else 0
+    return ids.shape[1] - answer, answer, int((ids == image_token).sum(1).max())
 
 
 def lay_out_images(trainer) -> None:
