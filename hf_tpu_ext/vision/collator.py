@@ -91,11 +91,12 @@ class ImageCollator:
                 except Exception:
                     columns = ("prompt", "messages", self.text_field)
                     text = next((str(example[column])[:80] for column in columns if column in example), "")
+                    paths = [image for image in example.get("images") or () if isinstance(image, str)]
                     raise UserError(
-                        f"Row {row} of the batch, with {count_images(example)} images and the text {text!r}, is refused by upstream: "
-                        f"{type(error).__name__}: {error}. Where max_length cuts off tokens of its images, truncate less, for example "
-                        f"{self.config_name}(max_length={2 * self.max_length}); else correct the row, or leave it out with "
-                        "dataset.filter."
+                        f"Row {row} of the batch, with {count_images(example)} images{f' ({paths[0][:120]}, ...)' if paths else ''} and "
+                        f"the text {text!r}, is refused by upstream: {type(error).__name__}: {error}. Correct the row, or leave it out "
+                        "with dataset.filter. Where max_length cuts off tokens of its images, truncate less, for example "
+                        f"{self.config_name}(max_length={2 * self.max_length})."
                     ) from error
             raise
 

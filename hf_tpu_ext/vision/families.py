@@ -72,6 +72,16 @@ class ImageFamily(ABC):
         """
 
 
+def _longest_edge(processor: ProcessorMixin) -> int:
+    size = processor.image_processor.size
+    if "longest_edge" not in size or size["longest_edge"] is None:
+        raise UserError(
+            f"The processor has no longest_edge (its size is {dict(size)}), and so no most tokens of an image. Set "
+            "processor.image_processor.size['longest_edge'], or the room of a row: image_tokens=1024."
+        )
+    return size["longest_edge"]
+
+
 class OneSize(ImageFamily):
     """Gemma 3 and LLaVA: every image has one size, and as many tokens. Upstream's own code computes its features."""
 
@@ -134,7 +144,7 @@ class Tiles(ImageFamily):
         if not images.do_image_splitting:
             return self.tokens
         # A square image has the most.
-        side = images.size["longest_edge"]
+        side = _longest_edge(processor)
         tiles, _, _ = images.get_number_of_image_patches(side, side)
         return max(1, tiles) * self.tokens
 
@@ -184,7 +194,7 @@ class Patches(ImageFamily):
 
     def tokens_per_image(self, processor: ProcessorMixin) -> int:
         images = processor.image_processor
-        return images.size["longest_edge"] // (images.patch_size * images.merge_size) ** 2
+        return _longest_edge(processor) // (images.patch_size * images.merge_size) ** 2
 
     def round_up(self, tokens: int) -> int:
         return tokens

@@ -383,6 +383,42 @@ def test_an_image_that_does_not_open(images, workers):
     assert len(fixed) == 7 and all(fixed["images"])
 
 
+def test_paths_and_a_row_that_upstream_refuses(images, tmp_path):
+    """A column of paths is as one of images; where one cannot be opened, it is named with its row."""
+    rows = make_rows([1] * 3)
+    trainer = images.ours("gemma3", rows, train=False)
+    rows[0]["images"][0].save(tmp_path / "0.png")
+    row = {**rows[0], "images": [str(tmp_path / "0.png")]}
+    found = trainer.data_collator([row])[families.PIXELS]
+    assert torch.equal(found, trainer.data_collator([rows[0]])[families.PIXELS])
+    missing = str(tmp_path / "1.png")
+    with pytest.raises(
+        UserError, match=f"Row 1 of the batch, with 1 images .{missing}, .*Correct the row, or leave it out"
+    ):
+        trainer.data_collator([row, {**row, "images": [missing]}])
+
+
+def test_a_processor_without_a_size(images):
+    rows = make_rows([1] * 4)
+    trainer = images.ours("qwen2_5_vl", rows, train=False)
+    processor = trainer.processing_class
+    processor.image_processor.size = {"height": 56, "width": 56}
+    with pytest.raises(UserError, match=r"has no longest_edge .*or the room of a row: image_tokens=1024"):
+        trainer.data_collator.family.tokens_per_image(processor)
+    processor.image_processor.size["longest_edge"] = 56 * 56
+    assert trainer.data_collator.family.tokens_per_image(processor) == 4
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "P", "RGBA", "1", "one pixel"])
+def test_pictures_of_other_modes_are_converted_as_with_stock(images, mode):
+    rows = make_rows([1])
+    picture = Image.new("RGB", (1, 1)) if mode == "one pixel" else rows[0]["images"][0].convert(mode)
+    trainer = images.ours("gemma3", rows, train=False)
+    row = {**rows[0], "images": [picture]}
+    expected = trainer.data_collator.collator.collator([dict(row)])["pixel_values"]
+    assert torch.equal(trainer.data_collator([row])[families.PIXELS].flatten(0, 1), expected)
+
+
 def test_a_moving_picture_is_its_first_one(images):
     """As with stock."""
     frames = make_images(3, np.random.default_rng(0), sizes=False)
