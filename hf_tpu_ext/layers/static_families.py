@@ -137,7 +137,7 @@ def _qwen4_indexer(
     is_whole = torch.arange(order.shape[2], device=k.device) < number
     best = scores.masked_fill(~is_whole, -1.0).topk(min(module.block_topk, order.shape[2]), dim=-1).indices
     is_best = torch.zeros_like(is_whole).scatter(-1, best, True)
-    block = (visible.int().cumsum(-1) - 1).clamp(min=0) // size
+    block = (visible.cumsum(-1) - 1).clamp(min=0) // size
     chosen = is_best.gather(-1, block.clamp(max=order.shape[2] - 1)) | (block >= number)
     return (visible & chosen).unsqueeze(1)
 

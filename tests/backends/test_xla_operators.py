@@ -69,3 +69,13 @@ def test_complex_numbers_are_made_on_the_device(xla, make):
     assert (xla.counters() - before).fallbacks == 0
     for found, right in zip(ours, compute(torch.clone), strict=True):
         torch.testing.assert_close(found.cpu(), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("values", [[True, False, True, True], [1, 0, 3, 1], [0.5, 0.0, 2.0, 1.0]])
+def test_running_sums_are_those_of_pytorch(xla, values):
+    """Also of booleans, whose sums are counts."""
+    values = torch.tensor([values])
+    before = xla.counters()
+    found = values.to(xla.device).cumsum(-1)
+    assert (xla.counters() - before).fallbacks == 0
+    assert found.dtype == values.cumsum(-1).dtype and torch.equal(found.cpu(), values.cumsum(-1))

@@ -2,7 +2,7 @@
 Trains a tiny model of every family with upstream's trainer on eager CPU and with this package's on XLA, and compares them:
 
     python tests/models/families.py                    # all, a process for each run; what is there is not run again
-    python tests/models/families.py --only qwen3 lfm2 --again
+    python tests/models/families.py --task causal --only qwen3 lfm2 --again
 
 Results are in `families.json`; `models_page.py` writes docs/models.md from them.
 """
@@ -18,15 +18,16 @@ import sys
 import time
 from pathlib import Path
 
+from tasks import LONGEST, TASKS, make_collator, make_rows, names_of
+
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "families.json"
-STEPS, ACCUMULATION, ROWS, LONGEST = 4, 2, 2, 16
-#: From the one that people use most.
-RECIPES = ("sft", "sft without checkpointing", "trainer")
+STEPS, ACCUMULATION, ROWS = 4, 2, 2
 EXACTLY, BY_SGD = " in float64", " by SGD"
 #: Of one run, the imports apart.
 MOST_SECONDS, MOST_BYTES = 240, 12 * 2**30
+MOST_PARAMETERS = 20 * 10**6
 
 
 # ---- One run, in a process of its own ----
@@ -35,13 +36,22 @@ MOST_SECONDS, MOST_BYTES = 240, 12 * 2**30
 def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, output_dir: str) -> dict:
     """Train a tiny model, and say what was logged and what the device did."""
     import torch
+    import transformers
     from peft import LoraConfig, get_peft_model
     from tiny_configs import VOCABULARY, tiny_config
-    from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
     from trl import SFTConfig, SFTTrainer
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, decoder=True), dtype=torch.float32)
+    config = tiny_config(model_type, decoder=task == "causal")
+    if task in ("sequence", "token"):
+        config.num_labels = 3
+    auto = getattr(transformers, TASKS[task].auto)
+    with torch.device("meta"):
+        count = auto.from_config(config).num_parameters()
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"a model of {count // 10**6} million parameters is not tiny")
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         # Routers that begin at 0 would have ties, and which experts they take then is anybody's choice.
         for parameter in model.parameters():
@@ -55,12 +65,10 @@ def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, ou
     if lora:
         # PEFT refuses these of a mixer, whose kernels take the weights as they are.
         mixer = any(name.endswith("conv1d") for name, _ in model.named_modules())
-        excluded = ["out_proj", "conv1d"] if mixer else None
+        excluded = [*TASKS[task].heads, *(["out_proj", "conv1d"] if mixer else [])] or None
         sizes = dict(r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=excluded)
-        adapter = LoraConfig(task_type="CAUSAL_LM", **sizes)
-    generator = torch.Generator().manual_seed(0)
-    lengths = [LONGEST - index % 5 for index in range(STEPS * ACCUMULATION * ROWS)]
-    rows = [torch.randint(3, VOCABULARY - 1, (length,), generator=generator).tolist() for length in lengths]
+        adapter = LoraConfig(task_type=TASKS[task].peft, **sizes)
+    rows = make_rows(task, config.is_encoder_decoder, STEPS * ACCUMULATION * ROWS)
     args = dict(
         output_dir=output_dir,
         max_steps=STEPS,
@@ -87,17 +95,17 @@ def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, ou
         args["run_report"] = False
     from datasets import Dataset
 
-    tokenizer = _tokenizer(VOCABULARY)
+    tokenizer = _tokenizer(VOCABULARY, LONGEST)
     if recipe == "trainer":
-        data = Dataset.from_list([{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows])
+        data = Dataset.from_list(rows)
         if adapter is not None:
             model = get_peft_model(model, adapter)
         if ours:
             args["max_length"] = LONGEST
-        collator = DataCollatorForSeq2Seq(tokenizer)
+        collator = make_collator(task, tokenizer)
         trainer = Trainer(model, TrainingArguments(**args), collator, data, processing_class=tokenizer)
     else:
-        data = Dataset.from_list([{"input_ids": row} for row in rows])
+        data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows])
         args |= dict(max_length=LONGEST, gradient_checkpointing=recipe == "sft")
         trainer = SFTTrainer(
             model, SFTConfig(**args), train_dataset=data, processing_class=tokenizer, peft_config=adapter
@@ -114,14 +122,14 @@ def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, ou
     }
 
 
-def _tokenizer(size: int):
+def _tokenizer(size: int, longest: int):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     words = {name: index for index, name in enumerate(["<pad>", "<s>", "</s>", *map(str, range(3, size))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=LONGEST
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=longest
     )
 
 
@@ -236,7 +244,7 @@ def _start(ours: bool, directory: Path, runs: list[list]) -> list[dict]:
 
 def run_part(runs: list[list], directory: Path) -> dict[str, dict]:
     """Results of some runs, by their names."""
-    stock = _start(False, directory / "stock", [[*run, RECIPES] for run in runs])
+    stock = _start(False, directory / "stock", [[*run, TASKS[run[0]].recipes] for run in runs])
     found = {_key(run): {"stock": result} for run, result in zip(runs, stock, strict=True)}
     trained = [run for run in runs if "losses" in found[_key(run)]["stock"]]
     recipes = [[found[_key(run)]["stock"]["recipe"]] for run in trained]
@@ -258,14 +266,14 @@ def run_part(runs: list[list], directory: Path) -> dict[str, dict]:
     return found
 
 
-def run_all(directory: Path, only: list[str] | None, again: bool, part: int) -> None:
-    """Do all runs whose results are not known yet, `part` families at a time."""
-    runs = [["causal", name, lora] for name in only or _names() for lora in (False, True)]
+def run_all(directory: Path, tasks: list[str], only: list[str] | None, again: bool, part: int) -> None:
+    """Do all runs whose results are not known yet, `part` of them at a time."""
+    runs = [[task, name, lora] for lora in (False, True) for task in tasks for name in only or names_of(task)]
     if not again:
         known = read_results()
         runs = [run for run in runs if _key(run) not in known]
-    for begin in range(0, len(runs), 2 * part):
-        found = run_part(runs[begin : begin + 2 * part], directory)
+    for begin in range(0, len(runs), part):
+        found = run_part(runs[begin : begin + part], directory)
         _write({**read_results(), **found})
         for key, result in found.items():
             print(key, verdict(result), flush=True)
@@ -284,14 +292,6 @@ def _write(known: dict[str, dict]) -> None:
 def _key(run: list) -> str:
     task, name, lora = run
     return f"{task}/{name}/{'lora' if lora else 'full'}"
-
-
-def _names() -> list[str]:
-    code = "from transformers.models.auto import modeling_auto as m; print(*m.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)"
-    env = dict(os.environ, USE_TORCH_XLA="0", HF_TPU_EXT="0")
-    return subprocess.run(
-        [sys.executable, "-c", code], text=True, capture_output=True, check=True, env=env
-    ).stdout.split()
 
 
 def difference(ours: dict, stock: dict) -> float:
@@ -346,9 +346,10 @@ def verdict(result: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS), help="auto classes, by default all")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families to run, by default all")
     parser.add_argument("--again", action="store_true", help="run what is known, too")
-    parser.add_argument("--part", type=int, default=8, help="families after which results are written")
+    parser.add_argument("--part", type=int, default=16, help="runs after which results are written")
     parser.add_argument("--directory", type=Path, default=Path("/tmp/families"), help="logs of the runs")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -356,7 +357,7 @@ def main() -> None:
         kind, directory = args.work
         work(kind == "ours", Path(directory), json.load(sys.stdin))
     else:
-        run_all(args.directory, args.only, args.again, args.part)
+        run_all(args.directory, args.task, args.only, args.again, args.part)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from families import difference, is_equal, is_equal_by_sgd, is_near_to_exact, read_results, why_not_replayed
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from tasks import TASKS
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -30,31 +30,35 @@ _KNOWN = {
 
 def tables() -> dict[str, str]:
     """The tables of the page, by the names of their markers."""
-    families: dict[str, dict[str, dict]] = {}
+    families: dict[str, dict[str, dict[str, dict]]] = {task: {} for task in TASKS}
     for key, result in read_results().items():
-        _, family, kind = key.split("/")
-        families.setdefault(family, {})[kind] = result
-    trained = {name: runs for name, runs in families.items() if any("ours" in run for run in runs.values())}
-    rows = ["| `model_type` | Recipe | Full fine-tuning | LoRA | Remark |", "|---|---|---|---|---|"]
-    rows += [_row(name, runs) for name, runs in trained.items()]
-    others = ["| `model_type` | Upstream's error on the CPU |", "|---|---|"]
+        task, family, kind = key.split("/")
+        families[task].setdefault(family, {})[kind] = result
+    found = {f"models_{task}": _table(runs_of) for task, runs_of in families.items()}
+    others = ["| Auto class | `model_type` | Upstream's error on the CPU |", "|---|---|---|"]
     others += [
-        f"| `{name}` | {_code(runs['full']['stock']['error'])} |"
-        for name, runs in families.items()
-        if name not in trained
+        f"| `{TASKS[task].auto}` | `{name}` | {_code(runs['full']['stock']['error'])} |"
+        for task, runs_of in families.items()
+        for name, runs in runs_of.items()
+        if not _is_trained(runs)
     ]
-    return {"models": _summary(families, trained) + "\n\n" + "\n".join(rows), "models_untrained": "\n".join(others)}
+    return {**found, "models_untrained": "\n".join(others)}
 
 
-def _summary(families: dict[str, dict], trained: dict[str, dict]) -> str:
+def _is_trained(runs: dict[str, dict]) -> bool:
+    return any("ours" in run for run in runs.values())
+
+
+def _table(families: dict[str, dict[str, dict]]) -> str:
+    trained = {name: runs for name, runs in families.items() if _is_trained(runs)}
     good = [name for name, runs in trained.items() if all(_is_good(run) for run in runs.values() if "ours" in run)]
-    missing = [f"`{name}`" for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in families]
-    not_run = f" Not run yet: {', '.join(missing)}." if missing else ""
-    return (
+    summary = (
         f"Of {len(families)} families, upstream trains {len(trained)} here. {len(good)} of these are trained with equal numbers by "
         "replayed steps, without a transfer to the host; the last column says what the others do."
-        f"{not_run}"
     )
+    rows = ["| `model_type` | Recipe | Full fine-tuning | LoRA | Remark |", "|---|---|---|---|---|"]
+    rows += [_row(name, runs) for name, runs in trained.items()]
+    return summary + "\n\n" + "\n".join(rows)
 
 
 def _is_good(run: dict) -> bool:

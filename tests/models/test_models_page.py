@@ -2,9 +2,10 @@
 
 import pytest
 from models_page import PAGE, tables
+from tasks import TASKS
 
 
-@pytest.mark.parametrize("name", ["models", "models_untrained"])
+@pytest.mark.parametrize("name", [*(f"models_{task}" for task in TASKS), "models_untrained"])
 def test_page_is_up_to_date(name):
     text = PAGE.read_text(encoding="utf-8")
     written = text.partition(f"<!-- {name}:start -->\n")[2].partition(f"\n<!-- {name}:end -->")[0]

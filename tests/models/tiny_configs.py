@@ -29,6 +29,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "intermediate_size": 48,
     "ffn_dim": 48,
+    "d_ff": 48,
+    "d_kv": 8,
     "ffn_hidden_size": 48,
     "n_inner": 48,
     "encoder_ffn_dim": 48,
@@ -91,6 +93,16 @@ SIZES: dict[str, Any] = {
     "linear_head_dim": 8,
     "linear_num_heads": 4,
     "hc_lowrank": 8,
+    # Images and sound, which text alone does not use.
+    "depth": 2,
+    "out_hidden_size": 32,
+    "projector_hidden_size": 32,
+    "merged_hidden_size": 32,
+    "text_hidden_size": 32,
+    "audio_hidden_size": 32,
+    "alignment_intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "latent_query_num": 4,
     "mamba_dt_rank": 4,
     "time_step_rank": 4,
 }
@@ -162,6 +174,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "shared_experts_intermediate_size": 16,
     },
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
+    "esmc": {"num_key_value_heads": 4},
+    "glm5_next_text": {"index_kpool": 4},
+    "janus_vqgan": {
+        "num_embeddings": 64,
+        "embed_dim": 8,
+        "latent_channels": 8,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1],
+        "projection_dim": 32,
+    },
+    "janus_vision_model": {"projection_dim": 32, "image_size": 32},
+    "kosmos_2_text_model": {"embed_dim": 32, "layers": 2, "attention_heads": 4},
+    "kosmos_2_5_text_model": {"embed_dim": 32, "layers": 2, "attention_heads": 4},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "qwen2_vl_vision": {"embed_dim": 32},
     "dots3_note_audio": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "dots3_note_vision": {
         "adapter_in_dim": 32,
@@ -169,7 +197,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "dense"],
         "per_layer_config": {},
     },
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
+    "funnel": {"d_inner": 48, "d_head": 8, "block_sizes": [1, 1], "num_decoder_layers": 1},
+    "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 16},
+    "markuplm": {
+        "max_xpath_tag_unit_embeddings": 16,
+        "max_xpath_subs_unit_embeddings": 16,
+        "xpath_unit_hidden_size": 8,
+    },
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 2},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -192,6 +230,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flaubert": {"emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "inkling_vision": {"patch_size": 4},
     "inkling_text": {"d_rel": 4, "rel_extent": 16},
     "inkling2_text": {"d_rel": 4, "rel_extent": 16, "unpadded_vocab_size": VOCABULARY},
     "inkling2_loop_text": {"d_rel": 4, "rel_extent": 16, "unpadded_vocab_size": VOCABULARY},
@@ -226,6 +265,9 @@ def tiny_config(model_type: str, decoder: bool = False) -> PreTrainedConfig:
     config = _shrink(AutoConfig.for_model(model_type))
     if decoder and vars(config).get("is_decoder") is False and not config.is_encoder_decoder:
         config.is_decoder = True
+    if config.is_encoder_decoder and vars(config).get("decoder_start_token_id") is None:
+        # Families that leave it to the configuration of a checkpoint.
+        config.decoder_start_token_id = TOKENS["decoder_start_token_id"]
     return config
 
 

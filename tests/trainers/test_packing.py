@@ -70,15 +70,26 @@ def test_wrapped_rows_are_one_stream(runs):
     assert "seq_lengths" not in packed.train_dataset.column_names
 
 
-def test_layers_that_carry_a_state_are_not_packed(runs):
-    """No mask keeps it from going from document to document."""
-    sizes = dict(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
-    config = AutoConfig.for_model("lfm2", vocab_size=259, layer_types=["conv", "full_attention"], **sizes)
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        # No mask keeps a state from going from document to document.
+        (
+            "lfm2",
+            dict(
+                hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, layer_types=["conv"]
+            ),
+        ),
+        # A mask of its own.
+        ("openai-gpt", dict(n_embd=16, n_head=2, n_layer=1)),
+    ],
+)
+def test_models_that_mix_documents_are_not_packed(runs, model_type, sizes):
+    config = AutoConfig.for_model(model_type, vocab_size=259, **sizes)
 
     def check(**settings):
-        runs.ours(model=AutoModelForCausalLM.from_config(config), train=False, max_length=32, **settings)
+        model = AutoModelForCausalLM.from_config(config)
+        runs.ours(model=model, train=False, max_length=32, gradient_checkpointing=False, **settings)
 
     assert_fixes(check, {"packing": True}, "Set packing=False")
     assert_fixes(check, {"packing": True, "eval_packing": True}, "Set packing=False and eval_packing=False")

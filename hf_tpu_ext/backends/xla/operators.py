@@ -1,7 +1,9 @@
-"""Operators that torch_xla would run on the host, in terms of those that it compiles."""
+"""Operators that torch_xla would run on the host, in terms of those that it compiles, and one that it computes wrongly."""
 
+import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,21 @@ def register_operators() -> Library:
     library.impl("polar", _polar, "XLA")
     library.impl("unfold_copy", _unfold, "XLA")
     library.impl("unfold_backward", _unfold_backward, "XLA")
+    cumsum = partial(_cumsum, torch.library.get_kernel("aten::cumsum", "XLA"))
+    with warnings.catch_warnings():
+        # PyTorch warns of a second implementation.
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl("cumsum", cumsum, "XLA", with_keyset=True, allow_override=True)
     return library
+
+
+def _cumsum(
+    kernel: Any, keys: torch.DispatchKeySet, values: Tensor, dim: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """torch_xla sums booleans to booleans, by which a mask has one document where it has several."""
+    if dtype is None and not values.is_floating_point() and not values.is_complex():
+        dtype = torch.int64
+    return kernel.call_boxed(keys, values, dim, dtype=dtype)
 
 
 def _bucketize(values: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:

@@ -18,9 +18,9 @@ from trl import SFTConfig, SFTTrainer
 from ...callbacks.samples import ShowSamples
 from ...data import PackedCollator
 from ...errors import UserError
-from ...layers.attention import carries_state
 from ..checkpoint.saving import UPSTREAM_METRICS
 from ..checks.datasets import check_dataset, named_datasets
+from ..checks.families import why_not_packed
 from ..checks.rows import TEXT_OR_MESSAGES, naming_rows
 from ..checks.upstream import upstream_names
 from ..configs import ExtensionArguments, TPUSFTConfig
@@ -127,13 +127,12 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _check_packable(self) -> None:
         model = unwrap_peft_model(self.model)
-        if carries_state(model):
+        if (reason := why_not_packed(model)) is not None:
             # Where it is left out, evaluation sets are packed as the training set is.
             names = [name for name in ("packing", "eval_packing") if vars(self.args)[name]]
             raise UserError(
-                f"{' and '.join(f'{name}=True' for name in names)} does not work with {type(model).__name__}: its layers carry a state "
-                f"over the row, from each document into the next. Set {' and '.join(f'{name}=False' for name in names)}; "
-                "length_buckets keeps the padding low."
+                f"{' and '.join(f'{name}=True' for name in names)} does not work with {type(model).__name__}: {reason}. Set "
+                f"{' and '.join(f'{name}=False' for name in names)}; length_buckets keeps the padding low."
             )
 
     # ---- Loss and metrics ----
