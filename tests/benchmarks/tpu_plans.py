@@ -4,7 +4,7 @@ What the compiler for TPU makes of the training steps of models that people trai
     python tests/benchmarks/tpu_plans.py [--only WORDS] [--tables NAME ...] [--write-docs]
 
 Models are given by their configuration alone; nothing is downloaded and nothing is run. With `--write-docs` the tables go into
-docs/plan.md, the page of one plan too. `--tables` makes some of these alone.
+docs/plan.md, the page of one plan too. `--tables` makes some of these alone, `--only` some rows of theirs.
 """
 
 import json
@@ -110,6 +110,24 @@ MODELS = {
     "Gemma-3-1B": ("gemma3_text", GEMMA3 | {"sliding_window": 512}),
     "Qwen3 of these widths": ("qwen3", GEMMA3),
     "Gemma-3-4B": ("gemma3_text", _GEMMA3_4B),
+    "Qwen3.5-0.8B": (
+        "qwen3_5_text",
+        {
+            "vocab_size": 248320,
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Gemma-3-12B": (
         "gemma3_text",
         _LARGER_GEMMA3
@@ -330,6 +348,7 @@ ALTERNATING = [
         "LoRA, 4 x 1024 a chip, mesh: fsdp", 4, 1024, "Gemma-3-12B", "v5e-8", **LORA, dtype="bfloat16", mesh="fsdp"
     ),
     _gemma3("full, 1 x 8192", 1, 8192),
+    _gemma3("LoRA, 4 x 1024", 4, 1024, "Qwen3.5-0.8B", **LORA),
 ]
 # What rounding adds to a step.
 _INSIDE = {**LORA, "lora_r": "32", "qat_weight_dtype": "int4"}
@@ -449,6 +468,17 @@ def make_row(case: Case, planned: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def keep_rows(cases: list[Case], block: str, document: Path, name: str) -> str:
+    """The block of a table of which some runs were planned, with the rows that the document has of the others."""
+    before = document.read_text(encoding="utf-8").partition(f"<!-- {name}:start -->")[2].splitlines()
+    *rows, empty, versions = block.splitlines()
+    found = []
+    for case in cases:
+        begin = f"| {case.model} | {case.title} | {case.topology} |"
+        found += [row for row in rows if row.startswith(begin)] or [row for row in before if row.startswith(begin)]
+    return "\n".join([*rows[:2], *found, empty, versions])
+
+
 def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
     """Plan runs."""
     lines = [
@@ -483,14 +513,14 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = {}
     for name in (name for name in TABLES if name in arguments.tables):
-        document, cases = TABLES[name]
-        cases = [case for case in cases if arguments.only in f"{case.model} {case.title} {case.topology}"]
+        document, all_cases = TABLES[name]
+        cases = [case for case in all_cases if arguments.only in f"{case.model} {case.title} {case.topology}"]
         if not cases:
             continue
         block, measured[name] = make_table(cases, arguments.jobs)
         print(block)
         if arguments.write:
-            write_block(document, name, block)
+            write_block(document, name, keep_rows(all_cases, block, document, name))
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2), encoding="utf-8")
     if arguments.write and "page" in arguments.tables:

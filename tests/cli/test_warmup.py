@@ -133,6 +133,17 @@ def test_warmup_on_a_mesh(command):
 
 
 @pytest.mark.slow
+def test_warmup_of_layers_that_alternate(command, tmp_path):
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=6, layer_types=types, sliding_window=9)
+    make_model(tmp_path / "model", "gemma3_text", **sizes)
+    common = {"model_name_or_path": str(tmp_path / "model"), "scan_layers": "on", "use_peft": True}
+    command("warmup", **common)
+    (misses, _), _ = command("sft", max_steps=6, **common)
+    assert misses == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_warmup_of_preferences(command, streaming, tmp_path, monkeypatch):
     """With a reference whose log-probs are computed ahead of training, and over rows of a stream, which are made longer."""

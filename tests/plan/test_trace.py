@@ -19,14 +19,32 @@ def model(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def alternating(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("planned") / "model"
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=6, layer_types=types, sliding_window=9)
+    make_model(directory, "gemma3_text", **sizes)
+    return directory
+
+
 @pytest.fixture
-def programs(model, tmp_path):
+def programs(model, alternating, tmp_path):
     """Gives the programs of a run, by `"train"` or `"trace"`."""
 
     def run(how, settings):
+        settings = dict(settings)
+        directory = alternating if settings.pop("alternating", False) else model
         output = tmp_path / f"{how}.json"
         done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("trace_driver.py"), how, model, output, json.dumps(settings)],
+            [
+                sys.executable,
+                Path(__file__).with_name("trace_driver.py"),
+                how,
+                directory,
+                output,
+                json.dumps(settings),
+            ],
             env=os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(settings.get("chips", 1))},
             capture_output=True,
             text=True,
@@ -55,6 +73,7 @@ LORA = {"r": 4, "lora_dropout": 0.1}
         {"bf16": False, "scan_layers": "on", "max_grad_norm": 0.5},
         {"chips": 8, "mesh": "data", "gradient_accumulation_steps": 2},
         {"chips": 4, "mesh": "fsdp", "rematerialization": "dots"},
+        {"alternating": True, "lora": LORA, "scan_layers": "on", "chips": 4, "mesh": "fsdp"},
     ],
     ids=lambda settings: "-".join(f"{key}={value}" for key, value in settings.items() if key != "lora"),
 )
