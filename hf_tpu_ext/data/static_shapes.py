@@ -149,18 +149,16 @@ class StaticShapeCollator:
         length = length_of(batch)
         labels = batch.get("labels")
         decoded = self.decodes and isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
-        if decoded and self.lengths:
-            target = self._declared(max(length, labels.shape[1]))
+        padded = dict(batch)
+        if self.lengths:
+            target = self._declared(max(length, labels.shape[1]) if decoded else length)
             padded = pad_columns(batch, target, self.pad_token_id)
-            padded["labels"] = _extend("labels", labels, 1, target, self.pad_token_id)
-        else:
-            padded = pad_columns(batch, self._declared(length), self.pad_token_id)
+            if decoded:
+                padded["labels"] = _extend("labels", labels, 1, target, self.pad_token_id)
         changed = {key: value.shape[1] for key, value in batch.items() if padded[key] is not value}
         return CollatedBatch(padded, length, changed, len(examples), num_tokens)
 
     def _declared(self, length: int) -> int:
-        if not self.lengths:
-            return length
         target = next((declared for declared in self.lengths if declared >= length), None)
         if target is None:
             raise UserError(

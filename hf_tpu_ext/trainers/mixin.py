@@ -467,11 +467,12 @@ class TPUTrainerMixin(
     def _save(self, output_dir=None, state_dict=None) -> None:
         reads = self.backend.traces_steps or self.backend.splits_weights
         if reads and state_dict is None and not self._gives_parts:
-            state_dict = self._fetch_weights()
+            state_dict = self.fetch_weights()
         with self.layers.in_place():
             super()._save(output_dir, state_dict)
 
-    def _fetch_weights(self) -> dict[str, torch.Tensor]:
+    def fetch_weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the model on the host, by name, in the dtype that they are trained in."""
         # Parameters rather than detached copies, for tied weights to be seen as one and stored once.
         return self.frozen.in_float32(self.backend.fetch(dict(self.model.state_dict(keep_vars=True))))
 

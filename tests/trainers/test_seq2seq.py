@@ -120,6 +120,10 @@ def test_text_is_that_of_generate(runs):
     for row, written in zip(rows, ours.predictions, strict=True):
         alone = model.generate(torch.tensor([row["input_ids"]]), max_length=LONGEST, do_sample=False)[0]
         np.testing.assert_array_equal(written[: len(alone)], alone)
+    before = mine.backend.counters()
+    same(rows)
+    # It is written on the host, and the loss is a known program.
+    assert (mine.backend.counters() - before).compiles == 0
     same(rows, max_length=5)
     same(rows, num_beams=2)
     for trainer in (mine, stock):

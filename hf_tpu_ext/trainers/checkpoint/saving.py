@@ -370,7 +370,7 @@ class SavingMixin:
         with self.backend.fetching_for_first():
             if self._gives_parts:
                 # What the first fetches when it saves, in the same order.
-                self._fetch_weights()
+                self.fetch_weights()
                 self.averaging.read()
             super().save_model(output_dir, _internal_call)
 

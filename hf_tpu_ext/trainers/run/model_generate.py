@@ -1,5 +1,6 @@
 """`model.generate` of a trainer's model, for callbacks that call it in the middle of a run."""
 
+from copy import deepcopy
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -23,7 +24,8 @@ class ModelGenerate:
     Makes `generate` of a trainer's model run as programs of static shape: TRL's `LogCompletionsCallback` calls it, and so do callbacks
     of the user's. Upstream's compiles a graph for each token's length.
 
-    What such programs cannot do (beams, a streamer) is done as upstream does it, with a line that says so.
+    What such programs cannot do (beams, a streamer) is done as upstream does it, with a line that says so. Encoder-decoder models
+    write on the host: traced, upstream's loop would compute all tokens again for each, in graphs that grow with the text.
 
     Args:
         trainer ([`TPUTrainerMixin`]):
@@ -37,7 +39,10 @@ class ModelGenerate:
         self._said: set[str] = set()
         model = trainer.model
         plain = unwrap_peft_model(model)
-        if isinstance(plain, GenerationMixin) and not plain.config.is_encoder_decoder:
+        self._on_host: nn.Module | None = None
+        if isinstance(plain, GenerationMixin) and (
+            not plain.config.is_encoder_decoder or trainer.backend.traces_steps
+        ):
             _OF_MODELS[model] = ref(self)
             # A method: a copy of the model has its own, and it is pickled by its name.
             model.generate = MethodType(generate, model)
@@ -65,6 +70,21 @@ class ModelGenerate:
         self._texts[key] = text, rows
         return asked.answer(generated, text.generator.pad_token_id)
 
+    def run_on_host(self, model: nn.Module, **kwargs: Any) -> Any:
+        """What upstream's `generate` makes of arguments on the host, with the weights of now: a copy of the model has them there."""
+        backend, weights = self._trainer.backend, self._trainer.fetch_weights()
+        kwargs = backend.fetch(kwargs)
+        if self._on_host is None:
+            on_host = {id(tensor): tensor.cpu() for tensor in model.buffers()}
+            on_host |= {
+                id(value): nn.Parameter(weights[name], value.requires_grad) for name, value in model.named_parameters()
+            }
+            self._on_host = deepcopy(model, on_host)
+            del self._on_host.generate
+        self._on_host.load_state_dict(weights, assign=True)
+        unwrap_peft_model(self._on_host).tie_weights()
+        return self._on_host.train(model.training).generate(**kwargs)
+
 
 # Weak, since a trainer holds its model.
 _OF_MODELS: WeakKeyDictionary[nn.Module, ref[ModelGenerate]] = WeakKeyDictionary()
@@ -73,6 +93,9 @@ _OF_MODELS: WeakKeyDictionary[nn.Module, ref[ModelGenerate]] = WeakKeyDictionary
 def generate(model, inputs=None, generation_config=None, **kwargs):
     """`generate` of the model of a trainer, as [`~transformers.GenerationMixin.generate`]; its tokens are on the host."""
     by_trainer = _OF_MODELS[model]() if model in _OF_MODELS else None
+    if by_trainer is not None and unwrap_peft_model(model).config.is_encoder_decoder:
+        given = {"inputs": inputs, "generation_config": generation_config, **kwargs}
+        return by_trainer.run_on_host(model, **{name: value for name, value in given.items() if value is not None})
     input_ids = kwargs.get("input_ids", inputs)
     if by_trainer is not None and input_ids is not None:
         others = {name: value for name, value in kwargs.items() if name not in ("input_ids", "attention_mask")}
