@@ -5,7 +5,8 @@ by programs of static shape. tests/models/families.py trains each beside upstrea
 
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import wraps
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,16 @@ def use_static_code(model: nn.Module) -> None:
     for module in model.modules():
         cls = type(module)
         if cls.__module__.startswith("transformers.models.") and cls.__name__ in _FORWARDS:
-            module.forward = partial(_FORWARDS[cls.__name__], module)
+            module.forward = MethodType(_as_upstreams(cls, _FORWARDS[cls.__name__]), module)
+
+
+def _as_upstreams(cls: type[nn.Module], function: Callable) -> Callable:
+    @wraps(cls.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    # Trainers ask for its parameters.
+    return forward
 
 
 class _EveryExpert(TorchFunctionMode):
@@ -56,6 +66,39 @@ def _experts(name: str) -> Callable:
             return type(module).forward(module, *args, **kwargs)
 
     return forward
+
+
+class _LastEnd(TorchFunctionMode):
+    """
+    The state at the last end of each row, where BART, T5 and others select those at all ends to take the last. Upstream refuses rows
+    of several numbers of ends, which would have to be read.
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.unique_consecutive:
+            return args[0][:1]
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][0], Tensor):
+            states, (is_end, _) = args
+            last = (is_end * torch.arange(is_end.shape[1], device=is_end.device)).argmax(1)
+            return states[torch.arange(len(last), device=last.device), last]
+        return func(*args, **(kwargs or {}))
+
+
+def _by_last_end(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with _LastEnd():
+        return type(module).forward(module, *args, **kwargs)
+
+
+def _deberta(module: nn.Module, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+    """Upstream picks the rows with a label, unless it is told that each has one of several: then -100 stands for none."""
+    is_class = labels is not None and module.num_labels > 1 and labels.ndim == 1 and not labels.is_floating_point()
+    before = module.config.problem_type
+    if is_class and before is None:
+        module.config.problem_type = "single_label_classification"
+    try:
+        return type(module).forward(module, *args, labels=labels, **kwargs)
+    finally:
+        module.config.problem_type = before
 
 
 def _jetmoe_gating(module: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -143,15 +186,25 @@ def _qwen4_indexer(
 
 
 _FORWARDS: dict[str, Callable] = {
+    "BartForSequenceClassification": _by_last_end,
+    "BigBirdPegasusForSequenceClassification": _by_last_end,
+    "DebertaForSequenceClassification": _deberta,
+    "DebertaV2ForSequenceClassification": _deberta,
     "DbrxExperts": _experts("num_experts"),
     "FlaubertModel": _xlm,
     "JetMoeParallelExperts": _jetmoe_experts,
     "JetMoeTopKGating": _jetmoe_gating,
     "LongcatFlashExperts": _experts("total_experts"),
+    "MBartForSequenceClassification": _by_last_end,
+    "MT5ForSequenceClassification": _by_last_end,
+    "MvpForSequenceClassification": _by_last_end,
     "NllbMoeExperts": _experts("num_experts"),
+    "PLBartForSequenceClassification": _by_last_end,
     "Qwen4ExpTextQSAIndexer": _qwen4_indexer,
     "RecurrentGemmaRecurrentBlock": _recurrent_gemma,
     "Step3p7Experts": _experts("num_experts"),
     "SwitchTransformersExperts": _experts("num_experts"),
+    "T5ForSequenceClassification": _by_last_end,
+    "UMT5ForSequenceClassification": _by_last_end,
     "XLMModel": _xlm,
 }

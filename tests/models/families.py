@@ -312,7 +312,9 @@ def is_equal(result: dict) -> bool:
 def is_near_to_exact(result: dict) -> bool:
     """Whether our numbers are as near as upstream's to what upstream computes in float64."""
     exact = result.get("exact", {})
-    return "losses" in exact and difference(result["ours"], exact) <= 2 * difference(result["stock"], exact)
+    # Some do not run in float64.
+    is_exact = "losses" in exact and difference(result["stock"], exact) < 1e-2
+    return is_exact and difference(result["ours"], exact) <= 2 * difference(result["stock"], exact)
 
 
 def is_equal_by_sgd(result: dict) -> bool:

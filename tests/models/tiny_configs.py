@@ -110,6 +110,12 @@ SIZES: dict[str, Any] = {
 #: The same of tokens: padding, the beginning and the end. All others, such as those of images, are the last.
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
+
+def _images_rope(*sections: int) -> dict[str, Any]:
+    """Positions of time, height and width, each with some of the frequencies."""
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+
+
 #: What a family needs besides, or otherwise: sizes under names of its own.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"backbone_hidden_size": 32},
@@ -176,7 +182,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
     "esmc": {"num_key_value_heads": 4},
+    "glm4v_text": {"rope_parameters": _images_rope(2, 1, 1)},
+    "glm4v_moe_text": {"rope_parameters": _images_rope(1, 1, 0) | {"partial_rotary_factor": 0.5}},
     "glm5_next_text": {"index_kpool": 4},
+    "glm_ocr_text": {"rope_parameters": _images_rope(2, 1, 1)},
+    "hy_v4_vl_text": {"rope_parameters": _images_rope(2, 1, 1)},
     "janus_vqgan": {
         "num_embeddings": 64,
         "embed_dim": 8,
@@ -201,12 +211,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
     "funnel": {"d_inner": 48, "d_head": 8, "block_sizes": [1, 1], "num_decoder_layers": 1},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "lilt": {"hidden_size": 48},
     "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 16},
-    "markuplm": {
-        "max_xpath_tag_unit_embeddings": 16,
-        "max_xpath_subs_unit_embeddings": 16,
-        "xpath_unit_hidden_size": 8,
-    },
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 2},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -265,6 +272,8 @@ def tiny_config(model_type: str, decoder: bool = False) -> PreTrainedConfig:
     config = _shrink(AutoConfig.for_model(model_type))
     if decoder and vars(config).get("is_decoder") is False and not config.is_encoder_decoder:
         config.is_decoder = True
+    if model_type == "encoder-decoder":
+        config.decoder.is_decoder = config.decoder.add_cross_attention = True
     if config.is_encoder_decoder and vars(config).get("decoder_start_token_id") is None:
         # Families that leave it to the configuration of a checkpoint.
         config.decoder_start_token_id = TOKENS["decoder_start_token_id"]

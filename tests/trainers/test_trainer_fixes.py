@@ -367,7 +367,8 @@ def test_a_model_whose_class_is_not_known(tiny_model, tmp_path, runs):
     check_architecture(runs.config(), {"model": AutoModelForCausalLM.from_pretrained(path.parent)})
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
+# One of all: classes are other words of the same table.
+@pytest.mark.parametrize("model_type", ["cpmant"])
 def test_families_that_do_not_train(runs, model_type):
     """Not the model itself: its code does not run."""
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir)

@@ -7,10 +7,24 @@ from ...errors import UserError
 from ...layers.attention import carries_state
 
 
-#: By the type of a model: why not. Each was tried, see tests/models/families.py.
-REFUSED = {
-    "cpmant": "it sees padding as tokens, so the lengths that batches are padded to would change its numbers",
-}
+_PADDING = "it sees padding as tokens, so the lengths that batches are padded to would change its numbers"
+#: By the type of a model, or by its class where others of the type train: why not. Each was tried, see tests/models/families.py.
+REFUSED = dict.fromkeys(
+    (
+        "canine",
+        "convbert",
+        "cpmant",
+        "fnet",
+        "mobilebert",
+        "nystromformer",
+        "yoso",
+        "ProphetNetForCausalLM",
+        "T5GemmaForSequenceClassification",
+        "T5Gemma2ForSequenceClassification",
+        "XLNetForSequenceClassification",
+    ),
+    _PADDING,
+)
 
 #: Their own masks or positions: documents of a packed row see each other, or are elsewhere than they are alone.
 NOT_PACKED = {
@@ -51,7 +65,6 @@ def why_not_packed(model: nn.Module) -> str | None:
 
 def check_family(model: nn.Module) -> None:
     """Refuse (`ValueError`) a model that would crash on XLA, or train wrongly."""
-    if isinstance(model, PreTrainedModel) and (reason := REFUSED.get(model.config.model_type)) is not None:
-        raise UserError(
-            f"{type(model).__name__} does not train on XLA: {reason}. Train it on a GPU, or on the CPU with use_cpu=True."
-        )
+    name = type(model).__name__
+    if isinstance(model, PreTrainedModel) and (reason := REFUSED.get(name, REFUSED.get(model.config.model_type))):
+        raise UserError(f"{name} does not train on XLA: {reason}. Train it on a GPU, or on the CPU with use_cpu=True.")
