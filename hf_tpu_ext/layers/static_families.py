@@ -77,7 +77,8 @@ class _LastEnd(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.unique_consecutive:
             return args[0][:1]
-        if func is Tensor.__getitem__ and isinstance(args[1], tuple) and isinstance(args[1][0], Tensor):
+        index = args[1] if func is Tensor.__getitem__ else None
+        if isinstance(index, tuple) and isinstance(index[0], Tensor) and index[0].dtype == torch.bool:
             states, (is_end, _) = args
             last = (is_end * torch.arange(is_end.shape[1], device=is_end.device)).argmax(1)
             return states[torch.arange(len(last), device=last.device), last]

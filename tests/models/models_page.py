@@ -69,7 +69,8 @@ def _is_good(run: dict) -> bool:
 def _row(name: str, runs: dict[str, dict]) -> str:
     (recipe, *_) = (_RECIPES[run["stock"]["recipe"]] for run in runs.values() if "ours" in run)
     remarks = list(dict.fromkeys(remark for run in runs.values() if (remark := _remark(run))))
-    remarks += [_KNOWN[name]] if name in _KNOWN else []
+    fails = any("error" in run.get("ours", {}) and not run["ours"].get("refused") for run in runs.values())
+    remarks += [_KNOWN[name]] if fails and name in _KNOWN else []
     cells = [_cell(runs.get(kind)) for kind in ("full", "lora")]
     return f"| `{name}` | {recipe} | {' | '.join(cells)} | {'; '.join(remarks)} |"
 
