@@ -35,7 +35,8 @@ def _as_upstreams(cls: type[nn.Module], function: Callable) -> Callable:
 class _EveryExpert(TorchFunctionMode):
     """
     The loop that transformers writes over the experts that have tokens, each for its tokens, as one over all experts for all tokens.
-    What an expert makes of a token that was not sent to it is not added.
+    What an expert makes of a token that was not sent to it is not added. Experts that are modules get a gradient of 0 in a step
+    without tokens for them, and none from upstream, whose optimizer leaves them out then.
 
     Such a loop calls three functions whose results depend on the data. Some of the experts behind them are modules, which upstream's
     faster forms do not know.
