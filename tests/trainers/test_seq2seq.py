@@ -126,6 +126,8 @@ def test_text_is_that_of_generate(runs):
     assert (mine.backend.counters() - before).compiles == 0
     same(rows, max_length=5)
     same(rows, num_beams=2)
+    # The last batch has one row.
+    same(rows.select(range(3)), num_beams=2, num_return_sequences=2)
     for trainer in (mine, stock):
         trainer.train()
     ours, theirs = same(rows)
@@ -133,6 +135,23 @@ def test_text_is_that_of_generate(runs):
     assert mine.evaluate(max_length=5)["eval_loss"] == pytest.approx(
         stock.evaluate(max_length=5)["eval_loss"], rel=1e-5
     )
+
+
+def test_predictions_of_a_dataset_that_only_the_call_names(runs):
+    """Its rows are of other lengths than any that are known."""
+
+    def predict(cls):
+        args = Seq2SeqTrainingArguments(
+            str(runs.output_dir), report_to="none", per_device_eval_batch_size=2, use_cpu=cls is Seq2SeqTrainer
+        )
+        collate = DataCollatorForSeq2Seq(runs.tokenizer)
+        trainer = cls(t5(), args, collate, processing_class=runs.tokenizer)
+        return trainer.predict(rows_of(8)), trainer
+
+    (stock, _), (ours, trainer) = predict(Seq2SeqTrainer), predict(TPUSeq2SeqTrainer)
+    assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
+    np.testing.assert_array_equal(ours.label_ids, stock.label_ids)
+    assert trainer.lengths == [16]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ...data import (
     CollatedBatch,
     ShapeGuard,
+    StaticShapeCollator,
     count_all,
     count_not_padding,
     count_rows,
@@ -20,6 +21,7 @@ from ...data import (
     pad_columns,
     pad_rows,
     pad_value_of,
+    round_up_length,
 )
 from ...errors import UserError
 from ...formatting import dtype_name
@@ -116,6 +118,17 @@ class BatchesMixin:
         self._reads_texts: bool | None = None
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
         self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
+
+    def declare_length_of(self, dataset: Any) -> None:
+        """Also pad to the longest row of a dataset that an evaluation is called with, if lengths follow from data."""
+        if vars(self.args).get("max_length") is not None or not isinstance(self.data_collator, StaticShapeCollator):
+            return
+        lengths = row_lengths(dataset) or [0]
+        longest = max(lengths)
+        if longest > max(self.lengths, default=0):
+            longest = longest if min(lengths) == longest else round_up_length(longest, longest + 128)
+            self.lengths = self.data_collator.lengths = [*self.lengths, longest]
+            self.find_lengths_asked_for()
 
     def check_ranges(self, batch: Mapping[str, Any]) -> None:
         """Refuse (`ValueError`) a batch on the host with token ids, positions or labels that the model has no place for."""

@@ -111,6 +111,7 @@ class CompiledEvaluation:
         arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.backend.static_shapes:
             # It may be another dataset than before, or another batch size.
+            self.declare_length_of(dataloader.dataset)
             self.expect_batches("eval")
         together = self.backend.hosts.together("evaluation")
         with together, self.models_as_run(), self.averaging.in_evaluation():
@@ -244,10 +245,14 @@ def _all_as_collated(batch: Any) -> Any:
 
 
 def _first_rows(value: Any, rows: int, computed: int) -> Any:
-    """The first of the `computed` rows of (nested) tensors, in float32 where they are of a shorter floating-point type."""
+    """
+    The first of the `computed` rows of (nested) tensors, or of so many sequences for each, in float32 where they are of a shorter
+    floating-point type.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)(_first_rows(item, rows, computed) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
-    value = value[:rows] if value.ndim and value.shape[0] == computed > rows else value
+    if value.ndim and computed > rows and value.shape[0] % computed == 0:
+        value = value[: value.shape[0] // computed * rows]
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
