@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import unwrap_peft_model
@@ -340,11 +341,17 @@ class BatchesMixin:
         counted = getattr(self.model, "main_input_name", "input_ids")
         if self.args.include_num_input_tokens_seen == "no" or counted != "input_ids":
             return None
-        if self.args.include_num_input_tokens_seen == "all":
+        if self.args.include_num_input_tokens_seen != "non_padding":
             return count_all
         tokenizer = self.processing_class
-        has_pad_token = isinstance(tokenizer, PreTrainedTokenizerBase)
-        return partial(count_not_padding, tokenizer.pad_token_id if has_pad_token else None)
+        pad_token = tokenizer.pad_token_id if isinstance(tokenizer, PreTrainedTokenizerBase) else None
+        columns = self.train_dataset.column_names if isinstance(self.train_dataset, Dataset) else None
+        if pad_token is None and "attention_mask" not in (columns or ["attention_mask"]):
+            # Upstream's line, by which it is looked for.
+            logging.get_logger(Trainer.__module__).warning(
+                "Could not determine method to count non-padding tokens, falling back to counting all tokens."
+            )
+        return partial(count_not_padding, pad_token)
 
     # ---- What rows can be added to ----
 
