@@ -100,7 +100,9 @@ def _remark(run: dict) -> str:
         said.append("as near to float64 as upstream")
     elif is_equal_by_sgd(run):
         off = difference(**run["by_sgd"])
-        said.append(f"with SGD {off:.0e}: Adam makes whole steps of gradients that are rounding alone")
+        said.append(
+            f"with SGD {off:.0e}: Adam makes whole steps of gradients that are rounding alone, or 0 and not absent"
+        )
     return "; ".join(said)
 
 
