@@ -20,8 +20,9 @@ Run Hugging Face recipes on the TPU, GPU or CPU of this machine.
 
 first steps:
   hf-tpu init sft                                            write recipes/sft_lora_qwen3.yaml
-  hf-tpu sft --config recipes/sft_lora_qwen3.yaml --smoke    try it on a tiny model and synthetic data
-  hf-tpu sft --config recipes/sft_lora_qwen3.yaml            run it
+  hf-tpu sft recipes/sft_lora_qwen3.yaml --smoke             try it on a tiny model and synthetic data
+  hf-tpu sft recipes/sft_lora_qwen3.yaml                     run it
+  hf-tpu help sft                                            list its keys
 """
 
 #: Sub-commands that read a recipe; their arguments are its keys.
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         [`~hf_tpu_ext.TrainingPreempted`]: A run was told to stop, and is saved: exit status `75`.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     try:
         if argv[:1] and argv[0] in _TRAINING:
             return _TRAINING[argv[0]](argv[1:])

@@ -174,6 +174,9 @@ def _keys_of(argv: list[str]) -> dict[str, Any]:
     """The keys of a command line: `--key value ...`, `--key=value`, `--key`; with hyphens or underscores."""
     keys: dict[str, list[str]] = {}
     values: list[str] | None = None
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        # A recipe is an option to `trl`, and an argument to its neighbours.
+        argv = ["--config", *argv]
     for word in argv:
         if re.match("--?[A-Za-z]", word):
             name, equals, value = word.lstrip("-").partition("=")

@@ -17,7 +17,7 @@ def no_traceback_variable(monkeypatch):
     monkeypatch.delenv("HF_TPU_EXT_TRACEBACK", raising=False)
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["help"]])
 def test_help_names_the_commands(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         main(argv)
@@ -52,6 +52,7 @@ OF_A_RUN = ["sft", "--use_cpu", "--model_name_or_path", "absent", "--dataset_nam
     [
         (["sft", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
         (["dpo", "--config", "absent.yaml"], "--config absent.yaml: there is no such file."),
+        (["dpo", "absent.yaml", "--max_steps", "2"], "--config absent.yaml: there is no such file."),
         (["sft", "--backend", "gpu"], "Unknown backend='gpu'. Allowed: auto, tpu, xla, cuda, cpu."),
         (["sft", "--use_cpu"], "model_name_or_path is missing."),
         (["sft", "--use_cpu", "--model_name_or_path", "m"], "dataset_name is missing."),
@@ -161,7 +162,7 @@ def test_only_a_class_of_its_own_speaks_to_people():
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_help_of_a_training_command(command, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
+        main(["help", command] if command == "dpo" else [command, "--help"])
     assert stop.value.code == 0
     help_text = capsys.readouterr().out
     assert help_text.startswith(f"usage: hf-tpu {command}")
