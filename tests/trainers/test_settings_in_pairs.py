@@ -166,14 +166,14 @@ CASES_OF_UPSTREAM = _covering(OF_UPSTREAM)
 #: Fields that are met elsewhere.
 MET = {
     "test_upstream_habits.py": ["auto_find_batch_size"],
-    "test_trajectory.py": ["neftune_noise_alpha", "assistant_only_loss", "pad_token"],
+    "test_trajectory.py": ["neftune_noise_alpha", "assistant_only_loss", "eos_token", "pad_token"],
     "test_ragged_batches.py": ["remove_unused_columns", "label_names"],
     "test_loader_workers.py": ["dataloader_multiprocessing_context"],
     "test_evaluation.py": ["batch_eval_metrics", "include_for_metrics", "eval_do_concat_batches"],
     "test_bad_settings.py": ["metric_for_best_model"],
     "test_ema.py": ["load_best_model_at_end", "greater_is_better"],
     "test_seq2seq.py": ["predict_with_generate", "generation_max_length"],
-    "test_bad_input.py": ["dataset_text_field", "eos_token"],
+    "test_bad_input.py": ["dataset_text_field"],
     "test_rollout_chips.py": ["generation_batch_size"],
     "test_reference_log_probs.py": ["precompute_ref_log_probs", "precompute_ref_batch_size"],
     "test_rollouts_written.py": [

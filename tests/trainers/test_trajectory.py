@@ -37,7 +37,7 @@ def test_twenty_steps_with_evaluation(runs, same_logs, lora):
         dict(gradient_checkpointing=False, adam_beta2=0.95, max_steps=4),
         pytest.param(dict(dataloader_num_workers=1, max_steps=4), marks=pytest.mark.slow),
         dict(packing=True, packing_strategy="wrapped", max_steps=4),
-        dict(pad_token="<|im_start|>", max_steps=4),
+        dict(eos_token="<|im_start|>", pad_token="<|im_end|>", max_steps=4),
         dict(train_sampling_strategy="group_by_length", max_steps=6),
     ],
     ids=lambda config: "-".join(f"{key}={value}" for key, value in config.items()),
