@@ -22,7 +22,6 @@ first steps:
   hf-tpu init sft                                            write recipes/sft_lora_qwen3.yaml
   hf-tpu sft recipes/sft_lora_qwen3.yaml --smoke             try it on a tiny model and synthetic data
   hf-tpu sft recipes/sft_lora_qwen3.yaml                     run it
-  hf-tpu help sft                                            list its keys
 """
 
 #: Sub-commands that read a recipe; their arguments are its keys.

@@ -28,7 +28,6 @@ from ..step.running_code import is_known
 from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES, set_gradient_checkpointing
 from .checks.answers import Place
 from .checks.device import bind_device
-from .checks.families import check_family
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
 from .checks.settings import check_architecture, check_processes, split_by
@@ -159,7 +158,6 @@ class SetUpMixin:
         )
 
     def _place_models(self) -> None:
-        check_family(unwrap_peft_model(self.model))
         self._arrange_accelerator()
         if self.chips.sharding_plan is None:
             # Quantized weights are on their device, to upstream.

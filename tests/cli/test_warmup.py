@@ -224,7 +224,7 @@ def test_warmup_with_images(command, tmp_path):
         (["--compile_cache_dir", "{}/model/config.json/cache"], "The compilation cache is off"),
         (["--compile_cache_dir", ""], "compile_cache_dir is empty"),
         (["--no_such_key", "1"], "unknown key 'no_such_key' on the command line. `--help` lists"),
-        (["recipe.yaml"], "A recipe is given as: --config recipe.yaml"),
+        (["recipe"], "A recipe is given as: --config recipe"),
     ],
 )
 def test_mistakes(argv, message, prepared, tmp_path, capsys, monkeypatch):

@@ -24,7 +24,6 @@ from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differenc
 from hf_tpu_ext.trainers.checkpoint.files import find_checkpoint
 from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.datasets import check_columns_are_text, check_dataset
-from hf_tpu_ext.trainers.checks.families import REFUSED
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.checks.preferences import check_preferences
 from hf_tpu_ext.trainers.checks.settings import check_architecture
@@ -365,18 +364,3 @@ def test_a_model_whose_class_is_not_known(tiny_model, tmp_path, runs):
     check()
     # Or it is loaded by the caller.
     check_architecture(runs.config(), {"model": AutoModelForCausalLM.from_pretrained(path.parent)})
-
-
-# One of all: classes are other words of the same table.
-@pytest.mark.parametrize("model_type", ["cpmant"])
-def test_families_that_do_not_train(runs, model_type):
-    """Not the model itself: its code does not run."""
-    model = AutoModelForCausalLM.from_pretrained(runs.model_dir)
-    model.config.model_type = model_type
-
-    def check(**settings):
-        runs.ours(model=model, train=False, **settings)
-
-    message = refusal(check, {})
-    assert "on the CPU with use_cpu=True" in message and REFUSED[model_type] in message
-    check(use_cpu=True)

@@ -1,4 +1,4 @@
-"""Families of models that do not train in programs of static shape, or not on packed rows."""
+"""Families of models that do not train on padded rows, or not on packed ones."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -7,24 +7,22 @@ from ...errors import UserError
 from ...layers.attention import carries_state
 
 
-_PADDING = "it sees padding as tokens, so the lengths that batches are padded to would change its numbers"
-#: By the type of a model, or by its class where others of the type train: why not. Each was tried, see tests/models/families.py.
-REFUSED = dict.fromkeys(
-    (
-        "canine",
-        "convbert",
-        "cpmant",
-        "fnet",
-        "mobilebert",
-        "nystromformer",
-        "yoso",
-        "ProphetNetForCausalLM",
-        "T5GemmaForSequenceClassification",
-        "T5Gemma2ForSequenceClassification",
-        "XLNetForSequenceClassification",
-    ),
-    _PADDING,
-)
+#: By the type of a model, or by its class where others of the type do not: they see padding as tokens, as tests/models/families.py found.
+SEES_PADDING = {
+    "canine",
+    "convbert",
+    "cpmant",
+    "fnet",
+    "funnel",
+    "mobilebert",
+    "nystromformer",
+    "reformer",
+    "yoso",
+    "ProphetNetForCausalLM",
+    "T5GemmaForSequenceClassification",
+    "T5Gemma2ForSequenceClassification",
+    "XLNetForSequenceClassification",
+}
 
 #: Their own masks or positions: documents of a packed row see each other, or are elsewhere than they are alone.
 NOT_PACKED = {
@@ -63,8 +61,12 @@ def why_not_packed(model: nn.Module) -> str | None:
     return None
 
 
-def check_family(model: nn.Module) -> None:
-    """Refuse (`ValueError`) a model that would crash on XLA, or train wrongly."""
+def check_padding(model: nn.Module, length: int, columns: int) -> None:
+    """Refuse (`ValueError`) to pad batches of so many tokens a row to so many columns, where that would change a model's numbers."""
     name = type(model).__name__
-    if isinstance(model, PreTrainedModel) and (reason := REFUSED.get(name, REFUSED.get(model.config.model_type))):
-        raise UserError(f"{name} does not train on XLA: {reason}. Train it on a GPU, or on the CPU with use_cpu=True.")
+    if length < columns and isinstance(model, PreTrainedModel) and {name, model.config.model_type} & SEES_PADDING:
+        raise UserError(
+            f"A batch of {length} tokens a row is padded to {columns} on XLA, and {name} sees padding as tokens: its numbers would change. "
+            f"Keep to rows of one length (tokenizer(..., padding='max_length', max_length={columns})), or train it on a GPU, or on the "
+            "CPU with use_cpu=True."
+        )

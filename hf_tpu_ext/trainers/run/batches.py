@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
@@ -27,6 +27,7 @@ from ...data import (
 from ...errors import UserError
 from ...formatting import dtype_name
 from ...layers.batch_length import BatchLength
+from ..checks.families import check_padding
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
 from .index_ranges import IndexRanges, classes_for
@@ -42,19 +43,6 @@ logger = logging.get_logger(__name__)
 _TOKEN_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
 #: ... or one for each row, if they are classes.
 _ROW_MODELS = classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
-# Families whose hidden states change with the columns behind a row, whatever is masked: convolutions, Fourier transforms, means
-# over parts of a row. Found by computing a row with and without padding, of each family that transformers has.
-_COMPUTES_WITH_PADDING = (
-    "canine",
-    "convbert",
-    "cpmant",
-    "fnet",
-    "funnel",
-    "mobilebert",
-    "nystromformer",
-    "reformer",
-    "yoso",
-)
 # Trainers whose loss takes `labels` as the model's does.
 _LOSSES_BY_LABELS = ("transformers.trainer", "trl.trainer.sft_trainer")
 _TRUNCATION = "tokenizer(..., truncation=True, max_length={})"
@@ -228,9 +216,6 @@ class BatchesMixin:
         self._said.add("columns")
         # TRL's own collators pad, too.
         reason = self._why_loss_counts_tokens() if upstream_of(type(self)) is Trainer else None
-        model = unwrap_peft_model(self.model)
-        if isinstance(model, PreTrainedModel) and model.config.model_type in _COMPUTES_WITH_PADDING:
-            reason = f"{type(model).__name__} computes with the tokens beside a token, masked or not. length_buckets pads less"
         if (own_code := self.own_code_in_step("train")) is not None:
             reason = f"{own_code}, which may count masked tokens"
         if reason is None:
@@ -260,7 +245,9 @@ class BatchesMixin:
             self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
         if isinstance(inputs, CollatedBatch) and "input_ids" in batch:
             columns = batch["input_ids"].shape[1]
-            self.by_length.check_columns(inputs.padded.get("input_ids", columns), columns)
+            length = inputs.padded.get("input_ids", columns)
+            self.by_length.check_columns(length, columns)
+            check_padding(unwrap_peft_model(self.model), length, columns)
         beside = {**self.data_by_length(inputs), **(beside or {})}
         return self._send_rows(batch, whole=rows <= wanted and rows % self.backend.num_chips != 0, beside=beside)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -111,7 +112,8 @@ class CompiledEvaluation:
         arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.backend.static_shapes:
             # It may be another dataset than before, or another batch size.
-            self.declare_length_of(dataloader.dataset)
+            if isinstance(dataloader, DataLoader):
+                self.declare_length_of(dataloader.dataset)
             self.expect_batches("eval")
         together = self.backend.hosts.together("evaluation")
         with together, self.models_as_run(), self.averaging.in_evaluation():
