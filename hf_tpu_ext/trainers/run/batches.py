@@ -22,7 +22,6 @@ from ...data import (
     pad_columns,
     pad_rows,
     pad_value_of,
-    round_up_length,
 )
 from ...errors import UserError
 from ...formatting import dtype_name
@@ -31,7 +30,7 @@ from ..checks.families import check_padding
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
 from .index_ranges import IndexRanges, classes_for
-from .lengths import row_lengths
+from .lengths import length_for, row_lengths
 from .training_steps import SentBatch
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
 
@@ -109,14 +108,12 @@ class BatchesMixin:
         self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
 
     def declare_length_of(self, dataset: Any) -> None:
-        """Also pad to the longest row of a dataset that an evaluation is called with, if lengths follow from data."""
+        """Also pad to the longest row of a dataset that only a call names, if lengths follow from data."""
         if vars(self.args).get("max_length") is not None or not isinstance(self.data_collator, StaticShapeCollator):
             return
         lengths = row_lengths(dataset) or [0]
-        longest = max(lengths)
-        if longest > max(self.lengths, default=0):
-            longest = longest if min(lengths) == longest else round_up_length(longest, longest + 128)
-            self.lengths = self.data_collator.lengths = [*self.lengths, longest]
+        if max(lengths) > max(self.lengths, default=0):
+            self.lengths = self.data_collator.lengths = [*self.lengths, length_for(lengths)]
             self.find_lengths_asked_for()
 
     def check_ranges(self, batch: Mapping[str, Any]) -> None:
@@ -332,9 +329,9 @@ class BatchesMixin:
             return count_all
         tokenizer = self.processing_class
         pad_token = tokenizer.pad_token_id if isinstance(tokenizer, PreTrainedTokenizerBase) else None
-        columns = self.train_dataset.column_names if isinstance(self.train_dataset, Dataset) else None
-        if pad_token is None and "attention_mask" not in (columns or ["attention_mask"]):
-            # Upstream's line, by which it is looked for.
+        dataset = self.train_dataset
+        if pad_token is None and isinstance(dataset, Dataset) and "attention_mask" not in dataset.column_names:
+            # In upstream's words and by its logger, for those who look for it.
             logging.get_logger(Trainer.__module__).warning(
                 "Could not determine method to count non-padding tokens, falling back to counting all tokens."
             )

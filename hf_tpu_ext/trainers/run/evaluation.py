@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
@@ -103,6 +102,7 @@ class CompiledEvaluation:
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test", **kwargs):
         self.followed.take_up()
+        self.declare_length_of(test_dataset)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def evaluation_loop(
@@ -112,11 +112,10 @@ class CompiledEvaluation:
         arguments = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if self.backend.static_shapes:
             # It may be another dataset than before, or another batch size.
-            if isinstance(dataloader, DataLoader):
-                self.declare_length_of(dataloader.dataset)
             self.expect_batches("eval")
         together = self.backend.hosts.together("evaluation")
-        with together, self.models_as_run(), self.averaging.in_evaluation():
+        same_weights = self.model_generate.from_same_weights() if self.backend.static_shapes else nullcontext()
+        with together, self.models_as_run(), self.averaging.in_evaluation(), same_weights:
             if not self.backend.metrics_on_device:
                 return super().evaluation_loop(dataloader, *arguments)
             if loss_only:

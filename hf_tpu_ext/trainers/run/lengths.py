@@ -1,5 +1,7 @@
 """Which lengths batches are padded to, and with what."""
 
+from collections.abc import Sequence
+
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -49,6 +51,12 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     return (rows if longest is None else pc.min_element_wise(rows, longest)).to_pylist()
 
 
+def length_for(lengths: Sequence[int]) -> int:
+    """What rows of these lengths are padded to: the longest, rounded up; those of one length need no pads at all."""
+    longest = max(lengths)
+    return longest if min(lengths) == longest else round_up_length(longest, longest + 128)
+
+
 def longest_kept(args: TrainingArguments) -> int | None:
     """The length in tokens that a trainer truncates rows to; `None` where rows are taken as they are."""
     return None if isinstance(args, PaddedArguments) else vars(args).get("max_length")
@@ -74,9 +82,7 @@ def lengths_for(
     lengths = eval_lengths or None if train is None else train_lengths
     max_length = vars(args).get("max_length")
     if max_length is None and lengths is not None:
-        # Rows of one length need no pads at all.
-        longest = max(lengths)
-        max_length = longest if min(lengths) == longest else round_up_length(longest, longest + 128)
+        max_length = length_for(lengths)
     if max_length is None:
         # Whatever the collator yields; the first other shape is an error.
         return []

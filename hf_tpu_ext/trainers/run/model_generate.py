@@ -1,5 +1,7 @@
 """`model.generate` of a trainer's model, for callbacks that call it in the middle of a run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from types import MethodType
 from typing import Any
@@ -39,7 +41,9 @@ class ModelGenerate:
         self._said: set[str] = set()
         model = trainer.model
         plain = unwrap_peft_model(model)
+        # A copy of the model for an evaluation under way.
         self._on_host: nn.Module | None = None
+        self._keeps_copy = False
         if isinstance(plain, GenerationMixin) and (
             not plain.config.is_encoder_decoder or trainer.backend.traces_steps
         ):
@@ -70,20 +74,31 @@ class ModelGenerate:
         self._texts[key] = text, rows
         return asked.answer(generated, text.generator.pad_token_id)
 
+    @contextmanager
+    def from_same_weights(self) -> Iterator[None]:
+        """Within this context the weights stay as they are: those on the host are fetched once."""
+        self._keeps_copy = True
+        try:
+            yield
+        finally:
+            self._keeps_copy, self._on_host = False, None
+
     def run_on_host(self, model: nn.Module, **kwargs: Any) -> Any:
         """What upstream's `generate` makes of arguments on the host, with the weights of now: a copy of the model has them there."""
-        backend, weights = self._trainer.backend, self._trainer.fetch_weights()
-        kwargs = backend.fetch(kwargs)
-        if self._on_host is None:
-            on_host = {id(tensor): tensor.cpu() for tensor in model.buffers()}
-            on_host |= {
-                id(value): nn.Parameter(weights[name], value.requires_grad) for name, value in model.named_parameters()
-            }
-            self._on_host = deepcopy(model, on_host)
-            del self._on_host.generate
-        self._on_host.load_state_dict(weights, assign=True)
-        unwrap_peft_model(self._on_host).tie_weights()
-        return self._on_host.train(model.training).generate(**kwargs)
+        on_host = self._on_host or self._copy_to_host(model)
+        if self._keeps_copy:
+            self._on_host = on_host
+        return on_host.train(model.training).generate(**self._trainer.backend.fetch(kwargs))
+
+    def _copy_to_host(self, model: nn.Module) -> nn.Module:
+        weights = self._trainer.fetch_weights()
+        on_host = {id(tensor): tensor.cpu() for tensor in model.buffers()}
+        on_host |= {
+            id(value): nn.Parameter(weights[name], value.requires_grad) for name, value in model.named_parameters()
+        }
+        copied = deepcopy(model, on_host)
+        del copied.generate
+        return copied
 
 
 # Weak, since a trainer holds its model.

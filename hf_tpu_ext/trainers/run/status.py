@@ -171,6 +171,7 @@ class StatusMixin:
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval", **kwargs):
         self.followed.take_up()
+        self.declare_length_of(eval_dataset)
         with self.phase("eval"):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
