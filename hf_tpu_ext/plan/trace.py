@@ -20,7 +20,6 @@ from ..quantization.packed_linear import count_parameters
 from ..step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..trainers.configs import ExtensionArguments
 from ..trainers.run.every_length import EveryLengthMixin
-from ..trainers.run.facts import find_facts
 from .programs import Argument, Generations, TracedProgram
 
 
@@ -138,7 +137,7 @@ class TracingMixin(EveryLengthMixin):
             self.train_every_length()
 
     def _describe_run(self) -> Run:
-        facts = find_facts(self)
+        facts = self.find_facts()
         rows = self._num_rows
         steps = self._max_steps
         if steps is None and rows is not None:
@@ -183,7 +182,7 @@ class TracingMixin(EveryLengthMixin):
             raise UserError("This recipe cannot be planned: its steps are not replayed, for the reason above.")
         roles = self._roles()
         module = self.backend.end_module() if run is None else run()
-        shape = self.watching.batch_shape if shape is None else shape
+        shape = self.batch_shape if shape is None else shape
         key = (kind, shape)
         if key not in self._traced:
             arguments = [

@@ -18,7 +18,6 @@ from ..layers.attention import static_masks
 from ..layers.frozen_weights import bfloat16_holds
 from ..layers.looped_head import head_computed_by, score_tokens
 from ..step.optimizer import clip_gradients
-from ..watch.programs import ProgramWatch
 from .checkpoint.files import leaving_no_empty_dir, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
@@ -27,10 +26,11 @@ from .checks.upstream import checkpointing_left_on, default_arguments
 from .configs import ExtensionArguments
 from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
-from .run.images import lay_out_images, naming_broken_images
+from .run.images import naming_broken_images
 from .run.index_ranges import IndexRanges
 from .run.lengths import lengths_for, pad_token_of
 from .run.status import StatusMixin
+from .run.watch import WatchMixin
 from .set_up import SetUpMixin
 
 
@@ -50,6 +50,7 @@ class TPUTrainerMixin(
     BatchesMixin,
     StatusMixin,
     SavingMixin,
+    WatchMixin,
     CompiledEvaluation,
     metaclass=_TrainerType,
 ):
@@ -156,7 +157,7 @@ class TPUTrainerMixin(
             )
         # Upstream's trainers say so that have a collator for images.
         if vars(self).get("_is_vision_dataset"):
-            lay_out_images(self)
+            self.lay_out_images()
 
     @property
     def _adds_mask(self) -> bool:
@@ -355,15 +356,6 @@ class TPUTrainerMixin(
         """Whether a step runs more than the trained model forward and backward."""
         return bool(self._other_models())
 
-    @property
-    def watch(self) -> ProgramWatch:
-        """Counts and explains the programs of the run, where programs are compiled."""
-        return self.watching.programs
-
-    def end_program(self, kind: str, where: str, **given: Any) -> Any:
-        """As [`TrainerWatch.end_program`]."""
-        return self.watching.end_program(kind, where, **given)
-
     def _loss_sums_tokens(self, model: nn.Module) -> bool:
         """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""
         return (
@@ -455,7 +447,7 @@ class TPUTrainerMixin(
     def _end_run(self) -> None:
         """Leave the model and the trainer for another run, however this one ended."""
         if self.backend.static_shapes:
-            self.watching.end()
+            self.read_monitor.close()
             self.by_length.end_run()
             self.layers.end()
             self.steps.end_run()

@@ -38,10 +38,8 @@ from .run.compiled_steps import CompiledSteps
 from .run.eager_steps import EagerSteps, check_split
 from .run.ema import Averaging
 from .run.evaluation_steps import EvaluationSteps
-from .run.facts import find_facts
 from .run.frozen_weights import ShortFrozenWeights
 from .run.hosts import HostAgreement, check_same_settings
-from .run.images import find_longest_row
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
 from .run.metrics import DeferredMetrics
@@ -50,7 +48,6 @@ from .run.predicted_text import PredictedText
 from .run.programs import TrainerPrograms
 from .run.training_steps import TrainingSteps
 from .run.user_code import owner_of
-from .run.watch import TrainerWatch
 from .run.weight_copies import WeightCopies
 
 
@@ -146,7 +143,7 @@ class SetUpMixin:
             self.predicted_text = PredictedText(self)
         if self.backend.static_shapes:
             self.find_lengths_asked_for()
-        lines = RunLines(self.backend, partial(find_facts, self))
+        lines = RunLines(self.backend, self.find_facts)
         self.add_callback(lines)
         if extension.step_status:
             self.start_status()
@@ -223,10 +220,10 @@ class SetUpMixin:
 
     def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
         if vars(self).get("_is_vision_dataset") and self.args.max_length is None:
-            find_longest_row(self)
+            self.find_longest_row()
         self._train_lengths = row_lengths(self.train_dataset, longest_kept(self.args))
         self.lengths = self._declare_lengths()
-        self.watching = TrainerWatch(self, max_recompiles)
+        self.start_watch(max_recompiles)
         self._make_batches_static()
         for mode in ("train", "eval"):
             self.expect_batches(mode)

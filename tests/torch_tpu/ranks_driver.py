@@ -51,9 +51,9 @@ class Watcher(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.compiles.append(self._trainer.backend.compiles() - self._before)
-        self.shapes.append(list(self._trainer.watching.batch_shape))
-        if "attention_mask" in self._trainer.watching.batch:
-            self.longest.append(self._trainer.watching.batch["attention_mask"].sum(1).max().item())
+        self.shapes.append(list(self._trainer.batch_shape))
+        if "attention_mask" in self._trainer.batch_under_way:
+            self.longest.append(self._trainer.batch_under_way["attention_mask"].sum(1).max().item())
 
 
 def sft(model_dir, output_dir, lora=None, metrics=False, quantized=False, **config):

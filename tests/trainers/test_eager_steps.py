@@ -13,7 +13,7 @@ def test_an_update_that_fails_leaves_learning_rates_as_numbers():
     """They are tensors within the update only."""
     trainer = SimpleNamespace(
         backend=CPUBackend("for the test"),
-        watching=SimpleNamespace(begin=lambda: None),
+        begin_watch=lambda: None,
         expect_batches=lambda mode: None,
         neftune_noise_alpha=None,
     )

@@ -17,7 +17,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCall
 import hf_tpu_ext
 from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.examples.tiny_vision import FAMILIES, make_vision_model
-from hf_tpu_ext.trainers.run.images import synthetic_rows
 from hf_tpu_ext.vision import families
 
 
@@ -328,7 +327,7 @@ def test_rows_that_take_every_length(images, method, family):
     """With an image, and without one where some rows of the data have none."""
     rows = make_rows([1, 0, 1, 1]) if method == "SFT" else make_preferences([1, 0, 1, 1], paired=method == "DPO")
     trainer = images.ours(family, rows, method=method, train=False, length_buckets=[12, 64])
-    made = synthetic_rows(trainer, trainer.train_dataset)
+    made = trainer.synthetic_rows(trainer.train_dataset)
     batches = [trainer.data_collator([row] * 2) for row in made]
     found = [(batch["input_ids"].shape[1], families.PIXELS in batch) for batch in batches]
     # An image and the template around it have more than 12 tokens.

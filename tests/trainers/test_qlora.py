@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_tpu_ext import TPUTrainer
 from hf_tpu_ext.quantization.packed_linear import PackedLinear4bit, PackedLinear8bit
-from hf_tpu_ext.trainers.run.facts import find_facts
 
 
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -93,7 +92,7 @@ def test_weights_stay_packed_and_steps_are_counted_as_ever(quantized):
     assert len(layers) == 3 * 7
     assert {layer.words.device.type for layer in layers} == {"xla"}
     assert not any(layer.unpacked is not None for layer in layers)
-    assert find_facts(trainer).precision == "bfloat16/float32/nf4 weights"
+    assert trainer.find_facts().precision == "bfloat16/float32/nf4 weights"
 
 
 def test_resumed_run_ends_bit_for_bit_where_the_whole_one_does(quantized, tmp_path):

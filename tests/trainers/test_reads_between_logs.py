@@ -51,7 +51,7 @@ def test_a_callback_that_reads(train, lines, capsys, callback, text, what):
     assert line.startswith(f"Steps 3 to 4: {named}, 2 times in 2 steps. ") and "trainer.backend.fetch" in line
     assert f"Device-to-host syncs outside of logs: 8 until step 8. {named}" in capsys.readouterr().out
     assert trainer.watch.recompiles == 0
-    assert trainer.watching.monitor.named and trainer.steps.compiled is None
+    assert trainer.read_monitor.named and trainer.steps.compiled is None
 
 
 def test_a_loss_that_reads(train, lines):
@@ -124,6 +124,6 @@ def test_a_run_with_all_that_reads_by_right_is_silent(runs, rows, caplog):
         kwargs={"train_dataset": rows(40), "compute_metrics": lambda prediction: {"one": 1.0}},
     )
     assert causes(trainer) == [] and trainer.watch.describe() is None
-    assert trainer.watching.monitor.named == {} and trainer.watching.monitor._searches == 0
+    assert trainer.read_monitor.named == {} and trainer.read_monitor._searches == 0
     assert not [record for record in caplog.records if record.name.startswith("hf_tpu_ext.watch.")]
     assert trainer.backend.counters().replays

@@ -226,7 +226,7 @@ class RolloutMixin(RolloutCheckpoints):
         self._count_tokens(batch)
         rows, prompt = batch["prompt_ids"].shape
         sent = self._send_rows(batch, whole=rows % self.backend.num_chips != 0, beside=beside)
-        self.watching.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
+        self.batch_shape = rows, prompt + batch["completion_ids"].shape[1]
         return sent
 
     def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

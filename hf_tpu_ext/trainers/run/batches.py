@@ -29,6 +29,7 @@ from ...layers.batch_length import BatchLength
 from ..checks.families import check_padding
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
+from .images import ImagesMixin
 from .index_ranges import IndexRanges, classes_for
 from .lengths import length_for, row_lengths
 from .training_steps import SentBatch
@@ -67,7 +68,7 @@ class PreparedBatch(dict):
             raise AttributeError(f"The batch has no {name!r}, only {', '.join(map(repr, self))}.") from None
 
 
-class BatchesMixin:
+class BatchesMixin(ImagesMixin):
     """
     The part of [`TPUTrainerMixin`] that gives batches a declared shape and sends them.
 
@@ -81,10 +82,6 @@ class BatchesMixin:
         self._last_batch_guards: dict[str, ShapeGuard] = {}
         # Where the collator does not tell: by the first batch of a pass over data, which is full if any is.
         self._rows_of_example: dict[str, int] = {}
-        #: Whether some batches may have images and others none, which is another shape.
-        self.some_without_images = False
-        #: Of a row, where all were looked at.
-        self.most_image_tokens: int | None = None
         # What a line was said about already.
         self._said: set[str] = set()
 
@@ -273,7 +270,7 @@ class BatchesMixin:
         Send a batch of a declared shape, with its rows split over the chips, or with all of them to every chip. Numbers
         `beside` it go in the same transfer and are among what is returned.
         """
-        self.watching.note_batch(batch)
+        self.note_batch(batch)
         given = {**batch, **(beside or {})}
         sent = self.backend.send(given) if whole else self.backend.send_rows(given, count_rows(batch))
         self.agreement.batch_sent()

@@ -70,7 +70,7 @@ class EagerSteps(TrainerCallback):
         self._trainer.expect_batches("train")
         if self._trainer.neftune_noise_alpha is not None:
             self._trainer.by_length.replace_noise(self._trainer.neftune_hook_handle)
-        self._trainer.watching.begin()
+        self._trainer.begin_watch()
         self.reset_upstream_loss()
         if isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer.optimizer.defaults["fused"]:
             # A tensor is taken for data.

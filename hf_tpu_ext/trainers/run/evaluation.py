@@ -65,7 +65,7 @@ class CompiledEvaluation:
         result = self.evaluations.run(
             PREDICTION_STEP, inputs, partial(self._trace_prediction, model, **kwargs), ignore_keys=ignore_keys
         )
-        computed, added = count_rows(self.watching.batch), find_added(inputs, self.watching.batch)
+        computed, added = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
         if self.predicted_text is not None:
             result, added = (result[0], self.predicted_text.of_batch(inputs), as_collated(inputs, "labels")), {}
         return result, self.count_examples(inputs), find_batch_size(inputs), computed, added

@@ -14,7 +14,6 @@ from transformers.trainer_utils import SaveStrategy
 from ...callbacks.run_lines import RunLines
 from ..checks.datasets import has_images
 from ..configs import ExtensionArguments
-from .images import synthetic_rows
 
 
 class EveryLengthMixin:
@@ -91,7 +90,7 @@ class EveryLengthMixin:
                 found.setdefault(bisect_left(self.lengths, min(length, self.lengths[-1])), index)
             return dataset.select([found[place] for place in sorted(found)])
         if has_images(dataset):
-            return synthetic_rows(self, dataset)
+            return self.synthetic_rows(dataset)
         row = next(iter(dataset))
         return datasets.Dataset.from_list([_stretch(row, length) for length in self.lengths])
 

@@ -23,72 +23,74 @@ from ..checks.datasets import named_datasets
 _PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
 
 
-def find_facts(trainer) -> RunFacts:
-    """What the start of a run prints, as the trainer and its datasets are by now."""
-    args, backend, compiled = trainer.args, trainer.backend, trainer.compiled
-    others = trainer.frozen.names | names_of_packed(trainer.model)
-    dtypes = {
-        dtype_name(parameter.dtype)
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.is_floating_point() and name not in others
-    }
-    quantization = find_config(trainer.model)
-    if quantization is not None:
-        dtypes.add(quantization.quantization_method())
-    compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
-    precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
-    lines = trainer.chips.lines(trainer.model, trainer.averaging.average is not None)
-    lines += [*trainer.frozen.lines(), *trainer.averaging.lines(trainer.state.max_steps)]
-    lines += compiled.changes
-    facts = RunFacts(precision, trainer._train_batch_size, [], None, lines)
-    if backend.static_shapes and trainer.lengths:
-        facts.lengths = trainer.step_lengths
-        # Other columns hold several sequences of an example, as a pair does.
-        if trainer._train_lengths is not None and "input_ids" in trainer.train_dataset.column_names:
-            waste = TokenWaste(
-                trainer._train_lengths,
-                trainer.lengths,
-                trainer._train_batch_size,
-                args.train_sampling_strategy,
-                packing=vars(args).get("packing"),
-            )
-            facts.lengths = list(waste.pad_share_per_length)
-            facts.token_waste = waste.describe()
-            facts.token_share = 1 - waste.pad_share
-        facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
-        facts.programs *= 2 if trainer.some_without_images else 1
-    return facts
+class RunFactsMixin:
+    """The part of [`TPUTrainerMixin`] that says what a run is."""
 
+    def find_facts(self) -> RunFacts:
+        """What the start of a run prints, as the trainer and its datasets are by now."""
+        args, backend, compiled = self.args, self.backend, self.compiled
+        others = self.frozen.names | names_of_packed(self.model)
+        dtypes = {
+            dtype_name(parameter.dtype)
+            for name, parameter in self.model.named_parameters()
+            if parameter.is_floating_point() and name not in others
+        }
+        quantization = find_config(self.model)
+        if quantization is not None:
+            dtypes.add(quantization.quantization_method())
+        compute = "bfloat16" if compiled.compute_dtype or args.bf16 else "float16" if args.fp16 else None
+        precision = f"{'/'.join(sorted(dtypes))} weights" + (f", {compute} compute" if compute else "")
+        lines = self.chips.lines(self.model, self.averaging.average is not None)
+        lines += [*self.frozen.lines(), *self.averaging.lines(self.state.max_steps)]
+        lines += compiled.changes
+        facts = RunFacts(precision, self._train_batch_size, [], None, lines)
+        if backend.static_shapes and self.lengths:
+            facts.lengths = self.step_lengths
+            # Other columns hold several sequences of an example, as a pair does.
+            if self._train_lengths is not None and "input_ids" in self.train_dataset.column_names:
+                waste = TokenWaste(
+                    self._train_lengths,
+                    self.lengths,
+                    self._train_batch_size,
+                    args.train_sampling_strategy,
+                    packing=vars(args).get("packing"),
+                )
+                facts.lengths = list(waste.pad_share_per_length)
+                facts.token_waste = waste.describe()
+                facts.token_share = 1 - waste.pad_share
+            facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
+            facts.programs *= 2 if self.some_without_images else 1
+        return facts
 
-def describe_run(trainer, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
-    """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
-    model, backend, config = unwrap_peft_model(trainer.model), trainer.backend, args.to_dict()
-    parameters, trained = count_parameters(trainer.model)
-    return {
-        "versions": find_versions(),
-        "arguments": config,
-        "changed": sorted(name for name in _changed_arguments(args) if name in config),
-        "model": {
-            "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
-            "parameters": parameters,
-            "trained": trained,
-        },
-        "rows": {
-            name: len(dataset)
-            for name, dataset in named_datasets(trainer.train_dataset, trainer.eval_dataset).items()
-            if isinstance(dataset, Sized)
-        },
-        "backend": {
-            "name": backend.name,
-            "device": backend.device_name,
-            "reason": backend.reason,
-            "chips": backend.num_chips * trainer.args.world_size,
-            "hosts": backend.hosts.count,
-            "processes": max(trainer.args.world_size, backend.hosts.count),
-            "memory_per_chip": backend.memory_per_chip,
-        },
-        "facts": asdict(find_facts(trainer) if facts is None else facts),
-    }
+    def describe_run(self, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
+        """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
+        model, backend, config = unwrap_peft_model(self.model), self.backend, args.to_dict()
+        parameters, trained = count_parameters(self.model)
+        return {
+            "versions": find_versions(),
+            "arguments": config,
+            "changed": sorted(name for name in _changed_arguments(args) if name in config),
+            "model": {
+                "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
+                "parameters": parameters,
+                "trained": trained,
+            },
+            "rows": {
+                name: len(dataset)
+                for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
+                if isinstance(dataset, Sized)
+            },
+            "backend": {
+                "name": backend.name,
+                "device": backend.device_name,
+                "reason": backend.reason,
+                "chips": backend.num_chips * self.args.world_size,
+                "hosts": backend.hosts.count,
+                "processes": max(self.args.world_size, backend.hosts.count),
+                "memory_per_chip": backend.memory_per_chip,
+            },
+            "facts": asdict(self.find_facts() if facts is None else facts),
+        }
 
 
 def find_versions() -> dict[str, str]:

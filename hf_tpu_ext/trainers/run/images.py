@@ -75,35 +75,121 @@ def images_of_rows(dataset) -> tuple[int, int] | None:
     return found["min"].as_py(), found["max"].as_py()
 
 
-def find_longest_row(trainer) -> None:
-    """
-    Set `max_length`, in place of `None`, to the tokens of the longest row, which only upstream's collator knows. It goes through all
-    rows once. Rows of a stream are a `ValueError`.
-    """
-    args, base = trainer.args, find_base(trainer.model)
-    named = named_datasets(trainer.train_dataset, trainer.eval_dataset)
-    found = [dataset for dataset in named.values() if dataset is not None]
-    if not all(isinstance(dataset, datasets.Dataset) for dataset in found):
-        raise UserError(
-            "max_length=None takes all rows whole, but the longest row of a stream is not known. Set it to its tokens, those of its "
-            f"images included: {trainer._config_name}(max_length=2048)."
-        )
-    if base is None:
-        return
-    measure = partial(_measure, trainer.data_collator, base.config.image_token_id)
-    with naming_broken_images(named):
-        for dataset in found:
-            rows = DataLoader(dataset, 1, collate_fn=measure, num_workers=args.dataloader_num_workers)
-            described = tqdm(
-                rows, "max_length=None: looking for the longest row", unit="row", disable=args.disable_tqdm
+class ImagesMixin:
+    """The part of [`TPUTrainerMixin`] that gives batches with images a static shape."""
+
+    #: Whether some batches may have images and others none, which is another shape.
+    some_without_images = False
+    #: Of a row, where all were looked at.
+    most_image_tokens: int | None = None
+
+    def find_longest_row(self) -> None:
+        """
+        Set `max_length`, in place of `None`, to the tokens of the longest row, which only upstream's collator knows. It goes through all
+        rows once. Rows of a stream are a `ValueError`.
+        """
+        args, base = self.args, find_base(self.model)
+        named = named_datasets(self.train_dataset, self.eval_dataset)
+        found = [dataset for dataset in named.values() if dataset is not None]
+        if not all(isinstance(dataset, datasets.Dataset) for dataset in found):
+            raise UserError(
+                "max_length=None takes all rows whole, but the longest row of a stream is not known. Set it to its tokens, those of its "
+                f"images included: {self._config_name}(max_length=2048)."
             )
-            prompt, answer, most = (max(column) for column in zip(*described, strict=True))
-            longest = prompt + answer
-            args.max_length = max(args.max_length or 0, round_up_length(longest, longest + 128))
-            trainer.most_image_tokens = max(trainer.most_image_tokens or 0, most)
-    trainer.compiled.changes.append(
-        f"max_length=None is {args.max_length}, for the longest row; setting it leaves out the search for that row"
-    )
+        if base is None:
+            return
+        measure = partial(_measure, self.data_collator, base.config.image_token_id)
+        with naming_broken_images(named):
+            for dataset in found:
+                rows = DataLoader(dataset, 1, collate_fn=measure, num_workers=args.dataloader_num_workers)
+                described = tqdm(
+                    rows, "max_length=None: looking for the longest row", unit="row", disable=args.disable_tqdm
+                )
+                prompt, answer, most = (max(column) for column in zip(*described, strict=True))
+                longest = prompt + answer
+                args.max_length = max(args.max_length or 0, round_up_length(longest, longest + 128))
+                self.most_image_tokens = max(self.most_image_tokens or 0, most)
+        self.compiled.changes.append(
+            f"max_length=None is {args.max_length}, for the longest row; setting it leaves out the search for that row"
+        )
+
+    def lay_out_images(self) -> None:
+        """
+        Give a trainer whose dataset has images the collator that lays them out, around that which pads rows, with a line that says what
+        rows have room for. A model of another family is a `ValueError`.
+        """
+        args, collator, processor = self.args, self.data_collator, self.processing_class
+        for name in _WITHOUT_IMAGES:
+            if value := vars(args).get(name):
+                raise UserError(
+                    f"{name}={value!r} knows no images, and the dataset has some. Leave it out, or train on text."
+                )
+        base = find_base(self.model)
+        if base is None:
+            raise UserError(
+                f"Images train on XLA with models of these types: {', '.join(sorted(FAMILIES))}. This one is "
+                f"{self.model.config.model_type!r}. Train it on CUDA (backend='cuda'), or on text: dataset.remove_columns('images')."
+            )
+        assert isinstance(collator, StaticShapeCollator)
+        family = FAMILIES[base.config.model_type](base)
+        named = named_datasets(self.train_dataset, self.eval_dataset)
+        found = [images_of_rows(dataset) for dataset in named.values() if dataset is not None]
+        most = None if None in found else max(most for _, most in found)
+        room, why = _find_room(family, processor, args, most, self.most_image_tokens)
+        text_field = vars(args).get("dataset_text_field", "text")
+        self.data_collator = ImageCollator(
+            collator, family, room, processor.tokenizer, self._config_name, args.max_length, text_field
+        )
+        self.some_without_images = any(counts is None or counts[0] == 0 for counts in found)
+        if self.some_without_images and max(self.backend.ranks.count, self.backend.hosts.count) > 1:
+            raise UserError(
+                "Some rows may have no image, and a batch of such rows is another program, but all hosts and processes run the same one at "
+                "a time. Leave these rows out: dataset.filter(lambda row: row['images']), of a Dataset and no stream."
+            )
+        more = ". A batch without images is a graph of its own" if self.some_without_images else ""
+        self.compiled.changes.append(
+            f"images: rows have room for {room} image tokens ({why}); image_tokens declares fewer{more}"
+        )
+
+    def synthetic_rows(self, dataset) -> datasets.Dataset:
+        """
+        Rows in the columns of a dataset with images: for each length that batches are padded to one with an image, and, where some may be
+        without, one without.
+        """
+        # It may be missing where there are no images.
+        from PIL import Image
+
+        columns, tokenizer = dataset.column_names or next(iter(dataset)), self.processing_class.tokenizer
+        answers = [name for name in ("completion", "chosen", "rejected") if name in columns]
+
+        def make_row(with_image: bool, text: str) -> dict[str, Any]:
+            user, assistant = (
+                [{"role": role, "content": words}] for role, words in (("user", "a"), ("assistant", text))
+            )
+            row: dict[str, Any] = {"label": True} if "label" in columns else {}
+            row |= {"prompt": user, **dict.fromkeys(answers, assistant)} if answers else {"messages": user + assistant}
+            image = Image.new("RGB", (64, 64))
+            return row | ({"image": image} if "image" in columns else {"images": [image] * with_image})
+
+        rows = []
+        for with_image in (True, False) if self.some_without_images else (True,):
+            # Tokens of the image and of the chat template.
+            around = self.data_collator([make_row(with_image, "a")]).length
+            for length in self.lengths:
+                if around <= length:
+                    words = tokenizer(" a" * length)["input_ids"][: length - around]
+                    rows.append(make_row(with_image, tokenizer.decode(words)))
+        return datasets.Dataset.from_list(rows)
+
+    def why_other_updates(self) -> str | None:
+        """Why steps update other parameters from one to the next, as half a sentence: those of images, if there are some."""
+        if not self.some_without_images:
+            return None
+        base = find_base(self.model)
+        of_text = set(base.get_decoder().parameters())
+        if not any(parameter.requires_grad and parameter not in of_text for parameter in base.parameters()):
+            return None
+        return "batches without images leave the weights of the vision tower as they are. Freeze the tower, or give each row an image"
 
 
 def _measure(collate: Callable, image_token: int, examples: list) -> tuple[int, int, int]:
@@ -112,85 +198,6 @@ def _measure(collate: Callable, image_token: int, examples: list) -> tuple[int, 
     ids = batch["input_ids"]
     answer = int(batch["completion_mask"].sum()) if "KL_input_ids" in batch else 0
     return ids.shape[1] - answer, answer, int((ids == image_token).sum(1).max())
-
-
-def lay_out_images(trainer) -> None:
-    """
-    Give a trainer whose dataset has images the collator that lays them out, around that which pads rows, with a line that says what
-    rows have room for. A model of another family is a `ValueError`.
-    """
-    args, collator, processor = trainer.args, trainer.data_collator, trainer.processing_class
-    for name in _WITHOUT_IMAGES:
-        if value := vars(args).get(name):
-            raise UserError(
-                f"{name}={value!r} knows no images, and the dataset has some. Leave it out, or train on text."
-            )
-    base = find_base(trainer.model)
-    if base is None:
-        raise UserError(
-            f"Images train on XLA with models of these types: {', '.join(sorted(FAMILIES))}. This one is "
-            f"{trainer.model.config.model_type!r}. Train it on CUDA (backend='cuda'), or on text: dataset.remove_columns('images')."
-        )
-    assert isinstance(collator, StaticShapeCollator)
-    family = FAMILIES[base.config.model_type](base)
-    named = named_datasets(trainer.train_dataset, trainer.eval_dataset)
-    found = [images_of_rows(dataset) for dataset in named.values() if dataset is not None]
-    most = None if None in found else max(most for _, most in found)
-    room, why = _find_room(family, processor, args, most, trainer.most_image_tokens)
-    text_field = vars(args).get("dataset_text_field", "text")
-    trainer.data_collator = ImageCollator(
-        collator, family, room, processor.tokenizer, trainer._config_name, args.max_length, text_field
-    )
-    trainer.some_without_images = any(counts is None or counts[0] == 0 for counts in found)
-    if trainer.some_without_images and max(trainer.backend.ranks.count, trainer.backend.hosts.count) > 1:
-        raise UserError(
-            "Some rows may have no image, and a batch of such rows is another program, but all hosts and processes run the same one at "
-            "a time. Leave these rows out: dataset.filter(lambda row: row['images']), of a Dataset and no stream."
-        )
-    more = ". A batch without images is a graph of its own" if trainer.some_without_images else ""
-    trainer.compiled.changes.append(
-        f"images: rows have room for {room} image tokens ({why}); image_tokens declares fewer{more}"
-    )
-
-
-def synthetic_rows(trainer, dataset) -> datasets.Dataset:
-    """
-    Rows in the columns of a dataset with images: for each length that batches are padded to one with an image, and, where some may be
-    without, one without.
-    """
-    # It may be missing where there are no images.
-    from PIL import Image
-
-    columns, tokenizer = dataset.column_names or next(iter(dataset)), trainer.processing_class.tokenizer
-    answers = [name for name in ("completion", "chosen", "rejected") if name in columns]
-
-    def make_row(with_image: bool, text: str) -> dict[str, Any]:
-        user, assistant = ([{"role": role, "content": words}] for role, words in (("user", "a"), ("assistant", text)))
-        row: dict[str, Any] = {"label": True} if "label" in columns else {}
-        row |= {"prompt": user, **dict.fromkeys(answers, assistant)} if answers else {"messages": user + assistant}
-        image = Image.new("RGB", (64, 64))
-        return row | ({"image": image} if "image" in columns else {"images": [image] * with_image})
-
-    rows = []
-    for with_image in (True, False) if trainer.some_without_images else (True,):
-        # Tokens of the image and of the chat template.
-        around = trainer.data_collator([make_row(with_image, "a")]).length
-        for length in trainer.lengths:
-            if around <= length:
-                words = tokenizer(" a" * length)["input_ids"][: length - around]
-                rows.append(make_row(with_image, tokenizer.decode(words)))
-    return datasets.Dataset.from_list(rows)
-
-
-def why_other_updates(trainer) -> str | None:
-    """Why steps update other parameters from one to the next, as half a sentence: those of images, if there are some."""
-    if not trainer.some_without_images:
-        return None
-    base = find_base(trainer.model)
-    of_text = set(base.get_decoder().parameters())
-    if not any(parameter.requires_grad and parameter not in of_text for parameter in base.parameters()):
-        return None
-    return "batches without images leave the weights of the vision tower as they are. Freeze the tower, or give each row an image"
 
 
 def _find_room(

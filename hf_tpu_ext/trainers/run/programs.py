@@ -52,8 +52,8 @@ class TrainerPrograms:
         return self._trainer.state.global_step
 
     def end(self, kind: str, where: str, **given: Any) -> Any:
-        """End the program that was recorded, as [`TrainerWatch.end_program`]."""
-        return self._trainer.watching.end_program(kind, where, **given)
+        """End the program that was recorded, as [`WatchMixin.end_program`]."""
+        return self._trainer.end_program(kind, where, **given)
 
     def why_traced(self, models: Sequence[nn.Module], *methods: tuple[str, ...]) -> str | None:
         """

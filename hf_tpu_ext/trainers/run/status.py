@@ -14,13 +14,13 @@ from ...callbacks.run_record import RunRecord
 from ...callbacks.step_status import StepStatus
 from ...layers.flops import read_dimensions, step_flops
 from ...quantization.packed_linear import count_parameters
-from .facts import describe_run
+from .facts import RunFactsMixin
 
 
 logger = logging.get_logger(__name__)
 
 
-class StatusMixin:
+class StatusMixin(RunFactsMixin):
     """
     The part of [`TPUTrainerMixin`] that logs: the loss and the metrics, which on XLA are read in one transfer, and the
     phases of steps, see [`StepStatus`].
@@ -45,7 +45,7 @@ class StatusMixin:
         self.add_callback(
             RunRecord(
                 self.backend,
-                lambda: describe_run(self, args, lines.facts),
+                lambda: self.describe_run(args, lines.facts),
                 self.status,
                 lambda: self.watch.events if self.backend.static_shapes else (),
             )

@@ -16,7 +16,6 @@ from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
 from ..checkpoint.files import newest_checkpoint
-from .images import why_other_updates
 from .programs import warn_traced
 from .user_code import (
     METHODS_OF_A_STEP,
@@ -111,7 +110,7 @@ class TrainingSteps(TrainerCallback):
         self.make_gradients()
         trainer.copies.separate(model, optimizer)
         self._compile(model)
-        trainer.watching.begin()
+        trainer.begin_watch()
         self.reset_upstream_loss()
         trainer.backend.wait()
 
@@ -310,7 +309,7 @@ class TrainingSteps(TrainerCallback):
     def _why_not(self, models: Sequence[nn.Module]) -> str | None:
         return (
             self._why_stages()
-            or why_other_updates(self._trainer)
+            or self._trainer.why_other_updates()
             or self._trainer.programs.why_traced(models, METHODS_OF_A_STEP)
         )
 

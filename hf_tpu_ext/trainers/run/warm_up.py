@@ -1,6 +1,6 @@
 """Compiling the programs of a run before the run, by training on made batches and keeping nothing."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -14,7 +14,6 @@ from ...errors import UserError
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from ..configs import ExtensionArguments
 from .every_length import EveryLengthMixin
-from .watch import TrainerWatch
 
 
 class WarmedUp(Exception):
@@ -83,7 +82,7 @@ class WarmUpMixin(EveryLengthMixin):
             num_programs += len(self.eval_rows)
         quiet = self.args.disable_tqdm or not self.is_world_process_zero()
         with tqdm(total=num_programs, desc="compiling", unit="graph", disable=quiet) as bar:
-            compiling = _Compiling(self.backend, self.watching, self.pop_callback(ShowSamples), bar)
+            compiling = _Compiling(self.backend, lambda: self.batch_shape, self.pop_callback(ShowSamples), bar)
             self.train_every_length([compiling])
         raise WarmedUp(compiling.programs, self.backend.cache_use())
 
@@ -91,9 +90,11 @@ class WarmUpMixin(EveryLengthMixin):
 class _Compiling(TrainerCallback):
     """Notes what is spent on each program, and keeps the progress."""
 
-    def __init__(self, backend: Backend, watching: TrainerWatch, samples: ShowSamples | None, bar: tqdm):
+    def __init__(
+        self, backend: Backend, find_shape: Callable[[], tuple[int, ...]], samples: ShowSamples | None, bar: tqdm
+    ):
         self.programs: dict[Hashable, Counters] = {}
-        self._backend, self._watching = backend, watching
+        self._backend, self._find_shape = backend, find_shape
         self._samples = samples
         self._bar = bar
         self._before = backend.counters()
@@ -114,13 +115,13 @@ class _Compiling(TrainerCallback):
             self._note("samples")
 
     def on_substep_end(self, args, state, control, **kwargs):
-        self._note(MICRO_STEP, self._watching.batch_shape)
+        self._note(MICRO_STEP, self._find_shape())
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._note(OPTIMIZER_STEP, self._watching.batch_shape)
+        self._note(OPTIMIZER_STEP, self._find_shape())
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        self._note("evaluation step", self._watching.batch_shape)
+        self._note("evaluation step", self._find_shape())
 
     def on_train_end(self, args, state, control, **kwargs):
         self._note("logs")

@@ -21,48 +21,44 @@ from .programs import note_python_state
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, names_of_a_step
 
 
-class TrainerWatch:
-    """
-    Has the programs of a trainer counted, timed and, where one is compiled again, explained. It is made before the
-    data collator is wrapped. `max_recompiles` is as in [`ExtensionArguments`].
-    """
+class WatchMixin:
+    """The part of [`TPUTrainerMixin`] that has programs counted, timed and, where one is compiled again, explained."""
 
-    def __init__(self, trainer, max_recompiles: int | None):
-        self._trainer = trainer
-        #: The batch under way, on the host, and its shape.
-        self.batch: Mapping[str, Any] = {}
-        self.batch_shape: tuple[int, ...] = ()
-        # The optimizer's state and numbers before the step under way: the schedule has changed them when it ends.
-        self._optimizer_before: tuple[bool, list[dict[str, Any]]] = False, []
-        #: Counts and explains the programs.
-        self.programs = ProgramWatch(
-            trainer.backend,
-            quiet=trainer.args.disable_tqdm or trainer.backend.ranks.index > 0,
-            find_facts=self._find_facts,
-            batch_source=_source_of(trainer.data_collator),
-            note_python=self._note_python if trainer.backend.static_shapes else None,
-            find_own_code=self._own_code,
-            find_results=self._step_results,
+    #: Counts and explains the programs of the run, where programs are compiled.
+    watch: ProgramWatch
+    #: Names what reads the device between logs.
+    read_monitor: RecompileMonitor
+    #: The batch under way, on the host, and its shape.
+    batch_under_way: Mapping[str, Any] = {}
+    batch_shape: tuple[int, ...] = ()
+    # The optimizer's state and numbers before the step under way: the schedule has changed them when it ends.
+    _optimizer_before: tuple[bool, list[dict[str, Any]]] = False, []
+
+    def start_watch(self, max_recompiles: int | None) -> None:
+        """Watch the runs to come. The data collator is not wrapped yet. `max_recompiles` is as in [`ExtensionArguments`]."""
+        self.watch = ProgramWatch(
+            self.backend,
+            quiet=self.args.disable_tqdm or self.backend.ranks.index > 0,
+            find_facts=self._facts_of_program,
+            batch_source=_source_of(self.data_collator),
+            note_python=self._note_python if self.backend.static_shapes else None,
+            find_own_code=self._name_own_code,
+            find_results=self._results_of_step,
             max_recompiles=max_recompiles,
         )
-        #: Names what reads the device between logs.
-        self.monitor = RecompileMonitor(trainer.backend, self.programs)
-        trainer.add_callback(self.monitor)
+        self.read_monitor = RecompileMonitor(self.backend, self.watch)
+        self.add_callback(self.read_monitor)
 
-    def begin(self) -> None:
+    def begin_watch(self) -> None:
         """Watch a run whose optimizer, and what replays its steps, are there."""
         self._note_optimizer()
-        self.programs.begin(traced=self._trainer.steps.compiled is None)
-
-    def end(self) -> None:
-        """Stop watching a run, however it ended."""
-        self.monitor.close()
+        self.watch.begin(traced=self.steps.compiled is None)
 
     def note_batch(self, inputs: Mapping[str, Any]) -> None:
         """Note the batch under way, on the host."""
         tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-        self.batch = inputs
-        if self._trainer.model.training and self.programs.step is not None:
+        self.batch_under_way = inputs
+        if self.model.training and self.watch.step is not None:
             # Now: a callback may have set them since the last step.
             self._note_optimizer()
         # Other columns may come first.
@@ -85,55 +81,54 @@ class TrainerWatch:
         returned. `shape` is that of its tokens, by default that of the batch under way; `settle` is as in
         [`ProgramWatch.end`].
         """
-        known = len(self.programs.events)
+        known = len(self.watch.events)
         shape = self.batch_shape if shape is None else shape
-        program = self.programs.end(kind, shape, where, run, settle)
-        status = self._trainer.status
-        if status is not None:
-            for event in self.programs.events[known:]:
+        program = self.watch.end(kind, shape, where, run, settle)
+        if self.status is not None:
+            for event in self.watch.events[known:]:
                 if (event.kind, event.shape) == (kind, shape):
-                    status.clock.credit("compile", event.seconds)
+                    self.status.clock.credit("compile", event.seconds)
         return program
 
     def _note_optimizer(self) -> None:
-        optimizer = self._trainer._plain_optimizer
+        optimizer = self._plain_optimizer
         self._optimizer_before = bool(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
-    def _own_code(self) -> str:
+    def _name_own_code(self) -> str:
         """Code of the user's that runs within a step."""
-        for owner in type(self._trainer).__mro__:
+        for owner in type(self).__mro__:
             if not is_known(owner.__module__):
-                for name in sorted(names_of_a_step(type(self._trainer)) & vars(owner).keys()):
+                for name in sorted(names_of_a_step(type(self)) & vars(owner).keys()):
                     return _describe_code(vars(owner)[name])
-        return "compute_loss_func" if self._trainer.compute_loss_func is not None else ""
+        return "compute_loss_func" if self.compute_loss_func is not None else ""
 
     # ---- What a program depends on ----
 
-    def _step_results(self) -> list[torch.Tensor]:
-        if not self._trainer.model.training:
+    def _results_of_step(self) -> list[torch.Tensor]:
+        if not self.model.training:
             return []
-        parameters = list(self._trainer.model.parameters())
+        parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return [*self._trainer.loss_log.tensors.values(), *parameters, *gradients]
+        return [*self.loss_log.tensors.values(), *parameters, *gradients]
 
     @property
-    def _trains(self) -> bool:
-        return self._trainer.model.training and self._trainer.optimizer is not None
+    def _is_training_step(self) -> bool:
+        return self.model.training and self.optimizer is not None
 
-    def _find_facts(self) -> Facts:
-        compiled = self._trainer.steps.compiled
+    def _facts_of_program(self) -> Facts:
+        compiled = self.steps.compiled
         return {
-            "batch": describe_batch(self.batch),
-            "optimizer": _describe_optimizer(type(self._trainer._plain_optimizer), *self._optimizer_before)
-            if self._trains
+            "batch": describe_batch(self.batch_under_way),
+            "optimizer": _describe_optimizer(type(self._plain_optimizer), *self._optimizer_before)
+            if self._is_training_step
             else {},
             "change": {"last": None if compiled is None else compiled.change},
         }
 
     def _note_python(self) -> Callable[[], str | None]:
-        models = [self._trainer.model, *self._trainer._other_models()]
-        methods = METHODS_OF_A_STEP if self._trains else METHODS_OF_A_PREDICTION
-        return note_python_state(self._trainer, models, methods=methods).change
+        models = [self.model, *self._other_models()]
+        methods = METHODS_OF_A_STEP if self._is_training_step else METHODS_OF_A_PREDICTION
+        return note_python_state(self, models, methods=methods).change
 
 
 def _describe_code(code: Callable) -> str:
