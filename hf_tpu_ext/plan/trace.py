@@ -201,13 +201,13 @@ class TracingMixin(EveryLengthMixin):
     def _roles(self) -> dict[int, str]:
         """What tensors are for, by their identity."""
         roles = {}
-        for model in (self.model, *self._other_models()):
+        for model in (self.model, *self.other_models()):
             for tensor in (*model.parameters(), *model.buffers()):
                 roles[id(tensor)] = "weights"
         if self.steps.gradients is not None:
             roles |= {id(tensor): "gradients" for tensor in self.steps.gradients.tensors}
         if self.optimizer is not None:
-            for state in self._plain_optimizer.state.values():
+            for state in self.plain_optimizer.state.values():
                 roles |= {id(state[name]): "optimizer state" for name in ("exp_avg", "exp_avg_sq")}
         roles |= {id(average): "optimizer state" for average in self.averaging.tensors.values()}
         if self.generates and self._text.generator is not None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
+from ..backends.program import StateLost
 from ..callbacks.run_record import RunRecord
 from ..data import StaticShapeCollator
 from ..layers.adapters import adapters_scaled_inside
@@ -18,7 +19,7 @@ from ..layers.attention import static_masks
 from ..layers.frozen_weights import bfloat16_holds
 from ..layers.looped_head import head_computed_by, score_tokens
 from ..step.optimizer import clip_gradients
-from .checkpoint.files import leaving_no_empty_dir, set_aside
+from .checkpoint.files import leaving_no_empty_dir, newest_checkpoint, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
 from .checks.datasets import check_has_rows, check_rows_left, named_datasets
@@ -30,6 +31,7 @@ from .run.images import naming_broken_images
 from .run.index_ranges import IndexRanges
 from .run.lengths import lengths_for, pad_token_of
 from .run.status import StatusMixin
+from .run.user_code import sees_micro_steps
 from .run.watch import WatchMixin
 from .set_up import SetUpMixin
 
@@ -96,6 +98,8 @@ class TPUTrainerMixin(
     methods_on_host: tuple[str, ...] = ()
     #: Whether upstream leaves NaN out of the means that it logs.
     drops_nan_metrics = False
+    # Whether a step is traced that is an override of `training_step`.
+    _override_returns_loss = False
 
     def __init__(self, *args, **kwargs):
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
@@ -209,7 +213,7 @@ class TPUTrainerMixin(
         with (
             self.models_compiled(inputs.pop("segment_ids", None)),
             self.chips.summed(self.accelerator),
-            self._micro_steps_as_data({} if self.model.training else self._data_of_evaluation()),
+            self.micro_steps_as_data({} if self.model.training else self.data_of_evaluation()),
             self.metrics.deferred(),
         ):
             yield
@@ -233,7 +237,7 @@ class TPUTrainerMixin(
             yield
 
     @contextmanager
-    def _micro_steps_as_data(self, sent: dict[str, torch.Tensor]) -> Iterator[None]:
+    def micro_steps_as_data(self, sent: dict[str, torch.Tensor]) -> Iterator[None]:
         """Within this context, the number of micro-steps is what was sent: there are fewer at the end of an epoch."""
         if "micro_steps" not in sent:
             yield
@@ -250,13 +254,13 @@ class TPUTrainerMixin(
         """Whether upstream's loss has a part for the load of the experts."""
         return bool(vars(self).get("aux_loss_enabled"))
 
-    def _step_data(self) -> dict[str, torch.Tensor]:
+    def step_data(self) -> dict[str, torch.Tensor]:
         """Numbers on the host, besides the batch, that a step needs on the device."""
         if self.args.gradient_accumulation_steps == 1:
             return {}
         return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
 
-    def _state_of_steps(self) -> list[torch.Tensor]:
+    def state_of_steps(self) -> list[torch.Tensor]:
         """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
         return []
 
@@ -264,12 +268,12 @@ class TPUTrainerMixin(
         """What programs depend on besides tensors, arguments and the optimizer: another value, another program."""
         return None
 
-    def _data_of_evaluation(self) -> dict[str, torch.Tensor]:
+    def data_of_evaluation(self) -> dict[str, torch.Tensor]:
         if self.evaluations.data is not None:
             return self.evaluations.data
         # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
         steps = self._balances_experts and "current_gradient_accumulation_steps" in vars(self)
-        return self.backend.send(self._step_data()) if steps else {}
+        return self.backend.send(self.step_data()) if steps else {}
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         if not self.backend.static_shapes or "input_ids" not in inputs:
@@ -296,7 +300,7 @@ class TPUTrainerMixin(
 
     def _forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """The first stage of a micro-step."""
-        with self._micro_steps_as_data(self.steps.data):
+        with self.micro_steps_as_data(self.steps.data):
             return self._step_of_upstream(model, inputs, num_items_in_batch)
 
     def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
@@ -309,15 +313,20 @@ class TPUTrainerMixin(
     def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
         loss = type(self).training_step(self, *args, **kwargs)
         if self.is_in_train:
-            self._log_step_loss(loss, self.accelerator.sync_gradients)
+            self._log_loss(loss, self.accelerator.sync_gradients)
         return loss
 
-    def _log_step_loss(self, loss: torch.Tensor, closing: bool) -> None:
+    def log_step_loss(self, loss: torch.Tensor, closing: bool) -> None:
+        """A stage of a step: adds its loss to the sums of the log, unless an override of `training_step` returns what is logged."""
+        if not self._override_returns_loss:
+            self._log_loss(loss, closing)
+
+    def _log_loss(self, loss: torch.Tensor, closing: bool) -> None:
         (loss,) = self.backend.ranks.mean([loss])
         self.loss_log.add(loss, closing)
 
     @property
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
+    def plain_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that accelerate has wrapped."""
         return self.optimizer.optimizer
 
@@ -341,20 +350,20 @@ class TPUTrainerMixin(
             return clip_gradients(model, None)
         return super()._get_grad_norm(model, grad_norm)
 
-    def _other_models(self) -> list[nn.Module]:
+    def other_models(self) -> list[nn.Module]:
         """Models besides the trained one that a step runs, as the reference of a preference trainer."""
         trained = {id(module) for module in self.model.modules()}
         models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]
         return list(dict.fromkeys(models))
 
-    def _models_beside(self) -> list[nn.Module]:
+    def models_beside(self) -> list[nn.Module]:
         """Those of them that run within a training step."""
-        return self._other_models()
+        return self.other_models()
 
     @property
     def _runs_other_passes(self) -> bool:
         """Whether a step runs more than the trained model forward and backward."""
-        return bool(self._other_models())
+        return bool(self.other_models())
 
     def _loss_sums_tokens(self, model: nn.Module) -> bool:
         """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""
@@ -365,6 +374,21 @@ class TPUTrainerMixin(
             and isinstance(model, PreTrainedModel)
             and model.loss_type == "ForCausalLM"
         )
+
+    def why_not_local(self, model: nn.Module) -> str | None:
+        """Why chips that compute the gradients of their rows by themselves would not give the same step, as half a sentence."""
+        unwrapped = unwrap_peft_model(model)
+        if not self._loss_sums_tokens(unwrapped):
+            return "the loss is not a sum over tokens"
+        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
+            return "the load-balancing loss of the experts depends on the global batch"
+        if (own_code := self.own_code_in_step("train")) is not None:
+            return f"{own_code}, which may depend on the global batch"
+        if (reason := self.why_not_padded("train")) is not None:
+            return reason
+        if self.args.gradient_accumulation_steps > 1 and sees_micro_steps(self.callback_handler.callbacks):
+            return "a callback has code in on_substep_end, which may look at them"
+        return None
 
     # ---- Checkpoints ----
 
@@ -415,6 +439,14 @@ class TPUTrainerMixin(
                 return super()._inner_training_loop(
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )
+        except StateLost as error:
+            newest = newest_checkpoint(self._get_output_dir(trial))
+            error.add_note(
+                "There is no checkpoint to resume from: begin anew, with save_steps below the steps that a failure may cost."
+                if newest is None
+                else f"Resume from {newest}: trainer.train(resume_from_checkpoint={newest!r}), or `resume_from_checkpoint: true` in the recipe."
+            )
+            raise
         except RuntimeError as error:
             if self.args.auto_find_batch_size and "RESOURCE_EXHAUSTED" in str(error):
                 # Accelerate goes on with a smaller batch where it knows the words.
@@ -441,7 +473,7 @@ class TPUTrainerMixin(
         if stays or self.frozen.in_use is not None:
             return nullcontext()
         # A reference that follows the policy changes, whatever its parameters say.
-        others = [] if vars(self.args).get("sync_ref_model") else self._other_models()
+        others = [] if vars(self.args).get("sync_ref_model") else self.other_models()
         return self.frozen.in_bfloat16([self.model, *others], self.chips.mesh, self._bfloat16_holds)
 
     def _end_run(self) -> None:

@@ -112,7 +112,7 @@ class SetUpMixin:
         self.layers = LayerScan(self)
         self.copies = WeightCopies(self.backend)
         self.frozen = ShortFrozenWeights(self.backend)
-        self.averaging = Averaging(self.backend, self.layers, lambda: self._plain_optimizer, extension)
+        self.averaging = Averaging(self.backend, self.layers, lambda: self.plain_optimizer, extension)
         check_architecture(args, given.arguments)
         given.arguments["args"] = self.compiled.args
         # By name, of an optimizer that is given. Otherwise nothing holds on to what they are on the host.
@@ -159,7 +159,7 @@ class SetUpMixin:
         if self.chips.sharding_plan is None:
             # Quantized weights are on their device, to upstream.
             self._move_model_to_device(self.model, self.args.device)
-        for model in self._other_models():
+        for model in self.other_models():
             if isinstance(model, PreTrainedModel):
                 # Upstream has moved it to the device.
                 model.tie_weights()
@@ -187,13 +187,12 @@ class SetUpMixin:
 
     def _prepare_eager_steps(self) -> None:
         self._place_models()
-        self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         wanted = (
             self.args.compile_step if isinstance(self.args, ExtensionArguments) else ExtensionArguments.compile_step
         )
         compiles = self.backend.compiles_functions and wanted != "off"
-        self.steps = CompiledSteps(self, wanted) if compiles else EagerSteps(self)
         self.evaluations = EvaluationSteps(self)
+        self.steps = CompiledSteps(self, wanted) if compiles else EagerSteps(self)
         callbacks = [self.steps] if self.averaging.average is None else [self.steps, self.averaging]
         # After upstream's own, which says whether a step is logged, and before all that may evaluate.
         assert isinstance(self.callback_handler.callbacks[0], DefaultFlowCallback)
@@ -212,10 +211,10 @@ class SetUpMixin:
         if self._override_returns_loss:
             # What is logged is what it returns to upstream's loop.
             vars(self)["training_step"] = self._overridden_step
+        #: Runs each batch of an evaluation.
+        self.evaluations = EvaluationSteps(self)
         #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
         self.steps = TrainingSteps(self)
-        #: And each batch of an evaluation of the loss.
-        self.evaluations = EvaluationSteps(self)
         self.callback_handler.callbacks.insert(0, self.steps)
 
     def _prepare_static_shapes(self, max_recompiles: int | None) -> None:

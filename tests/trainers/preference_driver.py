@@ -15,7 +15,7 @@ if __name__ == "__main__":
     results = {}
     for name, case in spec.items():
         trainer = train(Case(**case), Path(base), ours=True)
-        reference = trainer.model if trainer._other_models() == [] else trainer._other_models()[0]
+        reference = trainer.model if trainer.other_models() == [] else trainer.other_models()[0]
         results[name] = {
             "log": trainer.state.log_history,
             "mesh": trainer.chips.mesh,

@@ -13,9 +13,10 @@ def test_an_update_that_fails_leaves_learning_rates_as_numbers():
     """They are tensors within the update only."""
     trainer = SimpleNamespace(
         backend=CPUBackend("for the test"),
+        programs=None,
+        begin_batches=lambda: None,
         begin_watch=lambda: None,
-        expect_batches=lambda mode: None,
-        neftune_noise_alpha=None,
+        reset_upstream_loss=lambda: None,
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25, fused=True)
     steps = EagerSteps(trainer)

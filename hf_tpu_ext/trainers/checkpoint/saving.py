@@ -146,7 +146,7 @@ class SavingMixin:
             return
         if (Path(checkpoint) / OPTIMIZER_NAME).is_file():
             self._check_optimizer(checkpoint)
-            if self.backend.traces_steps and not isinstance(self._plain_optimizer, LazyAdamW):
+            if self.backend.traces_steps and not isinstance(self.plain_optimizer, LazyAdamW):
                 for group in self.optimizer.param_groups:
                     # Adafactor's own schedule has learning rates on the device. A file has them on the host.
                     rates = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}

@@ -35,26 +35,26 @@ class EntropyBonusMixin:
             self._entropy_sums = DeviceSums(self.backend, floats=("entropy", "tokens"), integers=())
             self.add_callback(_FollowEntropy(self))
 
-    def _step_data(self) -> dict[str, Tensor]:
+    def step_data(self) -> dict[str, Tensor]:
         if not self._entropy_bonus_enabled:
-            return super()._step_data()
+            return super().step_data()
         adapts = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
-        return {**super()._step_data(), _COEF: torch.tensor(0.0 if adapts else self.entropy_coef)}
+        return {**super().step_data(), _COEF: torch.tensor(0.0 if adapts else self.entropy_coef)}
 
-    def _data_of_evaluation(self) -> dict[str, Tensor]:
-        data = super()._data_of_evaluation()
+    def data_of_evaluation(self) -> dict[str, Tensor]:
+        data = super().data_of_evaluation()
         if not self._entropy_bonus_enabled or _COEF in data:
             return data
-        return {**data, _COEF: self.backend.send(self._step_data()[_COEF])}
+        return {**data, _COEF: self.backend.send(self.step_data()[_COEF])}
 
-    def _state_of_steps(self) -> list[Tensor]:
+    def state_of_steps(self) -> list[Tensor]:
         return [] if self._entropy_sums is None else [*self._entropy_sums.tensors.values()]
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not (self._entropy_bonus_enabled and self.backend.static_shapes):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         kept = self.entropy_coef, self.use_adaptive_entropy
-        data = self.steps.data if self.model.training else self._data_of_evaluation()
+        data = self.steps.data if self.model.training else self.data_of_evaluation()
         # To upstream it is a number that stays.
         self.entropy_coef, self.use_adaptive_entropy = data[_COEF], False
         try:

@@ -104,7 +104,7 @@ class RewardedMixin(RolloutMixin):
             else f"layers read a prompt again for each of its completions: {reason}"
         )
 
-    def _models_beside(self) -> list[nn.Module]:
+    def models_beside(self) -> list[nn.Module]:
         # The reference runs beside the steps, too.
         return []
 

@@ -211,7 +211,7 @@ class RolloutMixin(RolloutCheckpoints):
             ids, mask = join_completions(batch)
             self.status.count({"input_ids": ids, "attention_mask": mask})
 
-    def _send_batch(
+    def send_batch(
         self, inputs: list[dict[str, Any]], beside: Mapping[Hashable, Tensor] | None = None
     ) -> dict[Hashable, Any]:
         phase = "rollout" if self.model.training else "eval"

@@ -104,6 +104,12 @@ class BatchesMixin(ImagesMixin):
         self._shape_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
         self._last_batch_guards[mode] = ShapeGuard(limit, self.lengths, self._config_name)
 
+    def begin_batches(self) -> None:
+        """Begin the batches of a run: not when `train` is called, since auto_find_batch_size begins again with other shapes."""
+        self.expect_batches("train")
+        if self.neftune_noise_alpha is not None:
+            self.by_length.replace_noise(self.neftune_hook_handle)
+
     def declare_length_of(self, dataset: Any) -> None:
         """Also pad to the longest row of a dataset that only a call names, if lengths follow from data."""
         if vars(self.args).get("max_length") is not None or not isinstance(self.data_collator, StaticShapeCollator):
@@ -135,7 +141,7 @@ class BatchesMixin(ImagesMixin):
     def find_lengths_asked_for(self) -> None:
         """Find what models derive from the length of a batch, and refuse (`ValueError`) where that is not known."""
         longest = max(self.step_lengths) if self.lengths else None
-        self.by_length = BatchLength([self.model, *self._other_models()], longest)
+        self.by_length = BatchLength([self.model, *self.other_models()], longest)
         if self.by_length.scaled is None:
             return
         writes = self.predicted_text is not None or vars(self.args).get("show_samples")
@@ -222,7 +228,7 @@ class BatchesMixin(ImagesMixin):
         )
         logger.warning(f"Rows are padded to {ids.shape[1]} tokens ({padded}): {reason}.")
 
-    def _send_batch(
+    def send_batch(
         self, inputs: dict[str, Any], beside: Mapping[Hashable, torch.Tensor] | None = None
     ) -> dict[Hashable, Any]:
         """As [`~BatchesMixin._send_rows`], of a batch as it comes from the data."""
@@ -279,7 +285,7 @@ class BatchesMixin(ImagesMixin):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.backend.static_shapes:
             return super()._prepare_inputs(inputs)
-        sent = dict(inputs) if isinstance(inputs, SentBatch) else self._send_batch(inputs)
+        sent = dict(inputs) if isinstance(inputs, SentBatch) else self.send_batch(inputs)
         if self.backend.manual_sharding.active:
             rows = count_rows(sent)
             sent = {
@@ -359,7 +365,7 @@ class BatchesMixin(ImagesMixin):
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:
             return "preprocess_logits_for_metrics is user code"
-        return find_own_code(self, [self.model, *self._other_models()], methods)
+        return find_own_code(self, [self.model, *self.other_models()], methods)
 
     def _why_loss_counts_tokens(self) -> str | None:
         """Why the loss may count tokens that are masked, as half a sentence."""

@@ -56,7 +56,9 @@ class CompiledSteps(EagerSteps):
     def __init__(self, trainer, wanted: str):
         super().__init__(trainer)
         self._wanted = wanted
-        self._programs: dict[Hashable, Callable] = {}
+        #: The model of the run.
+        self._model: nn.Module | None = None
+        self._step_programs: dict[Hashable, Callable] = {}
         # What Python could read while these were traced, and how often it has changed.
         self._python_state: PythonState | None = None
         self._changes = 0
@@ -69,7 +71,8 @@ class CompiledSteps(EagerSteps):
 
     # ---- A run ----
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self._model = model
         reason = self._why_not_whole()
         if self._wanted == "step" and reason is not None:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
@@ -84,7 +87,7 @@ class CompiledSteps(EagerSteps):
 
     def _compile_layers(self, reason: str) -> str:
         """Compile the layers one by one, if there are any. Returns why no more is compiled."""
-        layers = find_layers(self._trainer.model)
+        layers = find_layers(self._model)
         if layers is None:
             self.compiles = "operators"
             return f"{reason}, and the model has no list of layers"
@@ -98,7 +101,7 @@ class CompiledSteps(EagerSteps):
         change = None if self._python_state is None else self._python_state.change()
         if change is None:
             return
-        self._programs, self._python_state = {}, None
+        self._step_programs, self._python_state = {}, None
         self._changes += 1
         if self._changes > _MOST_CHANGES:
             self._go_on_by_layers(f"{change}, and there were {_MOST_CHANGES} such changes before")
@@ -108,7 +111,7 @@ class CompiledSteps(EagerSteps):
     def _go_on_by_layers(self, reason: str) -> None:
         logger.warning(self._describe_layers(self._compile_layers(reason)))
         # Losses are added up on the device from here on.
-        self.reset_upstream_loss()
+        self._trainer.reset_upstream_loss()
 
     def _describe(self, reason: str | None) -> str:
         if self.compiles == "step":
@@ -128,17 +131,17 @@ class CompiledSteps(EagerSteps):
         trainer = self._trainer
         if self._wanted == "layers":
             return None
-        if (found := find_own_code(trainer, [trainer.model, *trainer._other_models()])) is not None:
+        if (found := find_own_code(trainer, [self._model, *trainer.other_models()])) is not None:
             return f"{found}, which may do something else at each step"
         if trainer.compiled.rematerialization != "none":
             return "with gradient_checkpointing, the compiler would find what is computed again to be there already"
-        if trainer._models_beside():
+        if trainer.models_beside():
             return "a step runs another model, too"
-        if trainer._state_of_steps():
+        if trainer.state_of_steps():
             return "a step keeps numbers for the next one"
         if self._backend.splits_weights:
             return "weights are split over processes, which gather those of a layer where it runs"
-        setting = draws_random_numbers(trainer.model)
+        setting = draws_random_numbers(self._model)
         if setting is None and trainer.args.neftune_noise_alpha is not None:
             setting = "neftune_noise_alpha"
         if setting is not None:
@@ -151,12 +154,16 @@ class CompiledSteps(EagerSteps):
         super().end_run()
         for undo in self._layers:
             undo()
-        self._layers, self._programs, self.grad_norm = [], {}, None
+        self._layers, self._step_programs, self.grad_norm = [], {}, None
         self._python_state, self._changes = None, 0
 
     @property
+    def adds_nothing(self) -> bool:
+        return self.compiles == "step"
+
+    @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        return self._trainer._plain_optimizer
+        return self._trainer.plain_optimizer
 
     # ---- A step ----
 
@@ -169,13 +176,13 @@ class CompiledSteps(EagerSteps):
             self._follow_python()
         if self.compiles != "step":
             return super().run(model, inputs, num_items_in_batch, step)
-        batch = trainer._send_batch(inputs)
+        batch = trainer.send_batch(inputs)
         closing = trainer.accelerator.sync_gradients
         updates = closing and isinstance(self._optimizer, ProgramAdamW)
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         others = {name: value for name, value in batch.items() if name not in tensors}
-        data = {**self._backend.send(trainer._step_data()), "items": num_items_in_batch}
+        data = {**self._backend.send(trainer.step_data()), "items": num_items_in_batch}
         if not isinstance(num_items_in_batch, torch.Tensor):
             del data["items"]
             others["items"] = num_items_in_batch
@@ -189,40 +196,34 @@ class CompiledSteps(EagerSteps):
             tuple((name, value.shape, value.dtype) for name, value in tensors.items()),
             tuple((name, repr(value)) for name, value in others.items()),
         )
-        if key not in self._programs:
+        if key not in self._step_programs:
             running = RunningCode()
 
             def traced(tensors, batch, data, rates):
                 items = data["items"] if "items" in data else others["items"]
                 given = SentBatch({**batch, **{name: value for name, value in others.items() if name != "items"}})
                 self.data = data
-                with state.replaced(tensors), trainer._micro_steps_as_data(data):
+                with state.replaced(tensors), trainer.micro_steps_as_data(data):
                     with running:
                         loss = step(model, given, items)
                     if running.found is not None:
                         raise _CodeOfUser(running.found)
-                    trainer._log_step_loss(loss, closing)
+                    trainer.log_step_loss(loss, closing)
                     return state.results(tensors, rates)
 
             try:
-                self._programs[key] = self._backend.compile_function(traced, arguments)
+                self._step_programs[key] = self._backend.compile_function(traced, arguments)
             except _CodeOfUser as error:
                 self._go_on_by_layers(f"{error}, which may do something else at each step")
                 return super().run(model, inputs, num_items_in_batch, step)
             # Parameters and buffers are given to it, and it is no matter where these are.
             given = [*model.parameters(), *model.buffers()]
             self._python_state = note_python_state(trainer, [model], _identities, given)
-        self.grad_norm = state.take(self._programs[key](*arguments))
+        self.grad_norm = state.take(self._step_programs[key](*arguments))
         if updates:
             self._optimizer.in_program = True
         # Kept by the log.
         return torch.zeros(())
-
-    def reset_upstream_loss(self) -> None:
-        if self.compiles == "step":
-            self._trainer._tr_loss = torch.zeros(())
-        else:
-            super().reset_upstream_loss()
 
 
 def _identities(tensors: list[torch.Tensor]) -> list[int]:

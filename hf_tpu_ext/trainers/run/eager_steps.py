@@ -47,11 +47,13 @@ class EagerSteps(TrainerCallback):
     replays = False
     #: Whether programs may be compiled whole.
     compiles_whole = False
+    #: Whether what `run` returns to upstream's loop is a zero on the host.
+    adds_nothing = False
     #: The norm of the gradients of the step under way, where its program has clipped them.
     grad_norm: torch.Tensor | None = None
 
     def __init__(self, trainer):
-        self._trainer, self._backend = trainer, trainer.backend
+        self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
         # The step that has begun and not ended.
         self._under_way: str | None = None
         # The last step whose compiles were counted.
@@ -66,12 +68,9 @@ class EagerSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer, **kwargs):
         self._counted = state.global_step
-        # Not when `train` is called: auto_find_batch_size begins again with other shapes.
-        self._trainer.expect_batches("train")
-        if self._trainer.neftune_noise_alpha is not None:
-            self._trainer.by_length.replace_noise(self._trainer.neftune_hook_handle)
+        self._trainer.begin_batches()
         self._trainer.begin_watch()
-        self.reset_upstream_loss()
+        self._trainer.reset_upstream_loss()
         if isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer.optimizer.defaults["fused"]:
             # A tensor is taken for data.
             self._hooks = [
@@ -90,10 +89,6 @@ class EagerSteps(TrainerCallback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def reset_upstream_loss(self) -> None:
-        """Set the sum of losses that upstream keeps back to 0."""
-        self._trainer._tr_loss = self._backend.send(torch.zeros(()))
 
     # A rate of exactly 0, as in the first step of a warm-up, would be a constant, and the update another program.
 
@@ -115,12 +110,13 @@ class EagerSteps(TrainerCallback):
         if trainer.generates:
             # What it writes is no part of the step. Upstream's step begins so, too.
             model.train()
-            inputs = SentBatch(trainer._send_batch(inputs))
-            self.data = self._backend.send(trainer._step_data())
-        self._under_way = OPTIMIZER_STEP if trainer.accelerator.sync_gradients else MICRO_STEP
+            inputs = SentBatch(trainer.send_batch(inputs))
+            self.data = self._backend.send(trainer.step_data())
+        closing = trainer.accelerator.sync_gradients
+        self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
-        trainer._log_step_loss(loss, trainer.accelerator.sync_gradients)
-        if self._under_way == OPTIMIZER_STEP:
+        trainer.log_step_loss(loss, closing)
+        if closing:
             self._average_gradients(model)
         return loss
 
@@ -151,9 +147,9 @@ class EagerSteps(TrainerCallback):
         kind, self._under_way = self._under_way, None
         if kind is None:
             return
-        done = self._trainer.state.global_step
+        done = self._programs.done
         step = done if kind == OPTIMIZER_STEP else done + 1
         where = f"step {step}" if step <= self._counted + 1 else f"steps {self._counted + 1} to {step}"
-        self._trainer.end_program(kind, where, settle=settle)
+        self._programs.end(kind, where, settle=settle)
         if settle:
             self._counted = done

@@ -177,7 +177,7 @@ class CompiledEvaluation:
             self._made_ahead = deque()
             _, _, ignore_keys, _ = arguments
             model = self._wrap_model(self.model, training=False)
-            replaying = self.evaluations.under_way(model)
+            replaying = self.evaluations.under_way(model, preprocess=self._preprocess_on_device)
             predict = partial(self._predict, model, ignore_keys=ignore_keys)
             # Metrics of each batch ask the dataloader whether it is the last one.
             several = self.backend.ranks.count > 1

@@ -33,7 +33,7 @@ class EvaluationSteps:
     """
 
     def __init__(self, trainer):
-        self._trainer = trainer
+        self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
         self._compiled: CompiledFunction | None = None
         self._sums: DeviceSums | None = None
         self._preprocess: Callable | None = None
@@ -50,10 +50,15 @@ class EvaluationSteps:
         self.data: dict[str, torch.Tensor] | None = None
 
     @contextmanager
-    def under_way(self, model: nn.Module, sums: DeviceSums | None = None) -> Iterator[None]:
-        """Context of an evaluation of a model, whose losses are added to `sums`, or whose predictions are kept."""
+    def under_way(
+        self, model: nn.Module, sums: DeviceSums | None = None, preprocess: Callable | None = None
+    ) -> Iterator[None]:
+        """
+        Context of an evaluation of a model, whose losses are added to `sums`, or whose predictions are kept: what code of the
+        user's, `preprocess`, makes of them.
+        """
         # At the first batch, when upstream has prepared the model.
-        self._begin_at_batch = partial(self._begin, model, sums)
+        self._begin_at_batch = partial(self._begin, model, sums, preprocess)
         self._number = 0
         self._under_way = True
         try:
@@ -61,23 +66,20 @@ class EvaluationSteps:
         finally:
             self._under_way = False
 
-    def _begin(self, model: nn.Module, sums: DeviceSums | None) -> None:
+    def _begin(self, model: nn.Module, sums: DeviceSums | None, preprocess: Callable | None) -> None:
         self._begin_at_batch = None
-        trainer = self._trainer
-        models = [model, *trainer._other_models()]
-        self._sums = sums
-        # What cuts predictions down is not where upstream has it.
-        self._preprocess = trainer._preprocess_on_device
-        if trainer.compiled.step_replay is False:
+        models = [model, *self._trainer.other_models()]
+        self._sums, self._preprocess = sums, preprocess
+        if self._programs.step_replay is False:
             return
         why_not = partial(self._why_not_replay, models)
         if (reason := why_not()) is not None:
             self._compiled = None
-            if reason not in (self._said, trainer.steps.why_not):
+            if reason not in (self._said, self._trainer.steps.why_not):
                 warn_traced(reason, training=False)
             self._said = reason
         elif self._compiled is None:
-            self._compiled = trainer.programs.compile(
+            self._compiled = self._programs.compile(
                 self._run_batch,
                 models,
                 METHODS_OF_A_PREDICTION,
@@ -99,20 +101,20 @@ class EvaluationSteps:
         if self._under_way and self._begin_at_batch is not None:
             self._begin_at_batch()
         what = "evaluation" if kind == EVALUATION_STEP else "prediction"
-        run_traced = partial(trainer.end_program, kind, f"{what} after step {trainer.state.global_step}")
+        run_traced = partial(self._programs.end, kind, f"{what} after step {self._programs.done}")
         sent = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
         if self._compiled is None or not self._under_way:
             # A user may also call upstream's `prediction_step`, with the model as it is.
-            made = trace(inputs, **{**data, **trainer.backend.send(sent)})
+            made = trace(inputs, **{**data, **self._backend.send(sent)})
             run_traced()
             return made
         self._number += 1
         sent["seed"] = trainer.seeds.beside(self._number)
         with trainer.copies.not_made():
             # Names of their own: columns of a batch have any.
-            batch = trainer._send_batch(inputs, {(kind, name): value for name, value in sent.items()})
+            batch = trainer.send_batch(inputs, {(kind, name): value for name, value in sent.items()})
             data |= {name: batch.pop((kind, name)) for name in sent}
-            of_evaluation = trainer._data_of_evaluation()
+            of_evaluation = trainer.data_of_evaluation()
         named = {**batch, **{(kind, name): value for name, value in {**data, **of_evaluation}.items()}}
         self._trace, self._given = trace, (*data,)
         return self._compiled(named, run_traced, kind=kind)
@@ -131,10 +133,9 @@ class EvaluationSteps:
     # ---- What is compiled ----
 
     def _why_not_replay(self, models: list[nn.Module]) -> str | None:
-        trainer = self._trainer
-        if trainer._preprocess_on_device is not None and trainer.programs.step_replay is not True:
+        if self._preprocess is not None and self._programs.step_replay is not True:
             return "preprocess_logits_for_metrics is user code; step_replay=True if it does the same at every step"
-        return trainer.programs.why_traced(models, METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP)
+        return self._programs.why_traced(models, METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a batch reads and changes, besides the model; always in the same order."""

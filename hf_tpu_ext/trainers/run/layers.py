@@ -139,7 +139,7 @@ class LayerScan:
     # ---- Code of the user's that may look at layers ----
 
     def _own_code_allows_scan(self) -> bool:
-        models = [self._trainer.model, *self._trainer._other_models()]
+        models = [self._trainer.model, *self._trainer.other_models()]
         found = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
         if found is None:
             return True

@@ -149,5 +149,5 @@ def note_python_state(
     attributes = {"trainer": (trainer, attributes_of_a_step(trainer, methods))}
     if methods is METHODS_OF_A_STEP:
         hooks = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        attributes["optimizer"] = trainer._plain_optimizer, hooks
+        attributes["optimizer"] = trainer.plain_optimizer, hooks
     return PythonState(roots, attributes, namespaces_of_a_step(trainer, models), given, memory_of)

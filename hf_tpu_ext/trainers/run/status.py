@@ -87,7 +87,7 @@ class StatusMixin(RunFactsMixin):
             # Where a callback has left it in evaluation, upstream's next log shows them.
             self.metrics.take("train", fetched["metrics"])
         # One NaN would stay in upstream's own sum for good.
-        self.steps.reset_upstream_loss()
+        self.reset_upstream_loss()
         self._total_loss_scalar += window.total
         if window.nonfinite:
             step = self.state.global_step - window.steps + window.first_nonfinite
@@ -103,6 +103,11 @@ class StatusMixin(RunFactsMixin):
             value = fetched["grad_norm"]
             read["grad_norm"] = value.item() if isinstance(value, torch.Tensor) else value
         return read
+
+    def reset_upstream_loss(self) -> None:
+        """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
+        zero = torch.zeros(())
+        self._tr_loss = zero if self.steps.adds_nothing else self.backend.send(zero)
 
     # ---- Upstream's hooks ----
 

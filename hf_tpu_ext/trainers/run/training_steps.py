@@ -7,21 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
-from transformers.trainer_utils import unwrap_peft_model
 
-from ...backends.program import CompiledFunction, StateLost
+from ...backends.program import CompiledFunction
 from ...layers.activation_checkpointing import rematerialize
 from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
-from ..checkpoint.files import newest_checkpoint
 from .programs import warn_traced
 from .user_code import (
     METHODS_OF_A_STEP,
     find_code_between_stages,
-    has_own_code,
     places_between_stages,
+    sees_micro_steps,
 )
 
 
@@ -58,7 +56,11 @@ class TrainingSteps(TrainerCallback):
     """
 
     def __init__(self, trainer):
-        self._trainer = trainer
+        self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
+        self._evaluations, self._layers, self._averaging = trainer.evaluations, trainer.layers, trainer.averaging
+        self._chips, self._copies, self._callbacks = trainer.chips, trainer.copies, trainer.callback_handler
+        #: The model of the run.
+        self._model: nn.Module | None = None
         #: The steps of the run under way, or `None` where their stages run one by one.
         self.compiled: CompiledFunction | None = None
         #: Why the steps of the last run were traced.
@@ -85,74 +87,52 @@ class TrainingSteps(TrainerCallback):
         return self.compiled is not None and self.compiled.replays
 
     @property
+    def adds_nothing(self) -> bool:
+        """Whether what `run` returns to upstream's loop is a zero on the host."""
+        return self.compiled is not None
+
+    @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        return self._trainer._plain_optimizer
+        return self._trainer.plain_optimizer
 
     # ---- A run ----
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
-        trainer = self._trainer
-        # Not when `train` is called: auto_find_batch_size begins again with other shapes.
-        trainer.expect_batches("train")
-        if trainer.neftune_noise_alpha is not None:
-            trainer.by_length.replace_noise(trainer.neftune_hook_handle)
-        with trainer.layers.in_place():
+        self._model = model
+        self._trainer.begin_batches()
+        with self._layers.in_place():
             self._checkpoint_layers()
-        with trainer.layers.as_a_loop():
-            self._begin_run(model, optimizer.optimizer)
+        with self._layers.as_a_loop():
+            self._begin_run(optimizer.optimizer)
 
-    def _begin_run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        trainer = self._trainer
-        trainer.evaluations.forget()
+    def _begin_run(self, optimizer: torch.optim.Optimizer) -> None:
+        self._evaluations.forget()
         if isinstance(optimizer, LazyAdamW):
             optimizer.create_state()
-        trainer.averaging.begin()
+        self._averaging.begin()
         self.make_gradients()
-        trainer.copies.separate(model, optimizer)
-        self._compile(model)
-        trainer.begin_watch()
-        self.reset_upstream_loss()
-        trainer.backend.wait()
+        self._copies.separate(self._model, optimizer)
+        self._compile()
+        self._trainer.begin_watch()
+        self._trainer.reset_upstream_loss()
+        self._backend.wait()
 
     def make_gradients(self) -> None:
         """Make the gradients of the model what they are between the steps of this run, and split the state over chips."""
-        chips, model = self._trainer.chips, self._trainer.model
-        self.gradients = chips.gradients_of(model, self.gradients, self._why_not_local)
-        chips.shard_training_state(model, self._optimizer, self.gradients, self._trainer.averaging.tensors)
-
-    def _why_not_local(self, model: nn.Module) -> str | None:
-        """Why chips that compute the gradients of their rows by themselves would not give the same step."""
-        trainer, unwrapped = self._trainer, unwrap_peft_model(model)
-        if not trainer._loss_sums_tokens(unwrapped):
-            return "the loss is not a sum over tokens"
-        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
-            return "the load-balancing loss of the experts depends on the global batch"
-        if (own_code := trainer.own_code_in_step("train")) is not None:
-            return f"{own_code}, which may depend on the global batch"
-        if (reason := trainer.why_not_padded("train")) is not None:
-            return reason
-        accumulates = trainer.args.gradient_accumulation_steps > 1
-        if accumulates and any(has_own_code(one, "on_substep_end") for one in trainer.callback_handler.callbacks):
-            return "a callback has code in on_substep_end, which may look at them"
-        return None
-
-    def reset_upstream_loss(self) -> None:
-        """Set the sum of losses that upstream keeps back to 0, where the losses are that are added to it."""
-        zero = torch.zeros(())
-        self._trainer._tr_loss = self._trainer.backend.send(zero) if self.compiled is None else zero
+        self.gradients = self._chips.gradients_of(self._model, self.gradients, self._trainer.why_not_local)
+        self._chips.shard_training_state(self._model, self._optimizer, self.gradients, self._averaging.tensors)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.end_run()
 
     def end_run(self) -> None:
         """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
-        trainer = self._trainer
         self._under_way = self.compiled = self.grad_norm = self._forward_backward = None
-        trainer.evaluations.forget()
+        self._evaluations.forget()
         if self.gradients is not None:
-            for parameter in trainer.model.parameters():
+            for parameter in self._model.parameters():
                 parameter.grad = None
-            self.gradients = trainer.chips.local_gradients = None
+            self.gradients = self._chips.local_gradients = None
             if isinstance(self._optimizer, LazyAdamW):
                 self._optimizer.is_done = False
 
@@ -168,7 +148,7 @@ class TrainingSteps(TrainerCallback):
         self.gradients.take_back()
         self._follow_optimizer()
         self.grad_norm = None
-        numbers = {**trainer._step_data(), "seed": trainer.seeds.next()}
+        numbers = {**trainer.step_data(), "seed": trainer.seeds.next()}
         closing = trainer.accelerator.sync_gradients
         if self.compiled is None:
             return self._run_stages(model, inputs, num_items_in_batch, numbers, closing, forward_backward)
@@ -180,17 +160,15 @@ class TrainingSteps(TrainerCallback):
         numbers["num_items_in_batch"] = num_items_in_batch
         # Fewer at the end of an epoch; upstream divides some losses by it.
         numbers["accumulation"] = trainer.current_gradient_accumulation_steps
-        with trainer.copies.not_made():
+        with self._copies.not_made():
             # Names of their own: columns of a batch have any.
             named = {(_NUMBER, name): value for name, value in numbers.items()}
             tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-            data = named | trainer._send_batch(inputs, tensors)
+            data = named | trainer.send_batch(inputs, tensors)
         self._forward_backward = forward_backward
-        try:
-            results = self.compiled(data, partial(trainer.end_program, *self._name(closing)), closing=closing)
-        except StateLost as error:
-            error.add_note(self._how_to_go_on())
-            raise
+        kind = OPTIMIZER_STEP if closing else MICRO_STEP
+        run = partial(self._programs.end, kind, f"step {self._programs.done + 1}")
+        results = self.compiled(data, run, closing=closing)
         if closing:
             self.grad_norm = results["grad_norm"]
             self._optimizer.is_done = True
@@ -206,13 +184,8 @@ class TrainingSteps(TrainerCallback):
         if before is not None and before is not self._updated and before != self._updated:
             self.compiled.refuse("the step updates other parameters than before")
 
-    def _name(self, closing: bool) -> tuple[str, str]:
-        """What a step does, and where in the run it is."""
-        return OPTIMIZER_STEP if closing else MICRO_STEP, f"step {self._trainer.state.global_step + 1}"
-
     def _train_step(self, data: dict[Any, Any], closing: bool) -> dict[str, torch.Tensor]:
         """What is compiled."""
-        trainer = self._trainer
         numbers = {key[1]: value for key, value in data.items() if _is_number(key)}
         batch = SentBatch((key, value) for key, value in data.items() if not _is_number(key))
         self.data = numbers
@@ -223,10 +196,10 @@ class TrainingSteps(TrainerCallback):
             return train_step(
                 self._compute_gradients,
                 self.gradients,
-                trainer._log_step_loss,
-                trainer.clip_gradients,
+                self._trainer.log_step_loss,
+                self._trainer.clip_gradients,
                 self._optimizer.update,
-                trainer.model,
+                self._model,
                 batch,
                 numbers,
                 closing,
@@ -241,18 +214,16 @@ class TrainingSteps(TrainerCallback):
         self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, forward_backward: Callable
     ) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
-        trainer, send = self._trainer, self._trainer.backend.send
         if not self.gradients.are_of(model):
             self.make_gradients()
         self._checkpoint_layers()
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
-        self.data, num_items_in_batch = send(numbers), send(num_items_in_batch)
-        with trainer.copies.not_made(), RandomNumbers(self.data["seed"]), self.gradients.micro_step(closing):
+        self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
+        with self._copies.not_made(), RandomNumbers(self.data["seed"]), self.gradients.micro_step(closing):
             loss = self.gradients.over_chips(forward_backward(model, inputs, num_items_in_batch))
         if not closing:
             self.gradients.show()
-        if not trainer._override_returns_loss:
-            trainer._log_step_loss(loss, closing)
+        self._trainer.log_step_loss(loss, closing)
         return loss
 
     def on_substep_end(self, args, state, control, **kwargs):
@@ -268,22 +239,21 @@ class TrainingSteps(TrainerCallback):
             return
         if kind == OPTIMIZER_STEP:
             self.gradients.drop()
-        done = self._trainer.state.global_step
-        self._trainer.end_program(kind, f"step {done if kind == OPTIMIZER_STEP else done + 1}")
+        done = self._programs.done
+        self._programs.end(kind, f"step {done if kind == OPTIMIZER_STEP else done + 1}")
 
     # ---- Compiling ----
 
-    def _compile(self, model: nn.Module) -> None:
-        trainer = self._trainer
-        models = [model, *trainer._other_models()]
+    def _compile(self) -> None:
+        models = [self._model, *self._trainer.other_models()]
         self.why_not = self._why_not(models)
-        wanted = trainer.compiled.step_replay
+        wanted = self._programs.step_replay
         if self.why_not is not None and wanted is not False:
             warn_traced(self.why_not)
-        self._note_places(places_between_stages(trainer))
+        self._note_places(places_between_stages(self._trainer))
         if self._why_stages() is not None:
             return
-        self.compiled = trainer.programs.compile(
+        self.compiled = self._programs.compile(
             self._train_step,
             models,
             METHODS_OF_A_STEP,
@@ -310,16 +280,15 @@ class TrainingSteps(TrainerCallback):
         return (
             self._why_stages()
             or self._trainer.why_other_updates()
-            or self._trainer.programs.why_traced(models, METHODS_OF_A_STEP)
+            or self._programs.why_traced(models, METHODS_OF_A_STEP)
         )
 
     def _follow_optimizer(self) -> None:
         """Go on with an optimizer that a callback has put in the place of the run's own, and with callbacks that it has added."""
-        trainer = self._trainer
-        trainer.averaging.follow_optimizer()
+        self._averaging.follow_optimizer()
         if self.compiled is None:
             return
-        places = places_between_stages(trainer)
+        places = places_between_stages(self._trainer)
         if places == self._places:
             return
         self._note_places(places)
@@ -327,27 +296,25 @@ class TrainingSteps(TrainerCallback):
             self._optimizer.create_state()
             return
         self.compiled = None
-        self.reset_upstream_loss()
+        self._trainer.reset_upstream_loss()
         if not isinstance(self._optimizer, LazyAdamW):
             reason = f"the optimizer was replaced by {type(self._optimizer).__name__}"
         warn_traced(reason)
 
     def _note_places(self, places: Hashable) -> None:
         self._places = places
-        callbacks = self._trainer.callback_handler.callbacks
-        self._shows_gradients = any(has_own_code(callback, "on_substep_end") for callback in callbacks)
+        self._shows_gradients = sees_micro_steps(self._callbacks.callbacks)
 
     def _follow_model(self) -> None:
         """Keep the gradients of what is trained now, and expect other updates."""
         self._updated = None
         self._checkpoint_layers()
-        if not self.gradients.are_of(self._trainer.model):
+        if not self.gradients.are_of(self._model):
             self.make_gradients()
 
     def _checkpoint_layers(self) -> None:
         """Also where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's fails on XLA."""
-        trainer = self._trainer
-        rematerialize(trainer.model, trainer.compiled.rematerialization, trainer.backend)
+        rematerialize(self._model, self._trainer.compiled.rematerialization, self._backend)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""
@@ -355,20 +322,13 @@ class TrainingSteps(TrainerCallback):
         tensors = [*self.gradients.tensors, *trainer.loss_log.tensors.values(), *trainer.metrics.changed_by("train")]
         for state in self._optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
-        tensors += trainer.averaging.tensors.values()
-        tensors += trainer._state_of_steps()
+        tensors += self._averaging.tensors.values()
+        tensors += trainer.state_of_steps()
         return tensors
 
     def _settings(self) -> dict[str, Any]:
-        callbacks = self._trainer.callback_handler.callbacks
         return {
             "the optimizer": id(self._optimizer),
             "settings of the optimizer, or which parameters it updates,": self._optimizer.settings(),
-            "the callbacks": tuple(map(id, callbacks)),
+            "the callbacks": tuple(map(id, self._callbacks.callbacks)),
         }
-
-    def _how_to_go_on(self) -> str:
-        newest = newest_checkpoint(self._trainer._get_output_dir(None))
-        if newest is None:
-            return "There is no checkpoint to resume from: begin anew, with save_steps below the steps that a failure may cost."
-        return f"Resume from {newest}: trainer.train(resume_from_checkpoint={newest!r}), or `resume_from_checkpoint: true` in the recipe."

@@ -256,6 +256,11 @@ def has_own_code(callback: TrainerCallback, event: str) -> bool:
     return event in vars(callback) or not looks_at_none
 
 
+def sees_micro_steps(callbacks: Iterable[TrainerCallback]) -> bool:
+    """Whether a callback of the user's may look at gradients between two micro-steps."""
+    return any(has_own_code(callback, "on_substep_end") for callback in callbacks)
+
+
 def find_own_code_between_steps(trainer: Trainer) -> str | None:
     """Name code of the user's that runs between steps and may look at layers, as half a sentence."""
     classes = type(trainer).__mro__

@@ -91,7 +91,7 @@ class WatchMixin:
         return program
 
     def _note_optimizer(self) -> None:
-        optimizer = self._plain_optimizer
+        optimizer = self.plain_optimizer
         self._optimizer_before = bool(optimizer.state), [dict(group) for group in optimizer.param_groups]
 
     def _name_own_code(self) -> str:
@@ -119,14 +119,14 @@ class WatchMixin:
         compiled = self.steps.compiled
         return {
             "batch": describe_batch(self.batch_under_way),
-            "optimizer": _describe_optimizer(type(self._plain_optimizer), *self._optimizer_before)
+            "optimizer": _describe_optimizer(type(self.plain_optimizer), *self._optimizer_before)
             if self._is_training_step
             else {},
             "change": {"last": None if compiled is None else compiled.change},
         }
 
     def _note_python(self) -> Callable[[], str | None]:
-        models = [self.model, *self._other_models()]
+        models = [self.model, *self.other_models()]
         methods = METHODS_OF_A_STEP if self._is_training_step else METHODS_OF_A_PREDICTION
         return note_python_state(self, models, methods=methods).change
 

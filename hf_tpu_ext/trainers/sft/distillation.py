@@ -144,8 +144,8 @@ class DistillationMixin:
     def _runs_other_passes(self) -> bool:
         return distills(self.args) and self.args.kd_cache is None
 
-    def _other_models(self) -> list[torch.nn.Module]:
-        models = super()._other_models()
+    def other_models(self) -> list[torch.nn.Module]:
+        models = super().other_models()
         return [*models, self.teacher.model] if isinstance(self.teacher, OnlineTeacher) else models
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
