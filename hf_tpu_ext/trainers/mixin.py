@@ -30,6 +30,7 @@ from .run.evaluation import CompiledEvaluation
 from .run.images import naming_broken_images
 from .run.index_ranges import IndexRanges
 from .run.lengths import lengths_for, pad_token_of
+from .run.metrics import MetricsMixin
 from .run.status import StatusMixin
 from .run.user_code import sees_micro_steps
 from .run.watch import WatchMixin
@@ -50,6 +51,7 @@ class _TrainerType(type):
 class TPUTrainerMixin(
     SetUpMixin,
     BatchesMixin,
+    MetricsMixin,
     StatusMixin,
     SavingMixin,
     WatchMixin,
@@ -214,7 +216,7 @@ class TPUTrainerMixin(
             self.models_compiled(inputs.pop("segment_ids", None)),
             self.chips.summed(self.accelerator),
             self.micro_steps_as_data({} if self.model.training else self.data_of_evaluation()),
-            self.metrics.deferred(),
+            self.metrics_deferred(),
         ):
             yield
 
@@ -485,8 +487,8 @@ class TPUTrainerMixin(
             self.steps.end_run()
             # Of a run that failed, no log has shown them.
             self.loss_log.drop()
-            self.metrics.drop("train")
-            self.metrics.drop("eval")
+            self.drop_metrics("train")
+            self.drop_metrics("eval")
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         reads = self.backend.traces_steps or self.backend.splits_weights

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import DefaultFlowCallback, PreTrainedModel
+from transformers import DefaultFlowCallback, GenerationConfig, PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.training_args import OptimizerNames
 
@@ -42,10 +42,10 @@ from .run.frozen_weights import ShortFrozenWeights
 from .run.hosts import HostAgreement, check_same_settings
 from .run.layers import LayerScan
 from .run.lengths import longest_kept, row_lengths
-from .run.metrics import DeferredMetrics
 from .run.model_generate import ModelGenerate
-from .run.predicted_text import PredictedText
+from .run.predicted_text import check_predicted_text
 from .run.programs import TrainerPrograms
+from .run.text import TextGeneration
 from .run.training_steps import TrainingSteps
 from .run.user_code import owner_of
 from .run.weight_copies import WeightCopies
@@ -120,8 +120,7 @@ class SetUpMixin:
         self._follows_optimizer = given.arguments.get("optimizers", (None,))[0] is not None
         super().__init__(*given.args, **given.kwargs)
         self.agreement.take_random_state()
-        #: Metrics of upstream's loss, on the device until a log.
-        self.metrics = DeferredMetrics(self, self.backend, self._more_metrics())
+        self._arrange_metrics()
         if self.backend.traces_steps:
             # The trainer has tokenized the data by now, with all threads. The second is not there in transformers 5.18.
             self.compiled.changes += let_forks_tokenize(
@@ -136,11 +135,17 @@ class SetUpMixin:
         self._parameters_before = {}
         if self.backend.static_shapes:
             self._prepare_static_shapes(extension.max_recompiles)
-            self.model_generate = ModelGenerate(self)
+            self.model_generate = ModelGenerate(
+                self.model, self.backend, partial(TextGeneration, self), self.fetch_weights
+            )
         if self.backend.metrics_on_device:
             self.loss_log = LossLog(self.backend, args.logging_nan_inf_filter)
         if isinstance(self.args, PredictedTextArguments) and self.args.predict_with_generate:
-            self.predicted_text = PredictedText(self)
+            check_predicted_text(self.args, self.model, self.compute_metrics is not None)
+            config = GenerationConfig(
+                max_new_tokens=self.args.generation_max_new_tokens, pad_token_id=self._pad_token_id
+            )
+            self.predicted_text = TextGeneration(self, config, self.lengths if self.backend.static_shapes else ())
         if self.backend.static_shapes:
             self.find_lengths_asked_for()
         lines = RunLines(self.backend, self.find_facts)

@@ -208,7 +208,7 @@ def test_attributes(stock):
 
 
 def test_a_log_shows_the_mean_of_what_was_collected_and_empties_it(stock):
-    """trainers/run/metrics.py, DeferredMetrics.take."""
+    """trainers/run/metrics.py, MetricsMixin.take_metrics."""
     trainer = stock.trainer()
     assert set(trainer._metrics) == {"train", "eval"} and trainer._total_train_tokens == 0
     for mode, prefix in (("train", ""), ("eval", "eval_")):

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
+from transformers import TrainerControl
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, unwrap_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length, unwrap_peft_model
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
@@ -44,7 +45,7 @@ from .files import (
     write_run_state,
 )
 from .renamed_weights import load_other_weights, saves_other_weights
-from .resumption import Resumption, refusing_other_sizes
+from .resumption import Resumption, compare_rows, refusing_other_sizes
 from .saved_model import free_space, is_of_disk, whole_model
 
 
@@ -78,7 +79,7 @@ class SavingMixin:
         ranks = self.backend.ranks
         asked = ranks.stops if ranks.count > 1 else self.backend.hosts
         self.preemption = Preemption(METADATA_URL if on_tpu else None, asked)
-        self._resumption = Resumption(self)
+        self._resumption = Resumption(self._begin_resumed)
         # Where a checkpoint is written before it has its place.
         self._unfinished: Path | None = None
         self._evaluation_due = False
@@ -121,9 +122,9 @@ class SavingMixin:
             self.chips.keep_rows_per_step(state)
             if self.args.per_device_train_batch_size != rows:
                 self._train_batch_size = self.args.train_batch_size
-            self.metrics.load_state(state)
+            self.load_metrics_state(state)
             if self._writes_run:
-                self._resumption.compare_rows(checkpoint, state)
+                compare_rows(self.train_dataset, checkpoint, state.get("train_rows"))
         return checkpoint
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -261,13 +262,24 @@ class SavingMixin:
         if self.backend.name in state.get("rng_state", {}):
             self.backend.set_rng_state(state["rng_state"][self.backend.name])
 
+    def _begin_resumed(self, control: TrainerControl) -> str | None:
+        """Begin a run where the one that it resumes was left, inside an epoch perhaps: returns the random state that this began with."""
+        if self._resumed_from is None:
+            return None
+        control.should_training_stop = self.state.global_step >= self.state.max_steps
+        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
+        self._load_rng_state(self._resumed_from)
+        if self._evaluation_due:
+            self._make_up_for_evaluation()
+        return read_run_state(self._resumed_from).get("epoch_rng_state") if self.state.epoch % 1 else None
+
     def _make_up_for_evaluation(self) -> None:
         """Evaluate now what was due when the run was stopped."""
         try:
             with self.preemption.cutting_evaluation():
                 metrics = self._evaluate(None, None)
         except EvaluationCut:
-            self.metrics.drop("eval")
+            self.drop_metrics("eval")
             raise self._preempted(self._resumed_from) from None
         self._evaluation_due, self._made_up_at = False, self.state.global_step
         if self._determine_best_metric(metrics, None):
@@ -307,7 +319,7 @@ class SavingMixin:
             except EvaluationCut:
                 # As if it had not begun: the resumed run draws the same numbers for it, and after it.
                 super()._load_rng_state(before)
-                self.metrics.drop("eval")
+                self.drop_metrics("eval")
                 self.model.train()
                 self._evaluation_due, self.control.should_evaluate = True, False
 
@@ -503,11 +515,13 @@ class SavingMixin:
         super()._save_rng_state(output_dir)
         if self._unfinished is not None and self.backend.ranks.index > 0:
             return
+        rows = {"train_rows": len(self.train_dataset)} if has_length(self.train_dataset) else {}
         state = {
-            **self._resumption.state(),
+            "epoch_rng_state": self._resumption.epoch_rng_state,
+            **rows,
             "seeds": self.seeds.count,
             **self.chips.batch_state(),
-            **self.metrics.state(),
+            **self.metrics_state(),
         }
         if (rng_state := self.backend.rng_state()) is not None:
             state["rng_state"] = {self.backend.name: rng_state}

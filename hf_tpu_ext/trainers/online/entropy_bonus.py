@@ -1,6 +1,6 @@
 """The entropy bonus of GRPO, whose coefficient may follow the entropy (`use_adaptive_entropy`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class EntropyBonusMixin:
         self._coefs: list[float] = []
         if self.use_adaptive_entropy and self.backend.static_shapes:
             self._entropy_sums = DeviceSums(self.backend, floats=("entropy", "tokens"), integers=())
-            self.add_callback(_FollowEntropy(self))
+            self.add_callback(_FollowEntropy(self._adapt_entropy_coef))
 
     def step_data(self) -> dict[str, Tensor]:
         if not self._entropy_bonus_enabled:
@@ -87,7 +87,7 @@ class EntropyBonusMixin:
             self._high_entropy = mask
         return mask
 
-    def adapt_entropy_coef(self) -> None:
+    def _adapt_entropy_coef(self) -> None:
         """Decide on the coefficient of the next step, as upstream does, by the entropy of the one that has ended."""
         fetched = self.backend.fetch(self._entropy_sums.tensors)
         self._entropy_sums.reset()
@@ -109,8 +109,8 @@ class EntropyBonusMixin:
 
 
 class _FollowEntropy(TrainerCallback):
-    def __init__(self, trainer: EntropyBonusMixin):
-        self._trainer = trainer
+    def __init__(self, adapt: Callable[[], None]):
+        self._adapt = adapt
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._trainer.adapt_entropy_coef()
+        self._adapt()

@@ -186,7 +186,7 @@ class CompiledSteps(EagerSteps):
         if not isinstance(num_items_in_batch, torch.Tensor):
             del data["items"]
             others["items"] = num_items_in_batch
-        sums = {"loss": trainer.loss_log.tensors, "metrics": trainer.metrics.sums("train")}
+        sums = {"loss": trainer.loss_log.tensors, "metrics": trainer.metric_sums("train")}
         state = _State(self._backend, model, self._optimizer, sums, trainer.args.max_grad_norm, closing, updates)
         arguments = [state.tensors(), tensors, data, state.rates()]
         key = (

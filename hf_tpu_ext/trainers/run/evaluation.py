@@ -17,7 +17,8 @@ from ...step.metrics import DeviceSums
 from ...step.running_code import is_known
 from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
 from .predicted_columns import as_collated, find_added, without_added
-from .predicted_text import PredictedText
+from .predicted_text import write_predictions
+from .text import TextGeneration
 from .user_code import computes_loss_by_itself, owner_of
 
 
@@ -38,7 +39,7 @@ class CompiledEvaluation:
     #: Examples of the batch that upstream's loop is at, until it has counted the batch's loss; `None` afterwards.
     _examples_predicted: int | None = None
     #: Writes predictions, where they are text.
-    predicted_text: PredictedText | None = None
+    predicted_text: TextGeneration | None = None
     #: What cuts predictions down on the device, while they are made.
     _preprocess_on_device: Callable | None = None
 
@@ -49,7 +50,10 @@ class CompiledEvaluation:
                 result = super().prediction_step(model, inputs, prediction_loss_only or writes, ignore_keys, **kwargs)
             if not writes:
                 return result
-            labels, written = inputs["labels"].to(self.args.device), self.predicted_text.of_batch(inputs)
+            labels, written = (
+                inputs["labels"].to(self.args.device),
+                write_predictions(self.predicted_text, inputs, self.args),
+            )
             return result[0], written.to(self.args.device), labels
         if self._made_ahead is not None:
             examples, result = self._made_ahead.popleft()
@@ -67,7 +71,10 @@ class CompiledEvaluation:
         )
         computed, added = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
         if self.predicted_text is not None:
-            result, added = (result[0], self.predicted_text.of_batch(inputs), as_collated(inputs, "labels")), {}
+            result, added = (
+                (result[0], write_predictions(self.predicted_text, inputs, self.args), as_collated(inputs, "labels")),
+                {},
+            )
         return result, self.count_examples(inputs), find_batch_size(inputs), computed, added
 
     def _trace_prediction(self, model, inputs, ignore_keys, **kwargs) -> tuple[Any, Any, Any]:
@@ -138,8 +145,8 @@ class CompiledEvaluation:
                 self.evaluations.run(EVALUATION_STEP, inputs, add_loss, weight=torch.tensor(float(rows)))
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.gather_function = self.accelerator.gather_for_metrics
-        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self.metrics.tensors("eval")})
-        self.metrics.take("eval", fetched["metrics"])
+        fetched = self.backend.fetch({"loss": sums.tensors, "metrics": self.logged_metrics("eval")})
+        self.take_metrics("eval", fetched["metrics"])
         metrics = {}
         own = [fetched["loss"][name].item() for name in ("losses", "rows", "loss")]
         losses, rows, loss = self.backend.ranks.total(own)
@@ -192,7 +199,7 @@ class CompiledEvaluation:
             self.preprocess_logits_for_metrics, self._preprocess_on_device = preprocess, None
             self._made_ahead = None
             self.gather_function = self.accelerator.gather_for_metrics
-        self.metrics.take("eval", self.backend.fetch(self.metrics.tensors("eval")))
+        self.take_metrics("eval", self.backend.fetch(self.logged_metrics("eval")))
         return output
 
     def _own_examples(self, value: Any) -> Any:

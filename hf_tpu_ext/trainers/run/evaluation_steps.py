@@ -140,7 +140,7 @@ class EvaluationSteps:
     def _tensors(self) -> list[torch.Tensor]:
         """What a batch reads and changes, besides the model; always in the same order."""
         sums = [] if self._sums is None else self._sums.tensors.values()
-        return [*sums, *self._trainer.metrics.changed_by("eval")]
+        return [*sums, *self._trainer.metric_sums("eval").values()]
 
 
 def _is_number(key: Any, kind: str) -> bool:

@@ -64,7 +64,7 @@ class EveryLengthMixin:
         self.args.max_steps = len(self.train_rows) * steps * times
         for callback in (ProgressCallback, PrinterCallback, RunLines):
             self.remove_callback(callback)
-        for callback in (_EvaluateAtTheEnd(self), *callbacks):
+        for callback in (_EvaluateAtTheEnd(self.eval_dataset is not None), *callbacks):
             self.add_callback(callback)
         super().train()
 
@@ -96,14 +96,14 @@ class EveryLengthMixin:
 
 
 class _EvaluateAtTheEnd(TrainerCallback):
-    def __init__(self, trainer: EveryLengthMixin):
-        self._trainer = trainer
+    def __init__(self, has_data: bool):
+        self._has_data = has_data
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save = False
         if state.global_step == state.max_steps:
             control.should_log = True
-            control.should_evaluate = self._trainer.eval_dataset is not None
+            control.should_evaluate = self._has_data
 
 
 def _repeat(rows: datasets.Dataset, count: int, times: int = 1) -> datasets.Dataset:

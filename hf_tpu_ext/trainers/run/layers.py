@@ -10,6 +10,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel, TrainerControl
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
@@ -62,6 +63,7 @@ class LayerScan:
 
     def __init__(self, trainer):
         self._trainer, self._backend, self._compiled = trainer, trainer.backend, trainer.compiled
+        self._chips = trainer.chips
         #: The layers of the run under way, or of the last one.
         self.stack: LayerStack | None = None
 
@@ -85,20 +87,23 @@ class LayerScan:
                 return
             if not self._own_code_allows_scan():
                 return
-            parent, name = find_layers(self._trainer.model)
+            parent, name = find_layers(self._model)
             layers, policy = getattr(parent, name), self._compiled.rematerialization
             by_rows = self._are_by_rows(layers)
             self.stack = LayerStack(layers, self._backend, policy, by_rows, found, unpacked_once)
             self._place_of_layers = (parent._modules, name, parent._modules[name])
-            if "call_event" not in vars(self._trainer.callback_handler):
-                self._trainer.callback_handler.call_event = partial(
-                    self._call_event, self._trainer.callback_handler.call_event
-                )
+            handler = self._trainer.callback_handler
+            if "call_event" not in vars(handler):
+                handler.call_event = partial(self._call_event, handler, handler.call_event)
             self.stack.stack()
             self._stacked_groups = _StackedGroups(optimizer, self.stack)
             self._put_stack()
         elif not self.is_stacked:
             self._take_up_loop()
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._trainer.model
 
     @property
     def is_stacked(self) -> bool:
@@ -116,7 +121,7 @@ class LayerScan:
         modules, name, _ = self._place_of_layers
         modules[name] = self.stack
         if self._backend.num_chips > 1:
-            ShardingPlan(self.stack, self._trainer.chips.mesh).apply(self.stack, self._backend)
+            ShardingPlan(self.stack, self._chips.mesh).apply(self.stack, self._backend)
         self._backend.wait()
 
     def end(self) -> None:
@@ -131,7 +136,7 @@ class LayerScan:
 
     def _are_by_rows(self, layers: nn.ModuleList) -> bool:
         """Whether layers are known to compute each row of a batch by itself, and what they draw by its place."""
-        model = unwrap_peft_model(self._trainer.model)
+        model = unwrap_peft_model(self._model)
         return model.config.get_text_config().model_type in _BY_ROWS and all(
             is_known(type(module).__module__) for module in layers.modules()
         )
@@ -139,7 +144,7 @@ class LayerScan:
     # ---- Code of the user's that may look at layers ----
 
     def _own_code_allows_scan(self) -> bool:
-        models = [self._trainer.model, *self._trainer.other_models()]
+        models = [self._model, *self._trainer.other_models()]
         found = find_own_code(self._trainer, models) or find_own_code_between_steps(self._trainer)
         if found is None:
             return True
@@ -154,11 +159,16 @@ class LayerScan:
         )
         return False
 
-    def _call_event(self, call_event: Callable, event: str, *args, **kwargs) -> TrainerControl | None:
+    def _call_event(
+        self, handler: CallbackHandler, call_event: Callable, event: str, *args, **kwargs
+    ) -> TrainerControl | None:
         # With "on", it was said that what runs at every step looks at no layers.
         stays = EVENTS_AT_EVERY_STEP if self._compiled.scan_layers == "on" else EVENTS_OF_A_STEP
-        callbacks = self._trainer.callback_handler.callbacks
-        if not self.is_stacked or event in stays or not any(has_own_code(callback, event) for callback in callbacks):
+        if (
+            not self.is_stacked
+            or event in stays
+            or not any(has_own_code(callback, event) for callback in handler.callbacks)
+        ):
             return call_event(event, *args, **kwargs)
         with self.one_by_one():
             return call_event(event, *args, **kwargs)
@@ -206,13 +216,13 @@ class LayerScan:
         self._backend.wait()
 
     def _why_no_turns(self, layers: nn.ModuleList) -> str | None:
-        config = unwrap_peft_model(self._trainer.model).config
+        config = unwrap_peft_model(self._model).config
         for setting in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if vars(config).get(setting):
                 return f"{setting}=True needs an output of every layer"
         if self._backend.programs.aliased(list(layers.parameters())):
             return "user code holds weights of layers, as of a state_dict(), which have to follow the training"
-        return why_no_turns(layers, self._trainer.chips.split_output)
+        return why_no_turns(layers, self._chips.split_output)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -229,7 +239,7 @@ class LayerScan:
 
     def _is_worthwhile(self) -> bool:
         """Whether a loop would make the program of the step much smaller and the step no slower."""
-        model = unwrap_peft_model(self._trainer.model)
+        model = unwrap_peft_model(self._model)
         if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
             return False
         layers = getattr(*found)
@@ -243,7 +253,7 @@ class LayerScan:
             return "the scan rematerializes every layer, and every_n_layers asks for some"
         if not isinstance(optimizer, LazyAdamW):
             return f"{type(optimizer).__name__} may look at parameters as a whole (optim='adamw_torch' does not)"
-        model = unwrap_peft_model(self._trainer.model)
+        model = unwrap_peft_model(self._model)
         if not isinstance(model, PreTrainedModel) or (found := find_layers(model)) is None:
             return "the model has no list of layers, or several"
         if adds_between_layers(model):

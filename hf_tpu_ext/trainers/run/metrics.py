@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from ...backends.base import Backend
 from ...step.deferred_reads import Appended, DeferredReads, metrics_in
 from ...step.metrics import DeviceSums
 from .user_code import functions_of, names_of_a_step, syntax_of
@@ -20,82 +19,73 @@ from .user_code import functions_of, names_of_a_step, syntax_of
 NUM_TOKENS = "num_tokens"
 
 
-class DeferredMetrics:
+class MetricsMixin:
     """
-    Keeps on the device what the loss of a TRL trainer appends to `trainer._metrics`, and the tokens that it counts. Some
-    trainers of `trl.experimental` have `trainer._stored_metrics` in its place, and count no tokens.
+    The part of [`TPUTrainerMixin`] that keeps on the device what the loss of a TRL trainer appends to `self._metrics`, and the tokens
+    that it counts. Some trainers of `trl.experimental` have `self._stored_metrics` in its place, and count no tokens.
 
-    Upstream's loss runs as it is written, see [`DeferredReads`]. What it appends is added to sums that belong to the step's
-    program. At a log their means are put where upstream's `log` looks for them.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer. One that keeps no metrics has none here, either.
-        backend ([`Backend`]):
-            Where the sums are kept. On an eager device upstream reads the metrics at each step.
-        names (`tuple[str, ...]`, *optional*):
-            Further metrics that the loss appends, besides those of upstream's code.
+    Upstream's loss runs as it is written, see [`DeferredReads`]. What it appends is added to sums that belong to the step's program. At a
+    log their means are put where upstream's `log` looks for them. On an eager device upstream reads the metrics at each step.
     """
 
-    def __init__(self, trainer: Trainer, backend: Backend, names: tuple[str, ...] = ()):
-        self._trainer = trainer
-        self._backend = backend
-        self.names = sorted({*_metrics_of(type(trainer)), *names})
+    def _arrange_metrics(self) -> None:
+        """After upstream's `__init__`. A trainer that keeps no metrics has none here, either."""
+        self._metric_names = sorted({*_metrics_of(type(self)), *self._more_metrics()})
         # Where upstream keeps them.
-        self._kept_in = "_metrics"
-        if "_stored_metrics" in vars(trainer):
-            self._kept_in, trainer._total_train_tokens = "_stored_metrics", 0
-        self._active = False
+        self._metrics_kept_in = "_metrics"
+        if "_stored_metrics" in vars(self):
+            self._metrics_kept_in, self._total_train_tokens = "_stored_metrics", 0
+        self._defers_metrics = False
         # Whether upstream's loss counts the tokens that were trained on, and shows them.
-        self._counts_tokens = False
+        self._shows_num_tokens = False
         # What the loss has appended, by mode.
-        self._appended: dict[str, set[str]] = {"train": set(), "eval": set()}
-        self._sums: dict[str, DeviceSums] = {}
-        if self.names and backend.metrics_on_device:
-            sums = [of_name for name in self.names for of_name in (name, _count(name))]
-            self._sums = {mode: DeviceSums(backend, sums, (NUM_TOKENS,)) for mode in ("train", "eval")}
+        self._appended_metrics: dict[str, set[str]] = {"train": set(), "eval": set()}
+        self._metric_sums: dict[str, DeviceSums] = {}
+        if self._metric_names and self.backend.metrics_on_device:
+            sums = [of_name for name in self._metric_names for of_name in (name, _count(name))]
+            self._metric_sums = {mode: DeviceSums(self.backend, sums, (NUM_TOKENS,)) for mode in ("train", "eval")}
 
     @property
-    def _kept(self) -> dict[str, dict[str, list]]:
-        return vars(self._trainer)[self._kept_in]
+    def _kept_metrics(self) -> dict[str, dict[str, list]]:
+        return vars(self)[self._metrics_kept_in]
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Context of a loss. Whatever it appends to `trainer._metrics` stays on the device."""
-        if not self._sums or self._active:
+    def metrics_deferred(self) -> Iterator[None]:
+        """Context of a loss. Whatever it appends to `self._metrics` stays on the device."""
+        if not self._metric_sums or self._defers_metrics:
             yield
             return
-        trainer, mode = self._trainer, "train" if self._trainer.model.training else "eval"
-        kept, total = self._kept, trainer._total_train_tokens
-        reads = DeferredReads(self._backend.device.type, "trl")
-        appended = {name: defaultdict(partial(Appended, reads)) for name in self._sums}
-        vars(trainer)[self._kept_in] = appended
-        trainer._total_train_tokens = 0
-        self._active = True
+        mode = "train" if self.model.training else "eval"
+        kept, total = self._kept_metrics, self._total_train_tokens
+        reads = DeferredReads(self.backend.device.type, "trl")
+        appended = {name: defaultdict(partial(Appended, reads)) for name in self._metric_sums}
+        vars(self)[self._metrics_kept_in] = appended
+        self._total_train_tokens = 0
+        self._defers_metrics = True
         try:
             with reads:
                 yield
-            self._add(mode, appended[mode], trainer._total_train_tokens)
+            self._add_metrics(mode, appended[mode], self._total_train_tokens)
         finally:
-            vars(trainer)[self._kept_in], trainer._total_train_tokens = kept, total
-            self._active = False
+            vars(self)[self._metrics_kept_in], self._total_train_tokens = kept, total
+            self._defers_metrics = False
 
-    def _add(self, mode: str, appended: dict[str, list], num_tokens: Tensor | int) -> None:
-        sums, added = self._sums[mode], {}
+    def _add_metrics(self, mode: str, appended: dict[str, list], num_tokens: Tensor | int) -> None:
+        sums, added = self._metric_sums[mode], {}
         for name, values in appended.items():
             if not isinstance(values, Appended):
                 # The number of tokens, which is counted apart.
-                self._counts_tokens |= name == NUM_TOKENS
+                self._shows_num_tokens |= name == NUM_TOKENS
                 continue
-            self._appended[mode].add(name)
-            if name not in self.names:
-                self.names.append(name)
+            self._appended_metrics[mode].add(name)
+            if name not in self._metric_names:
+                self._metric_names.append(name)
                 sums.extend([name, _count(name)])
             added[name], added[_count(name)] = 0.0, 0.0
             for value, condition in zip(values, values.conditions, strict=True):
-                value = self._on_device(value)
+                value = self._metric_on_device(value)
                 weight = torch.ones_like(value)
-                if self._trainer.drops_nan_metrics:
+                if self.drops_nan_metrics:
                     is_number = ~torch.isnan(value)
                     condition = is_number if condition is None else condition & is_number
                 if condition is not None:
@@ -106,14 +96,14 @@ class DeferredMetrics:
             added[NUM_TOKENS] = num_tokens
         sums.add(**added)
 
-    def _on_device(self, value: Tensor | float) -> Tensor:
+    def _metric_on_device(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().float()
-        return torch.full((), value, dtype=torch.float32, device=self._backend.device)
+        return torch.full((), value, dtype=torch.float32, device=self.backend.device)
 
     # ---- Logs ----
 
-    def tensors(self, mode: str) -> dict[str, Tensor]:
+    def logged_metrics(self, mode: str) -> dict[str, Tensor]:
         """
         The sums that a log reads.
 
@@ -124,20 +114,16 @@ class DeferredMetrics:
         Returns:
             `dict[str, torch.Tensor]`: Device scalars by name.
         """
-        if not self._sums:
+        if not self._metric_sums:
             return {}
         # An evaluation shows the tokens trained on so far, too.
-        return {**self._sums[mode].tensors, NUM_TOKENS: self._sums["train"].tensors[NUM_TOKENS]}
+        return {**self._metric_sums[mode].tensors, NUM_TOKENS: self._metric_sums["train"].tensors[NUM_TOKENS]}
 
-    def sums(self, mode: str) -> dict[str, Tensor]:
-        """The sums of `"train"` or `"eval"` themselves, by name; they may be replaced."""
-        return self._sums[mode].tensors if self._sums else {}
+    def metric_sums(self, mode: str) -> dict[str, Tensor]:
+        """The sums that a training step changes, or a batch of an evaluation (`mode`), by name, always in the same order."""
+        return self._metric_sums[mode].tensors if self._metric_sums else {}
 
-    def changed_by(self, mode: str) -> list[Tensor]:
-        """The sums that a training step changes, or a batch of an evaluation, always in the same order."""
-        return [*self._sums[mode].tensors.values()] if self._sums else []
-
-    def take(self, mode: str, fetched: dict[str, Tensor]) -> None:
+    def take_metrics(self, mode: str, fetched: dict[str, Tensor]) -> None:
         """
         Put the means where upstream's `log` looks for them, and start anew.
 
@@ -145,28 +131,27 @@ class DeferredMetrics:
             mode (`str`):
                 `"train"` or `"eval"`.
             fetched (`dict[str, torch.Tensor]`):
-                What [`~DeferredMetrics.tensors`] gave, on the CPU.
+                What [`logged_metrics`] gave, on the CPU.
         """
         if not fetched:
             return
-        trainer = self._trainer
         values = {name: tensor.item() for name, tensor in fetched.items()}
-        trainer._total_train_tokens += values[NUM_TOKENS]
-        seen = [name for name in self.names if values.get(_count(name))]
+        self._total_train_tokens += values[NUM_TOKENS]
+        seen = [name for name in self._metric_names if values.get(_count(name))]
         if mode == "eval" or not seen:
-            self._sums["train"].reset([NUM_TOKENS])
+            self._metric_sums["train"].reset([NUM_TOKENS])
         if not seen:
             return
-        self._sums[mode].reset()
+        self._metric_sums[mode].reset()
         # Upstream's `log` shows the mean of these lists.
-        self._kept[mode].update({name: [values[name] / values[_count(name)]] for name in seen})
-        if trainer.drops_nan_metrics:
+        self._kept_metrics[mode].update({name: [values[name] / values[_count(name)]] for name in seen})
+        if self.drops_nan_metrics:
             # Upstream shows `None` where there was no number.
-            self._kept[mode].update({name: [] for name in self._appended[mode].difference(seen)})
-        if self._counts_tokens:
-            self._kept[mode][NUM_TOKENS] = [trainer._total_train_tokens]
+            self._kept_metrics[mode].update({name: [] for name in self._appended_metrics[mode].difference(seen)})
+        if self._shows_num_tokens:
+            self._kept_metrics[mode][NUM_TOKENS] = [self._total_train_tokens]
 
-    def drop(self, mode: str) -> None:
+    def drop_metrics(self, mode: str) -> None:
         """
         Forget what the next log of `mode` would show.
 
@@ -174,27 +159,27 @@ class DeferredMetrics:
             mode (`str`):
                 `"train"` or `"eval"`.
         """
-        if self._sums:
+        if self._metric_sums:
             # Tokens were trained on, whatever came of the run.
-            self._sums[mode].reset({*self._sums[mode].tensors} - {NUM_TOKENS})
-        if self.names:
-            self._kept[mode].clear()
+            self._metric_sums[mode].reset({*self._metric_sums[mode].tensors} - {NUM_TOKENS})
+        if self._metric_names:
+            self._kept_metrics[mode].clear()
 
     # ---- Checkpoints ----
 
-    def state(self) -> dict[str, Any]:
+    def metrics_state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
-        if not self.names:
+        if not self._metric_names:
             return {}
-        pending = self._backend.fetch(self._sums["train"].tensors[NUM_TOKENS]).item() if self._sums else 0
-        return {NUM_TOKENS: self._trainer._total_train_tokens + pending}
+        pending = self.backend.fetch(self._metric_sums["train"].tensors[NUM_TOKENS]).item() if self._metric_sums else 0
+        return {NUM_TOKENS: self._total_train_tokens + pending}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave when the checkpoint was written; empty for one of another trainer."""
-        if self.names:
-            self._trainer._total_train_tokens = state.get(NUM_TOKENS, 0)
-        if self._sums:
-            self._sums["train"].reset([NUM_TOKENS])
+    def load_metrics_state(self, state: dict[str, Any]) -> None:
+        """Take up what `metrics_state` gave when the checkpoint was written; empty for one of another trainer."""
+        if self._metric_names:
+            self._total_train_tokens = state.get(NUM_TOKENS, 0)
+        if self._metric_sums:
+            self._metric_sums["train"].reset([NUM_TOKENS])
 
 
 def _count(name: str) -> str:

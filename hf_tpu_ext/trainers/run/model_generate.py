@@ -1,6 +1,6 @@
 """`model.generate` of a trainer's model, for callbacks that call it in the middle of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from types import MethodType
@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
+from ...backends.base import Backend
 from ...errors import UserError
 from ...generation import TextRequest
 from .text import TextGeneration
@@ -30,23 +31,32 @@ class ModelGenerate:
     write on the host: traced, upstream's loop would compute all tokens again for each, in graphs that grow with the text.
 
     Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
+        model ([`~torch.nn.Module`]):
+            The trained model.
+        backend ([`Backend`]):
+            Where it is.
+        write (`Callable[[GenerationConfig, Sequence[int]], TextGeneration]`):
+            Makes what writes text by a configuration, after prompts of these lengths.
+        fetch_weights (`Callable[[], dict[str, torch.Tensor]]`):
+            Fetches the weights of now.
     """
 
-    def __init__(self, trainer):
-        self._trainer = trainer
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        write: Callable[[GenerationConfig, Sequence[int]], TextGeneration],
+        fetch_weights: Callable[[], dict[str, torch.Tensor]],
+    ):
+        self._backend, self._write, self._fetch_weights = backend, write, fetch_weights
         # Of each configuration and prompt length: the programs and the rows that they are compiled for.
         self._texts: dict[tuple, tuple[TextGeneration, int]] = {}
         self._said: set[str] = set()
-        model = trainer.model
         plain = unwrap_peft_model(model)
         # A copy of the model for an evaluation under way.
         self._on_host: nn.Module | None = None
         self._keeps_copy = False
-        if isinstance(plain, GenerationMixin) and (
-            not plain.config.is_encoder_decoder or trainer.backend.traces_steps
-        ):
+        if isinstance(plain, GenerationMixin) and (not plain.config.is_encoder_decoder or backend.traces_steps):
             _OF_MODELS[model] = ref(self)
             # A method: a copy of the model has its own, and it is pickled by its name.
             model.generate = MethodType(generate, model)
@@ -56,10 +66,7 @@ class ModelGenerate:
         try:
             asked = TextRequest.read(model, input_ids, mask, config, **kwargs)
             key = (asked.config.to_json_string(), *asked.prompt_lengths)
-            text, rows = self._texts.get(key) or (
-                TextGeneration(self._trainer, asked.config, asked.prompt_lengths),
-                0,
-            )
+            text, rows = self._texts.get(key) or (self._write(asked.config, asked.prompt_lengths), 0)
             rows = max(rows, len(asked.prompts))
             # What is not drawn leaves the host's random numbers to the order of the data.
             seed = None if asked.config.do_sample else 0
@@ -88,10 +95,10 @@ class ModelGenerate:
         on_host = self._on_host or self._copy_to_host(model)
         if self._keeps_copy:
             self._on_host = on_host
-        return on_host.train(model.training).generate(**self._trainer.backend.fetch(kwargs))
+        return on_host.train(model.training).generate(**self._backend.fetch(kwargs))
 
     def _copy_to_host(self, model: nn.Module) -> nn.Module:
-        weights = self._trainer.fetch_weights()
+        weights = self._fetch_weights()
         on_host = {id(tensor): tensor.cpu() for tensor in model.buffers()}
         on_host |= {
             id(value): nn.Parameter(weights[name], value.requires_grad) for name, value in model.named_parameters()

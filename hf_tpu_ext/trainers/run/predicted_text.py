@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
 from ...errors import UserError
+from ..configs import PredictedTextArguments
 from .text import TextGeneration
 
 
@@ -20,53 +21,37 @@ logger = logging.get_logger(__name__)
 _NOTHING = -100
 
 
-class PredictedText:
+def check_predicted_text(args: PredictedTextArguments, model: nn.Module, has_metrics: bool) -> None:
+    """Refuse (`ValueError`) an encoder-decoder model, whose predictions are text by upstream, and say where text has no effect."""
+    model = unwrap_peft_model(model)
+    if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
+        raise UserError(
+            f"predict_with_generate=True of {type(args).__name__} writes on after a prompt, and {type(model).__name__} is an "
+            "encoder-decoder model. Train it with hf_tpu_ext.TPUSeq2SeqTrainer and "
+            "Seq2SeqTrainingArguments(predict_with_generate=True)."
+        )
+    if not has_metrics:
+        logger.warning(
+            "predict_with_generate=True has no effect on evaluate() without compute_metrics, only on predict()."
+        )
+
+
+def write_predictions(text: TextGeneration, inputs: Mapping[str, Any], args: PredictedTextArguments) -> Tensor:
     """
-    Writes what a trainer predicts, with the weights that its model has now, by [`TextGeneration`].
+    Write what follows the prompts of a batch, whose `input_ids` and `labels` are of shape `(rows, length)`.
 
-    The model's own `generation_config` says how. A batch is written at once, and read once.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer, whose arguments are [`PredictedTextArguments`].
+    Returns:
+        `torch.Tensor` of shape `(rows, generation_max_new_tokens)`, int64: The tokens, and -100 after the end of a text.
 
     Raises:
-        `ValueError`: The rows of an evaluation are several sequences each.
+        `ValueError`: A row has no prompt.
     """
-
-    def __init__(self, trainer):
-        args = trainer.args
-        model = unwrap_peft_model(trainer.model)
-        if isinstance(model, PreTrainedModel) and model.config.is_encoder_decoder:
-            raise UserError(
-                f"predict_with_generate=True of {type(args).__name__} writes on after a prompt, and {type(model).__name__} is an "
-                "encoder-decoder model. Train it with hf_tpu_ext.TPUSeq2SeqTrainer and "
-                "Seq2SeqTrainingArguments(predict_with_generate=True)."
-            )
-        if trainer.compute_metrics is None:
-            logger.warning(
-                "predict_with_generate=True has no effect on evaluate() without compute_metrics, only on predict()."
-            )
-        self._trainer = trainer
-        config = GenerationConfig(max_new_tokens=args.generation_max_new_tokens, pad_token_id=trainer._pad_token_id)
-        self._text = TextGeneration(trainer, config, trainer.lengths if trainer.backend.static_shapes else ())
-
-    def of_batch(self, inputs: Mapping[str, Any]) -> Tensor:
-        """
-        Write what follows the prompts of a batch, whose `input_ids` and `labels` are of shape `(rows, length)`.
-
-        Returns:
-            `torch.Tensor` of shape `(rows, generation_max_new_tokens)`, int64: The tokens, and -100 after the end of a text.
-
-        Raises:
-            `ValueError`: A row has no prompt.
-        """
-        prompts = [_prompt_of(row, inputs) for row in range(len(inputs["input_ids"]))]
-        # The last batch of an evaluation is the same program.
-        written = self._text.generate(prompts, rows=self._trainer.args.eval_batch_size).token_ids
-        longest = torch.zeros(self._trainer.args.generation_max_new_tokens, dtype=torch.int64)
-        rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in written]
-        return pad_sequence([*rows, longest], batch_first=True, padding_value=_NOTHING)[:-1]
+    prompts = [_prompt_of(row, inputs) for row in range(len(inputs["input_ids"]))]
+    # The last batch of an evaluation is the same program.
+    written = text.generate(prompts, rows=args.eval_batch_size).token_ids
+    longest = torch.zeros(args.generation_max_new_tokens, dtype=torch.int64)
+    rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in written]
+    return pad_sequence([*rows, longest], batch_first=True, padding_value=_NOTHING)[:-1]
 
 
 def _prompt_of(row: int, inputs: Mapping[str, Any]) -> list[int]:

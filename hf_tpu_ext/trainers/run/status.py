@@ -79,13 +79,13 @@ class StatusMixin(RunFactsMixin):
         """Read the loss, the gradient norm if there is one, and the metrics, all in one transfer."""
         with self.phase("device"), self.copies.not_made():
             fetched = self.backend.fetch(
-                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.metrics.tensors("train")},
+                {"grad_norm": grad_norm, "loss": self.loss_log.tensors, "metrics": self.logged_metrics("train")},
                 self.begin_read,
             )
         window = self.loss_log.read(fetched["loss"])
         if self.model.training:
             # Where a callback has left it in evaluation, upstream's next log shows them.
-            self.metrics.take("train", fetched["metrics"])
+            self.take_metrics("train", fetched["metrics"])
         # One NaN would stay in upstream's own sum for good.
         self.reset_upstream_loss()
         self._total_loss_scalar += window.total
@@ -165,7 +165,7 @@ class StatusMixin(RunFactsMixin):
         if pending and self.model.training and self.backend.metrics_on_device:
             # Called by a callback: upstream shows the metrics so far, and begins anew.
             with self.copies.not_made():
-                self.metrics.take("train", self.backend.fetch(self.metrics.tensors("train"), self.begin_read))
+                self.take_metrics("train", self.backend.fetch(self.logged_metrics("train"), self.begin_read))
         with self.phase("log"):
             super().log(shown, start_time)
         # Callbacks have shown how fast the machine was. The history and the result of a run are upstream's.

@@ -11,6 +11,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 
 from ...sharding import ShardingPlan
 from ..checks.upstream import upstream_names
+from .layers import LayerScan
 
 
 logger = logging.get_logger(__name__)
@@ -21,13 +22,13 @@ _REFERENCE_FILE = "reference.safetensors"
 class _SyncOneByOne(SyncRefModelCallback):
     """Upstream's, which pairs the parameters of two models: those of the policy have to be of single layers, too."""
 
-    def __init__(self, trainer, ref_model: nn.Module, accelerator: Any):
+    def __init__(self, layers: LayerScan, ref_model: nn.Module, accelerator: Any):
         super().__init__(ref_model=ref_model, accelerator=accelerator)
-        self._trainer = trainer
+        self._layers = layers
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % args.ref_model_sync_steps == 0:
-            with self._trainer.layers.one_by_one():
+            with self._layers.one_by_one():
                 super().on_step_end(args, state, control, **kwargs)
 
 
@@ -44,7 +45,7 @@ class SyncedReferenceMixin:
             super()._set_up(given)
 
     def _make_sync(self, SyncRefModelCallback: type, **kwargs) -> _SyncOneByOne:
-        return _SyncOneByOne(self, **kwargs)
+        return _SyncOneByOne(self.layers, **kwargs)
 
     @property
     def _synced_reference(self) -> nn.Module | None:

@@ -319,7 +319,7 @@ class TrainingSteps(TrainerCallback):
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""
         trainer = self._trainer
-        tensors = [*self.gradients.tensors, *trainer.loss_log.tensors.values(), *trainer.metrics.changed_by("train")]
+        tensors = [*self.gradients.tensors, *trainer.loss_log.tensors.values(), *trainer.metric_sums("train").values()]
         for state in self._optimizer.state.values():
             tensors += [state["exp_avg"], state["exp_avg_sq"]]
         tensors += self._averaging.tensors.values()

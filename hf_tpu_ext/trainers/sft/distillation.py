@@ -169,7 +169,7 @@ class DistillationMixin:
             terms = self._compare(Head(hidden, weight, bias, softcap, scale), targets, teacher, scored, seen)
             return terms.log_probs, terms.entropy, None, None, terms.is_top1
 
-        with head_computed_by(score), self.metrics.deferred():
+        with head_computed_by(score), self.metrics_deferred():
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             loss, outputs = result if return_outputs else (result, None)
             loss = self._mix(loss, seen[0], scored, num_items_in_batch, mode)

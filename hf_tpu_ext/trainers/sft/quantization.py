@@ -1,6 +1,6 @@
 """Quantization-aware training: a model learns with the weights that it will have after rounding."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -54,7 +54,9 @@ class QuantizationMixin:
         self.rounding.on = not args.qat_fake_quant_after_n_steps
         self.compiled.changes += self._describe_fake_quantization()
         if args.qat_fake_quant_after_n_steps:
-            self.add_callback(_RoundLater(self, args.qat_fake_quant_after_n_steps))
+            self.add_callback(
+                _RoundLater(self.rounding, args.qat_fake_quant_after_n_steps, self._expect_other_programs)
+            )
 
     def write_model(self, output_dir: str, state_dict) -> None:
         super().write_model(output_dir, state_dict)
@@ -82,6 +84,10 @@ class QuantizationMixin:
                 "lora_dropout has no effect with qat_adapters='inside': adapters are part of the rounded weight"
             )
         return lines
+
+    def _expect_other_programs(self) -> None:
+        if self.backend.static_shapes:
+            self.watch.expect_others()
 
     @property
     def _has_adapters(self) -> bool:
@@ -128,8 +134,8 @@ def _dropouts_of(module: torch.nn.Module) -> list[torch.nn.Dropout]:
 class _RoundLater(TrainerCallback):
     """Rounds from a step on, which is another program: the one more that is compiled is expected."""
 
-    def __init__(self, trainer, after: int):
-        self._trainer, self._after = trainer, after
+    def __init__(self, rounding: Rounding, after: int, on_change: Callable[[], None]):
+        self._rounding, self._after, self._on_change = rounding, after, on_change
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self._after >= state.max_steps:
@@ -144,7 +150,6 @@ class _RoundLater(TrainerCallback):
         self._round(state.global_step >= self._after)
 
     def _round(self, rounds: bool) -> None:
-        if rounds != self._trainer.rounding.on:
-            self._trainer.rounding.on = rounds
-            if self._trainer.backend.static_shapes:
-                self._trainer.watch.expect_others()
+        if rounds != self._rounding.on:
+            self._rounding.on = rounds
+            self._on_change()
