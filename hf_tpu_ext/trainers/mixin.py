@@ -292,10 +292,9 @@ class TPUTrainerMixin(
             loss = self._step_of_upstream(model, inputs, num_items_in_batch)
             self.backend.end_step()
             return loss
-        if self.backend.traces_steps:
-            return self.steps.run(model, inputs, num_items_in_batch, self._forward_backward)
         if self.backend.static_shapes:
-            return self.steps.run(model, inputs, num_items_in_batch, self._step_of_upstream)
+            step = self._forward_backward if self.backend.traces_steps else self._step_of_upstream
+            return self.steps.run(model, inputs, num_items_in_batch, step, self.accelerator.sync_gradients)
         if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)

@@ -167,7 +167,7 @@ class CompiledSteps(EagerSteps):
 
     # ---- A step ----
 
-    def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable) -> torch.Tensor:
+    def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable, closing: bool) -> torch.Tensor:
         self.grad_norm = None
         trainer = self._trainer
         if self.compiles == "step":
@@ -175,9 +175,8 @@ class CompiledSteps(EagerSteps):
             model.train()
             self._follow_python()
         if self.compiles != "step":
-            return super().run(model, inputs, num_items_in_batch, step)
+            return super().run(model, inputs, num_items_in_batch, step, closing)
         batch = trainer.send_batch(inputs)
-        closing = trainer.accelerator.sync_gradients
         updates = closing and isinstance(self._optimizer, ProgramAdamW)
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -215,7 +214,7 @@ class CompiledSteps(EagerSteps):
                 self._step_programs[key] = self._backend.compile_function(traced, arguments)
             except _CodeOfUser as error:
                 self._go_on_by_layers(f"{error}, which may do something else at each step")
-                return super().run(model, inputs, num_items_in_batch, step)
+                return super().run(model, inputs, num_items_in_batch, step, closing)
             # Parameters and buffers are given to it, and it is no matter where these are.
             given = [*model.parameters(), *model.buffers()]
             self._python_state = note_python_state(trainer, [model], _identities, given)

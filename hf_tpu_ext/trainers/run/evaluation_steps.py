@@ -11,7 +11,6 @@ from torch import nn
 from ...backends.program import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
-from .programs import warn_traced
 from .training_steps import SentBatch
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP
 
@@ -39,8 +38,6 @@ class EvaluationSteps:
         self._preprocess: Callable | None = None
         self._under_way = False
         self._begin_at_batch: Callable[[], None] | None = None
-        # Why batches are traced; the reason that a line has named.
-        self._said: str | None = None
         # Batches since the last micro-step of training, each of which draws other random numbers.
         self._number = 0
         # What computes the batch under way, and the names of what it is called with.
@@ -75,9 +72,7 @@ class EvaluationSteps:
         why_not = partial(self._why_not_replay, models)
         if (reason := why_not()) is not None:
             self._compiled = None
-            if reason not in (self._said, self._trainer.steps.why_not):
-                warn_traced(reason, training=False)
-            self._said = reason
+            self._programs.warn_traced(reason, training=False)
         elif self._compiled is None:
             self._compiled = self._programs.compile(
                 self._run_batch,

@@ -40,6 +40,8 @@ class TrainerPrograms:
 
     def __init__(self, trainer):
         self._trainer = trainer
+        # Why something is traced each time, as a line has said.
+        self._said: set[str] = set()
 
     @property
     def step_replay(self) -> bool | None:
@@ -54,6 +56,12 @@ class TrainerPrograms:
     def end(self, kind: str, where: str, **given: Any) -> Any:
         """End the program that was recorded, as [`WatchMixin.end_program`]."""
         return self._trainer.end_program(kind, where, **given)
+
+    def warn_traced(self, reason: str, training: bool = True) -> None:
+        """As the function of this name, but of an evaluation only where no line has said so yet."""
+        if training or reason not in self._said:
+            warn_traced(reason, training)
+        self._said.add(reason)
 
     def why_traced(self, models: Sequence[nn.Module], *methods: tuple[str, ...]) -> str | None:
         """

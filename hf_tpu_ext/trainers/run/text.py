@@ -13,7 +13,6 @@ from transformers.utils import logging
 
 from ...generation import Generated, Generator
 from ...generation.sampling import count_until_end, find_ends
-from .programs import warn_traced
 from .user_code import find_own_code
 
 
@@ -120,9 +119,7 @@ class TextGeneration:
         self._known, self.generator.compiled = known, None
         why_not = partial(self._programs.why_traced, models, _METHODS)
         if (reason := why_not()) is not None:
-            if reason not in (self._said, self._trainer.steps.why_not):
-                warn_traced(reason, training=False)
-            self._said = reason
+            self._programs.warn_traced(reason, training=False)
             return
         self.generator.compiled = self._programs.compile(
             self.generator.trace, models, _METHODS, state=self.generator.tensors, why_not=why_not

@@ -138,10 +138,10 @@ class TrainingSteps(TrainerCallback):
 
     # ---- A step ----
 
-    def run(self, model, inputs, num_items_in_batch, forward_backward: Callable) -> torch.Tensor:
+    def run(self, model, inputs, num_items_in_batch, forward_backward: Callable, closing: bool) -> torch.Tensor:
         """
-        Run a micro-step, all of it or its first stages. `forward_backward` is called with the arguments of upstream's
-        `training_step`, the tensors of which are on the device. Returned is what upstream adds to the loss that it would log: 0
+        Run a micro-step, all of it or its first stages; `closing` says whether it is the last of an optimizer step. `forward_backward` is
+        called with the arguments of upstream's `training_step`, the tensors of which are on the device. Returned is what upstream adds to the loss that it would log: 0
         where [`LossLog`] keeps the loss.
         """
         trainer = self._trainer
@@ -149,7 +149,6 @@ class TrainingSteps(TrainerCallback):
         self._follow_optimizer()
         self.grad_norm = None
         numbers = {**trainer.step_data(), "seed": trainer.seeds.next()}
-        closing = trainer.accelerator.sync_gradients
         if self.compiled is None:
             return self._run_stages(model, inputs, num_items_in_batch, numbers, closing, forward_backward)
         if not model.training:
@@ -249,7 +248,7 @@ class TrainingSteps(TrainerCallback):
         self.why_not = self._why_not(models)
         wanted = self._programs.step_replay
         if self.why_not is not None and wanted is not False:
-            warn_traced(self.why_not)
+            self._programs.warn_traced(self.why_not)
         self._note_places(places_between_stages(self._trainer))
         if self._why_stages() is not None:
             return
