@@ -10,7 +10,7 @@ import torch
 
 from ..backends.base import Backend
 from ..errors import UserError
-from .ema import WeightAverage, at_least_float32
+from .ema import WeightAverage
 
 
 # Of PyTorch's AdamW. The first two are other updates, and with the others state is on the device.
@@ -255,7 +255,7 @@ def place_loaded(backend: Backend, optimizer: torch.optim.Optimizer, state_dict:
 
 def _precise(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float32, if its own dtype is shorter."""
-    return tensor.to(at_least_float32(tensor.dtype))
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float | None) -> torch.Tensor:

@@ -32,7 +32,7 @@ from ..configs import PaddedArguments
 from .images import ImagesMixin
 from .index_ranges import IndexRanges, classes_for
 from .lengths import length_for, row_lengths
-from .training_steps import SentBatch
+from .programs import SentBatch
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
 
 

@@ -1,6 +1,7 @@
 """The training steps of a run, compiled: whole, or their layers one by one."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from ...step.python_state import PythonState
 from ...step.running_code import RunningCode
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .eager_steps import EagerSteps
-from .programs import note_python_state
-from .training_steps import SentBatch
+from .programs import SentBatch, note_python_state
 from .user_code import find_own_code
 
 
@@ -279,9 +279,25 @@ class _State:
         required = tuple(parameter.requires_grad for parameter in self._names.values())
         return tuple(groups), gradients, required, self._max_grad_norm, self._updates
 
-    def replaced(self, tensors: dict[str, Any]):
+    @contextmanager
+    def replaced(self, tensors: dict[str, Any]) -> Iterator[None]:
         """Context in which the model and the sums are these tensors, while a step is traced."""
-        return _Replaced(self._model, self._names, self._sums, tensors)
+        leaves = {}
+        for name, parameter in self._names.items():
+            leaves[name] = tensors["parameters"][name].detach().requires_grad_(parameter.requires_grad)
+            if name in tensors["gradients"]:
+                # Added to in place, which is not to be seen from outside.
+                leaves[name].grad = tensors["gradients"][name].clone()
+        kept = {name: dict(sums) for name, sums in self._sums.items()}
+        for name, sums in self._sums.items():
+            sums.update(tensors["sums"][name])
+        try:
+            with _reparametrize_module(self._model, {**leaves, **tensors["buffers"]}, tie_weights=True):
+                yield
+        finally:
+            for name, sums in self._sums.items():
+                sums.clear()
+                sums.update(kept[name])
 
     def results(self, tensors: dict[str, Any], rates: list[torch.Tensor]) -> dict[str, Any]:
         """What a traced step has made, within `replaced`. With its update, the weights and moments are changed in place."""
@@ -316,31 +332,3 @@ class _State:
         for name, parameter in self._names.items():
             parameter.grad = gradients.get(name)
         return results.get("norm")
-
-
-class _Replaced:
-    """Context in which a model's tensors, and the sums of a trainer, are others."""
-
-    def __init__(
-        self, model: nn.Module, names: dict[str, nn.Parameter], sums: dict[str, dict], tensors: dict[str, Any]
-    ):
-        self._sums, self._kept = sums, {name: dict(values) for name, values in sums.items()}
-        self._tensors = tensors
-        leaves = {}
-        for name, parameter in names.items():
-            leaves[name] = tensors["parameters"][name].detach().requires_grad_(parameter.requires_grad)
-            if name in tensors["gradients"]:
-                # Added to in place, which is not to be seen from outside.
-                leaves[name].grad = tensors["gradients"][name].clone()
-        self._model = _reparametrize_module(model, {**leaves, **tensors["buffers"]}, tie_weights=True)
-
-    def __enter__(self):
-        for name, sums in self._sums.items():
-            sums.update(self._tensors["sums"][name])
-        self._model.__enter__()
-
-    def __exit__(self, *error):
-        self._model.__exit__(*error)
-        for name, sums in self._sums.items():
-            sums.clear()
-            sums.update(self._kept[name])

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from ...errors import UserError
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
-from .training_steps import SentBatch
+from .programs import SentBatch
 
 
 def check_split(mesh: str, generates: bool, is_quantized: bool) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from ...backends.program import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
-from .training_steps import SentBatch
+from .programs import beside_batch, split_data
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP
 
 
@@ -106,18 +106,14 @@ class EvaluationSteps:
         self._number += 1
         sent["seed"] = trainer.seeds.beside(self._number)
         with trainer.copies.not_made():
-            # Names of their own: columns of a batch have any.
-            batch = trainer.send_batch(inputs, {(kind, name): value for name, value in sent.items()})
-            data |= {name: batch.pop((kind, name)) for name in sent}
+            batch = trainer.send_batch(inputs, beside_batch(sent))
             of_evaluation = trainer.data_of_evaluation()
-        named = {**batch, **{(kind, name): value for name, value in {**data, **of_evaluation}.items()}}
-        self._trace, self._given = trace, (*data,)
-        return self._compiled(named, run_traced, kind=kind)
+        self._trace, self._given = trace, (*data, "seed")
+        return self._compiled({**beside_batch({**data, **of_evaluation}), **batch}, run_traced, kind=kind)
 
     def _run_batch(self, data: dict[Any, Any], kind: str) -> Any:
         """What is compiled."""
-        numbers = {key[1]: value for key, value in data.items() if _is_number(key, kind)}
-        batch = SentBatch((key, value) for key, value in data.items() if not _is_number(key, kind))
+        numbers, batch = split_data(data)
         self.data = {name: value for name, value in numbers.items() if name not in self._given}
         try:
             with RandomNumbers(numbers["seed"]):
@@ -136,7 +132,3 @@ class EvaluationSteps:
         """What a batch reads and changes, besides the model; always in the same order."""
         sums = [] if self._sums is None else self._sums.tensors.values()
         return [*sums, *self._trainer.metric_sums("eval").values()]
-
-
-def _is_number(key: Any, kind: str) -> bool:
-    return isinstance(key, tuple) and key[0] == kind

@@ -104,16 +104,7 @@ class MetricsMixin:
     # ---- Logs ----
 
     def logged_metrics(self, mode: str) -> dict[str, Tensor]:
-        """
-        The sums that a log reads.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-
-        Returns:
-            `dict[str, torch.Tensor]`: Device scalars by name.
-        """
+        """The sums that a log of `"train"` or `"eval"` reads, by name."""
         if not self._metric_sums:
             return {}
         # An evaluation shows the tokens trained on so far, too.
@@ -124,15 +115,7 @@ class MetricsMixin:
         return self._metric_sums[mode].tensors if self._metric_sums else {}
 
     def take_metrics(self, mode: str, fetched: dict[str, Tensor]) -> None:
-        """
-        Put the means where upstream's `log` looks for them, and start anew.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-            fetched (`dict[str, torch.Tensor]`):
-                What [`logged_metrics`] gave, on the CPU.
-        """
+        """Put the means where upstream's `log` looks for them, and start anew. `fetched` is what `logged_metrics` gave, on the CPU."""
         if not fetched:
             return
         values = {name: tensor.item() for name, tensor in fetched.items()}
@@ -152,13 +135,7 @@ class MetricsMixin:
             self._kept_metrics[mode][NUM_TOKENS] = [self._total_train_tokens]
 
     def drop_metrics(self, mode: str) -> None:
-        """
-        Forget what the next log of `mode` would show.
-
-        Args:
-            mode (`str`):
-                `"train"` or `"eval"`.
-        """
+        """Forget what the next log of `"train"` or `"eval"` would show."""
         if self._metric_sums:
             # Tokens were trained on, whatever came of the run.
             self._metric_sums[mode].reset({*self._metric_sums[mode].tensors} - {NUM_TOKENS})

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from ...backends.program import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
-from .programs import TrainerPrograms
+from .programs import TrainerPrograms, beside_batch, split_data
 
 
 #: What upstream computes log-probabilities with.
 _METHODS_OF_A_PASS = ("_get_per_token_logps_and_entropies",)
-# A name beside the columns of a batch.
-_SEED = ("a number of the pass", "seed")
 
 
 class Passes:
@@ -68,7 +66,7 @@ class Passes:
             self._compiled[key] = self._compile(model)
         compiled = self._compiled[key]
         self._trace = trace
-        data = {**batch, _SEED: seed}
+        data = {**batch, **beside_batch({"seed": seed})}
         if compiled is not None:
             return compiled(data, run_traced, kind=kind)
         made = self._compute(data, kind)
@@ -77,8 +75,9 @@ class Passes:
 
     def _compute(self, data: dict[Hashable, Tensor], kind: str) -> Any:
         """What is compiled."""
-        with RandomNumbers(data[_SEED]):
-            return self._trace({name: value for name, value in data.items() if name != _SEED})
+        numbers, batch = split_data(data)
+        with RandomNumbers(numbers["seed"]):
+            return self._trace(batch)
 
     def _compile(self, model: nn.Module) -> CompiledFunction | None:
         """What runs passes of a model; `None` where every pass is to be traced."""

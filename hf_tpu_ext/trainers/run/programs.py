@@ -1,6 +1,6 @@
 """Functions of a trainer that run as compiled programs, and what guards these."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,30 @@ from .user_code import (
 
 
 logger = logging.get_logger(__name__)
+
+
+# How the names of numbers begin that are sent with a batch, whose columns have any names.
+_NUMBER = "a number beside the batch"
+
+
+class SentBatch(dict):
+    """A batch that is on the device."""
+
+
+def beside_batch(numbers: dict[str, Any]) -> dict[Hashable, Any]:
+    """Numbers by the names that they are sent with a batch by."""
+    return {(_NUMBER, name): value for name, value in numbers.items()}
+
+
+def split_data(data: Mapping[Hashable, Any]) -> tuple[dict[str, Any], SentBatch]:
+    """The numbers beside a batch, and the batch."""
+    numbers, batch = {}, SentBatch()
+    for key, value in data.items():
+        if isinstance(key, tuple) and key[0] == _NUMBER:
+            numbers[key[1]] = value
+        else:
+            batch[key] = value
+    return numbers, batch
 
 
 def warn_traced(reason: str, training: bool = True) -> None:

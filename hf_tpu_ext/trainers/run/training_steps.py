@@ -14,25 +14,13 @@ from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
-from .programs import warn_traced
+from .programs import beside_batch, split_data, warn_traced
 from .user_code import (
     METHODS_OF_A_STEP,
     find_code_between_stages,
     places_between_stages,
     sees_micro_steps,
 )
-
-
-# How the names of numbers begin, beside the columns of a batch.
-_NUMBER = "a number of the step"
-
-
-class SentBatch(dict):
-    """A batch that is on the device."""
-
-
-def _is_number(key: Hashable) -> bool:
-    return isinstance(key, tuple) and key[0] == _NUMBER
 
 
 class TrainingSteps(TrainerCallback):
@@ -141,8 +129,8 @@ class TrainingSteps(TrainerCallback):
     def run(self, model, inputs, num_items_in_batch, forward_backward: Callable, closing: bool) -> torch.Tensor:
         """
         Run a micro-step, all of it or its first stages; `closing` says whether it is the last of an optimizer step. `forward_backward` is
-        called with the arguments of upstream's `training_step`, the tensors of which are on the device. Returned is what upstream adds to the loss that it would log: 0
-        where [`LossLog`] keeps the loss.
+        called with the arguments of upstream's `training_step`, the tensors of which are on the device. Returned is what upstream adds
+        to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
         trainer = self._trainer
         self.gradients.take_back()
@@ -154,14 +142,14 @@ class TrainingSteps(TrainerCallback):
         if not model.training:
             # Upstream does so at each step.
             model.train()
+        optimizer = self._optimizer
         if closing:
-            numbers["update"] = self._optimizer.numbers()
+            numbers["update"] = optimizer.numbers()
         numbers["num_items_in_batch"] = num_items_in_batch
         # Fewer at the end of an epoch; upstream divides some losses by it.
         numbers["accumulation"] = trainer.current_gradient_accumulation_steps
         with self._copies.not_made():
-            # Names of their own: columns of a batch have any.
-            named = {(_NUMBER, name): value for name, value in numbers.items()}
+            named = beside_batch(numbers)
             tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
             data = named | trainer.send_batch(inputs, tensors)
         self._forward_backward = forward_backward
@@ -170,23 +158,22 @@ class TrainingSteps(TrainerCallback):
         results = self.compiled(data, run, closing=closing)
         if closing:
             self.grad_norm = results["grad_norm"]
-            self._optimizer.is_done = True
-            self._optimizer.count()
-            self._check_updates()
+            optimizer.is_done = True
+            optimizer.count()
+            self._check_updates(optimizer.updated)
         elif self._shows_gradients:
             self.gradients.show()
         return torch.zeros(())
 
-    def _check_updates(self) -> None:
+    def _check_updates(self, updated: Sequence[Any]) -> None:
         """What is counted as updated holds for every program of this state: none may update other parameters."""
-        before, self._updated = self._updated, self._optimizer.updated
+        before, self._updated = self._updated, updated
         if before is not None and before is not self._updated and before != self._updated:
             self.compiled.refuse("the step updates other parameters than before")
 
     def _train_step(self, data: dict[Any, Any], closing: bool) -> dict[str, torch.Tensor]:
         """What is compiled."""
-        numbers = {key[1]: value for key, value in data.items() if _is_number(key)}
-        batch = SentBatch((key, value) for key, value in data.items() if not _is_number(key))
+        numbers, batch = split_data(data)
         self.data = numbers
         if self.compiled.traced is not None:
             # Nothing else looks at what has changed.
@@ -326,8 +313,9 @@ class TrainingSteps(TrainerCallback):
         return tensors
 
     def _settings(self) -> dict[str, Any]:
+        optimizer = self._optimizer
         return {
-            "the optimizer": id(self._optimizer),
-            "settings of the optimizer, or which parameters it updates,": self._optimizer.settings(),
+            "the optimizer": id(optimizer),
+            "settings of the optimizer, or which parameters it updates,": optimizer.settings(),
             "the callbacks": tuple(map(id, self._callbacks.callbacks)),
         }
