@@ -21,7 +21,7 @@ from step_overhead import describe_setup, make_plan, measure, ratio
 from tables import make_parser, publish
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "step_replay.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recompilation.md"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

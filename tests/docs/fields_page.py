@@ -1,6 +1,5 @@
 """
-Writes the tables of docs/fields.md, of which field of upstream does what on XLA, and that of the fields of this package in
-docs/configuration.md.
+Writes the tables of docs/configuration.md: the fields of this package, and which field of upstream does what on XLA.
 
     python tests/docs/fields_page.py --write-docs
 """
@@ -19,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from tables import make_parser, publish  # noqa: E402
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
-CONFIGURATION = PAGE.with_name("configuration.md")
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def own_fields() -> str:
@@ -52,7 +50,7 @@ def tables() -> dict[str, str]:
     for row in fields.WORK:
         about.setdefault(row.says, []).extend(row.names.split())
     works = ["| About | Fields |", "|---|---|", *(f"| {what} | {_code(names)} |" for what, names in about.items())]
-    found = {"fields_work": "\n".join(works)}
+    found = {"own_fields": own_fields(), "fields_work": "\n".join(works)}
     for name, rows in (
         ("fields_replaced", fields.REPLACED),
         ("fields_without_effect", fields.WITHOUT_EFFECT),
@@ -78,4 +76,3 @@ if __name__ == "__main__":
     arguments = make_parser(__doc__, PAGE).parse_args()
     for name, table in tables().items():
         publish(arguments, PAGE, name, table, table)
-    publish(arguments, CONFIGURATION, "own_fields", own_fields(), own_fields())

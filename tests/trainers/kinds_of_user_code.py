@@ -3,7 +3,7 @@ Kinds of code that people write around a trainer: each a function that adds it t
 
 `REPLAYED`, `TRACED` and `STAGES` say what a run does with it: its last step runs no Python of the model, each step is traced as one
 program, or each step is traced and its stages run one by one. `python tests/trainers/kinds_of_user_code.py` prints the table in
-docs/step_replay.md.
+docs/recompilation.md.
 """
 
 import copy

@@ -69,4 +69,4 @@ def test_it_trains_as_with_upstreams_trainer(runs, same_logs, name):
 
 
 def test_the_table_of_the_docs_is_that_of_the_tests():
-    assert describe() in (Path(__file__).parents[2] / "docs/step_replay.md").read_text()
+    assert describe() in (Path(__file__).parents[2] / "docs/recompilation.md").read_text()

@@ -1,6 +1,6 @@
 """
 What becomes of each field of upstream's arguments on a device that compiles: one table, whose rows are applied in its order.
-The checks before a run, the lines at its start and docs/fields.md are made of it.
+The checks before a run, the lines at its start and docs/configuration.md are made of it.
 """
 
 import copy
