@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import __version__
-from ..atomic_write import write_atomically
 from ..errors import UserError
+from .json_output import json_output
 
 
 DESCRIPTION = """\
@@ -34,26 +34,36 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description=_printable(DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--no-smoke", action="store_true", help="skip the smoke training run")
+    parser.add_argument("--no_smoke", action="store_true", help="skip the smoke training run")
     parser.add_argument(
         "--full", action="store_true", help="try every mechanism of training, each against eager CPU, in its place"
     )
     parser.add_argument("--minutes", type=float, default=10, help="how long --full may take (default: 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to FILE; -: print them alone"
+    )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine, and return the exit status: `0` if everything passed, `1` if something failed."""
-    from ..doctor.full import FullTest
-    from ..doctor.machine import examine_machine
-    from ..doctor.smoke import SmokeTest
-
     if args.json is not None and (not args.json.parent.is_dir() or args.json.is_dir()):
         raise UserError(
             f"--json {args.json} cannot be written: it is a directory, or its directory does not exist. Give a file in a directory that "
             "exists, for example --json doctor.json"
         )
+    with json_output(args.json) as write_json:
+        checks, output = _examine(args)
+        write_json(_to_json(checks, output))
+    return int(any(check.status == "failed" for check in checks))
+
+
+def _examine(args: argparse.Namespace) -> tuple[list, str]:
+    """Examine this machine, and print what is found. Returns the checks, and the output of the training run."""
+    from ..doctor.full import FullTest
+    from ..doctor.machine import examine_machine
+    from ..doctor.smoke import SmokeTest
+
     checks = []
 
     def show(found: Iterable) -> None:
@@ -74,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
         show(tried.run())
     failed = [check.name for check in checks if check.status == "failed"]
     print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "everything passed")
-    if args.json is not None:
-        _write(args.json, checks, tried.output if tried else "")
-    return 1 if failed else 0
+    return checks, tried.output if tried else ""
 
 
 def _printable(text: str) -> str:
@@ -96,8 +104,8 @@ def _describe(check) -> str:
     return _printable(text)
 
 
-def _write(path: Path, checks: list, output: str) -> None:
-    text = json.dumps(
+def _to_json(checks: list, output: str) -> str:
+    return json.dumps(
         {
             "hf_tpu_ext": __version__,
             "ok": all(check.status != "failed" for check in checks),
@@ -106,4 +114,3 @@ def _write(path: Path, checks: list, output: str) -> None:
         },
         indent=2,
     )
-    write_atomically(path, text + "\n")

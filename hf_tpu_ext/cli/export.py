@@ -22,7 +22,7 @@ examples:
   hf-tpu export runs/sft_full_qwen3 --ema
   hf-tpu export runs/reward_qwen3 --dtype bfloat16
   hf-tpu export runs/qad_q4_qwen3 --merge --quantize
-  hf-tpu export runs/sft_full_qwen3 --quantize int8 --group-size 32
+  hf-tpu export runs/sft_full_qwen3 --quantize int8 --group_size 32
   hf-tpu export runs/qad_q4_qwen3 --quantize --gguf runs/qad_q4_qwen3/merged.gguf
 
 The exit status is 0 if the exported model may be used in place of the trained one, 1 if it was written and differs much
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="round linear layers: to what the run was trained for (qat_weight_dtype), or to DTYPE, int2 to int8",
     )
     parser.add_argument(
-        "--group-size",
+        "--group_size",
         type=int,
         metavar="N",
         help="how many weights of a row share a scale (default: as trained, or 32)",

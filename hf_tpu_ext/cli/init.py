@@ -47,9 +47,8 @@ def list_recipes(args: argparse.Namespace) -> int:
     """Print the recipes, and return the exit status `0`."""
     recipes = sorted(RECIPES.glob("*.yaml"))
     width = max(len(recipe.stem) for recipe in recipes)
-    for recipe in recipes:
-        print(f"{recipe.stem:<{width}}  {purpose_of(recipe)}")
-    print("\nhf-tpu init NAME writes one into recipes/")
+    lines = [f"{recipe.stem:<{width}}  {purpose_of(recipe)}" for recipe in recipes]
+    print("\n".join([*lines, "", "hf-tpu init NAME writes one into recipes/"]))
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import SaveError, UserError
 from . import cache_teacher, doctor, export, init, plan, prepare, report, warmup
+from .recipe import with_underscores
 from .trl_scripts import SCRIPTS
 
 
@@ -49,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         `int`: Exit status: `0`, or `2` for a mistake in what was asked for. `1` says of a plan that the
-        recipe does not fit, of an export that it differs much, of the doctor that something failed.
+        recipe does not fit (`3`: that it is unknown whether it does), of an export that it differs much, of the doctor that
+        something failed.
 
     Raises:
         [`~hf_tpu_ext.TrainingPreempted`]: A run was told to stop, and is saved: exit status `75`.
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] and argv[0] in _TRAINING:
             return _TRAINING[argv[0]](argv[1:])
         else:
-            args = _parser().parse_args(argv or ["--help"])
+            args = _parser().parse_args([with_underscores(word) for word in argv or ["--help"]])
             return args.func(args)
     except (OSError, ValueError) as error:
         if os.environ.get("HF_TPU_EXT_TRACEBACK") == "1" or not _is_for_users(error, argv):
@@ -69,6 +71,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hf-tpu: error: {error}\n(HF_TPU_EXT_TRACEBACK=1 shows where)", file=sys.stderr)
         return 2
     return 0
+
+
+def command() -> int:
+    """The `hf-tpu` of the shell: [`main`], where an unexpected error has an exit status that no answer has, `70` (`EX_SOFTWARE`)."""
+    try:
+        return main()
+    except Exception:
+        traceback.print_exc()
+        return os.EX_SOFTWARE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,4 +129,4 @@ def _words(argv: list[str]) -> set[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -11,7 +11,8 @@ from pathlib import Path
 from ..errors import UserError
 from ..examples.jsonl import write_splits
 from ..installing import install_command
-from .recipe import Recipe, load_recipe
+from .json_output import json_output
+from .recipe import Recipe, load_recipe, with_underscores
 from .trl_scripts import SCRIPTS, take_command
 
 
@@ -21,20 +22,20 @@ The compiler: {install_command("plan")}. A large model takes minutes and no more
 
 examples:
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml
-  hf-tpu plan --config recipes/sft_lora_qwen3.yaml --topology v5e-1 --seq-lengths 1024
+  hf-tpu plan --config recipes/sft_lora_qwen3.yaml --topology v5e-1 --seq_lengths 1024
   hf-tpu plan --config recipes/sft_lora_qwen3.yaml --search
 
-The exit status is 0 if it fits, 1 if it does not, and 2 if that is unknown. For a recipe of another command than `sft`:
+The exit status is 0 if it fits, 1 if it does not, and 3 if that is unknown. For a recipe of another command than `sft`:
 
   hf-tpu plan dpo --config recipes/dpo_lora_qwen3.yaml
   hf-tpu plan --config recipes/pretrain_tinystories.yaml
 
 options of its own:
   --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...; of several hosts: v5e-16 to v5e-256, v6e-16, ...
-  --seq-lengths N ...  sequence lengths, instead of reading the dataset; of a model that takes images, each row has one
+  --seq_lengths N ...  sequence lengths, instead of reading the dataset; of a model that takes images, each row has one
   --search [NAME ...]  search rematerialization, mesh and batch size, and print the Pareto front; or only the named ones
                        of these: rematerialization, mesh, attention, per_device_train_batch_size
-  --json FILE          also write the plan to FILE
+  --json FILE          also write the plan to FILE; -: print it alone
   --hlo DIRECTORY      write the compiled graphs (optimized HLO) there, but not those of variants
   --prices FILE        prices per chip-hour, instead of the list prices that come with this package
   --jobs N             graphs to compile at once, of variants too (by default as many as cores and memory allow)
@@ -68,17 +69,17 @@ class _OptionParser(argparse.ArgumentParser):
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _OptionParser()
     parser.add_argument("--topology", default="v5e-8")
-    parser.add_argument("--seq-lengths", type=int, nargs="+")
+    parser.add_argument("--seq_lengths", type=int, nargs="+")
     parser.add_argument("--search", nargs="*", choices=_MAY_BE_SEARCHED)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--hlo", type=Path)
     parser.add_argument("--prices", type=Path)
     parser.add_argument("--jobs", type=int)
-    options, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args([with_underscores(word) for word in argv])
     for length in options.seq_lengths or ():
         if length < 1:
             raise UserError(
-                f"--seq-lengths {length}: a row has at least one token, for example --seq-lengths 512 1024"
+                f"--seq_lengths {length}: a row has at least one token, for example --seq_lengths 512 1024"
             )
     if options.json is not None and not options.json.parent.is_dir():
         raise UserError(
@@ -95,7 +96,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run(argv: list[str]) -> int:
-    """Plan a recipe, and return the exit status: `0` if it fits, `1` if it does not, `2` if that could not be told."""
+    """Plan a recipe, and return the exit status: `0` if it fits, `1` if it does not, `3` if that could not be told."""
     command, title, rest = take_command("plan", argv)
     options, rest = _options(rest)
 
@@ -118,13 +119,13 @@ def run(argv: list[str]) -> int:
     hosts = topology.hosts if topology.num_hosts > 1 else ()
     backend = select_tracing(topology.num_chips, hosts, topology.chip)
     recipe.command_line["backend"] = backend.name
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
         elif "dataset_name" not in recipe and "datasets" not in recipe:
             raise UserError(
                 "The graphs of a step depend on the shapes of its batches, and the recipe names no dataset. Give their lengths instead: "
-                "--seq-lengths 1024"
+                "--seq_lengths 1024"
             )
 
         def trace(changes: dict[str, str]):
@@ -136,7 +137,7 @@ def run(argv: list[str]) -> int:
             except OSError as error:
                 raise UserError(
                     f"{error}\nA plan needs the model's configuration and tokenizer. The data can be left out: "
-                    f"--seq-lengths 1024"
+                    f"--seq_lengths 1024"
                 ) from error
             if options.seq_lengths:
                 traced = traced.without_data()
@@ -155,10 +156,9 @@ def run(argv: list[str]) -> int:
 
         if options.search is not None:
             plan = search(plan, own.settings, options.search or _SEARCHED, trace_variant, jobs)
-    print(render(plan))
-    if options.json is not None:
-        plan.save(options.json)
-    return {True: 0, False: 1, None: 2}[plan.fits]
+        print(render(plan))
+        write_json(plan.to_json())
+    return {True: 0, False: 1, None: 3}[plan.fits]
 
 
 def _with_synthetic_rows(recipe: Recipe, command: str, directory: Path, lengths: list[int]) -> Recipe:

@@ -170,6 +170,12 @@ def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
     return recipe
 
 
+def with_underscores(word: str) -> str:
+    """A word of a command line; the name of an option, `--output-dir`, is spelled as it is declared, `--output_dir`."""
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
+
+
 def _keys_of(argv: list[str]) -> dict[str, Any]:
     """The keys of a command line: `--key value ...`, `--key=value`, `--key`; with hyphens or underscores."""
     keys: dict[str, list[str]] = {}
@@ -179,9 +185,9 @@ def _keys_of(argv: list[str]) -> dict[str, Any]:
         argv = ["--config", *argv]
     for word in argv:
         if re.match("--?[A-Za-z]", word):
-            name, equals, value = word.lstrip("-").partition("=")
+            name, equals, value = with_underscores(word).lstrip("-").partition("=")
             # The last of several counts, as in a parser.
-            values = keys[name.replace("-", "_")] = [value] if equals else []
+            values = keys[name] = [value] if equals else []
         elif values is None:
             _refuse_word(word)
         else:

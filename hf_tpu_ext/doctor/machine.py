@@ -53,7 +53,7 @@ def check_tpu(pci_root: str = PCI, proc: Path = Path("/proc"), lock_file: Path =
         text = f"{lock_file} was left behind by a process that was killed"
         yield Check("TPU in use", "failed", text, f"sudo rm {lock_file}")
     elif not holders:
-        unseen = f"; {hidden} processes of others cannot be looked at (sudo hf-tpu doctor --no-smoke can)"
+        unseen = f"; {hidden} processes of others cannot be looked at (sudo hf-tpu doctor --no_smoke can)"
         yield Check("TPU in use", "ok", "by no process" + unseen * bool(hidden))
 
 

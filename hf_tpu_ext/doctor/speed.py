@@ -175,7 +175,7 @@ def plan_speed(backend: Backend, directory: Path) -> dict[str, Any] | None:
         return {"text": f"no plan for {backend.num_chips} of {backend.device_name}", "peak_bytes": None}
     written = directory / "plan.json"
     command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--config", str(write_recipe(directory))]
-    command += ["--topology", topology, "--seq-lengths", str(LENGTH), "--json", str(written)]
+    command += ["--topology", topology, "--seq_lengths", str(LENGTH), "--json", str(written)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -30,7 +30,7 @@ def choose_quantization(
     """
     trained = TrainedFor.read(run_dir)
     if dtype is None:
-        for option, value in {"--group-size": group_size, "--scale": scale}.items():
+        for option, value in {"--group_size": group_size, "--scale": scale}.items():
             if value is not None:
                 raise UserError(
                     f"{option} {value} has no effect without --quantize. Add --quantize, or leave {option} out."
@@ -50,14 +50,14 @@ def choose_quantization(
     as_trained = (AS_TRAINED, trained.weight_dtype), (None, trained.group_size), (None, trained.scale)
     if any(given not in allowed for given, allowed in zip((dtype, group_size, scale), as_trained, strict=True)):
         raise UserError(
-            f"{run_dir} was trained for {trained.describe()}. Leave the dtype, --group-size and --scale out, for what was "
+            f"{run_dir} was trained for {trained.describe()}. Leave the dtype, --group_size and --scale out, for what was "
             "trained to be exported: --quantize"
         )
     if trained.adapters == "beside" and (run_dir / ADAPTER_CONFIG_NAME).is_file():
         raise UserError(
             f"{run_dir} was trained with qat_adapters='beside', round(W) x + B A x, which no rounded weight is equal to. Export "
             f"its base, and serve the adapter on that: hf-tpu export BASE_DIRECTORY --quantize {trained.weight_dtype} "
-            f"--group-size {trained.group_size}; or train with qat_adapters='inside'."
+            f"--group_size {trained.group_size}; or train with qat_adapters='inside'."
         )
     return trained
 

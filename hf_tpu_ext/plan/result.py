@@ -3,9 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-from ..atomic_write import write_atomically
 from ..generation.generator import DECODE, PREFILL
 from ..hardware.prices import Price
 from ..hardware.topologies import Topology
@@ -263,7 +261,3 @@ class Plan:
         values["parts"] = self.largest and self.parts(self.largest)
         plan = asdict(self, dict_factory=lambda items: {name: value for name, value in items if name != "text"})
         return json.dumps(plan | {"derived": values}, indent=2)
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON to a file, which is whole or not there."""
-        write_atomically(path, self.to_json())

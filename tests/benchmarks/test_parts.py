@@ -106,7 +106,7 @@ def test_cycles_are_by_part_of_the_model_where_the_program_names_it():
 @pytest.mark.slow
 def test_what_a_plan_traces_is_named(tmp_path):
     model = make_model(tmp_path / "model")
-    argv = ["plan", "--topology", "v5e-1", "--seq-lengths", "64", "--max_length", "64", "--hlo", str(tmp_path)]
+    argv = ["plan", "--topology", "v5e-1", "--seq_lengths", "64", "--max_length", "64", "--hlo", str(tmp_path)]
     argv += ["--model_name_or_path", str(model), "--use_peft", "true", "--output_dir", str(tmp_path / "run")]
     script = Path(__file__).with_name("trace_parts.py")
     done = subprocess.run([sys.executable, script, *argv], capture_output=True, text=True)

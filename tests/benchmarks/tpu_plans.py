@@ -423,7 +423,7 @@ def plan(
             case.command,
             "--topology",
             case.topology,
-            "--seq-lengths",
+            "--seq_lengths",
             str(case.length),
         ]
         + ["--json", str(output), *words, *more],
@@ -526,7 +526,7 @@ def main() -> None:
     if arguments.write and "page" in arguments.tables:
         with tempfile.TemporaryDirectory() as directory:
             _, page = plan(PAGE, Path(directory), "--config", PAGE.title)
-        command = f"hf-tpu plan --config {PAGE.title} --topology {PAGE.topology} --seq-lengths {PAGE.length} --max_steps 1000"
+        command = f"hf-tpu plan --config {PAGE.title} --topology {PAGE.topology} --seq_lengths {PAGE.length} --max_steps 1000"
         write_block(DOCUMENT, "plan_page", f"```text\n$ {command}\n\n{page.rstrip()}\n```")
 
 

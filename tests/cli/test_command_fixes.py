@@ -214,7 +214,7 @@ def test_cache_teacher(options, left_out, fixes):
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        ({"seq-lengths": 0}, "for example --seq-lengths 512 1024"),
+        ({"seq-lengths": 0}, "for example --seq_lengths 512 1024"),
         ({"jobs": 0}, "for example --jobs 2"),
         ({"json": "no/dir/plan.json"}, "mkdir -p no/dir"),
         ({"hlo": "no/dir"}, "mkdir -p no/dir"),
@@ -240,7 +240,7 @@ def test_a_plan_needs_shapes(monkeypatch):
     monkeypatch.setattr("hf_tpu_ext.backends.selection.select_tracing", lambda *chips: tracing)
     options = {"model_name_or_path": "absent", "topology": "v5e-1"}
     message = refusal(lambda **options: plan.run(words(options)), options)
-    (edited,) = edits(options, message, "--seq-lengths 1024")
+    (edited,) = edits(options, message, "--seq_lengths 1024")
     # Now it is the model that is missing.
     assert "A plan needs the model's configuration" in refusal(lambda **options: plan.run(words(options)), edited)
 

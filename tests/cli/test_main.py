@@ -1,5 +1,6 @@
 """The `hf-tpu` command: help, exit status and what a person sees of an error."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,21 @@ def test_bugs_keep_their_traceback(monkeypatch, statement, error):
     monkeypatch.setitem(cli._TRAINING, "sft", in_our_code(statement))
     with pytest.raises(error):
         main(["sft", "--output_dir", "runs/absent"])
+
+
+def test_a_bug_has_an_exit_status_of_its_own(monkeypatch, capsys):
+    monkeypatch.setitem(cli._TRAINING, "sft", in_our_code("raise RuntimeError('a bug')"))
+    monkeypatch.setattr(sys, "argv", ["hf-tpu", "sft"])
+    assert cli.command() == 70
+    assert "RuntimeError: a bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("no_smoke", ["--no-smoke", "--no_smoke"])
+def test_json_has_the_screen_alone(no_smoke, capsys):
+    status = main(["doctor", no_smoke, "--json", "-"])
+    told = capsys.readouterr()
+    assert json.loads(told.out)["ok"] is (status == 0)
+    assert "transformers" in told.err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import yaml
 
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
+from hf_tpu_ext.examples.tiny_vision import make_digits, make_vision_model
 
 
 BLOCK = re.compile(
@@ -20,6 +21,8 @@ def make_world():
     for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "runs/sft_lora_qwen3", "runs/quickstart"):
         make_model(name)
     make_arithmetic("trl-lib/Capybara", num_rows=32)
+    make_vision_model("HuggingFaceTB/SmolVLM-256M-Instruct", "smolvlm")
+    make_digits(8).to_parquet("trl-lib/llava-instruct-mix/train.parquet")
 
 
 def run_yaml(code):

@@ -57,4 +57,4 @@ def test_is_stored_as_it_is_pasted(path):
 
 
 def test_are_found():
-    assert len(NOTEBOOKS) == 7
+    assert len(NOTEBOOKS) == 9

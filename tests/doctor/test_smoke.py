@@ -138,7 +138,7 @@ def test_the_training_tells_what_is_wrong(monkeypatch):
 
 
 def test_a_failure_is_the_status_and_marks_are_plain_where_they_have_to_be():
-    result = run_doctor("--no-smoke", HF_TPU_EXT_BACKEND="gpu", PYTHONIOENCODING="ascii")
+    result = run_doctor("--no_smoke", HF_TPU_EXT_BACKEND="gpu", PYTHONIOENCODING="ascii")
     assert result.returncode == 1, result.stderr
     assert "FAILED backend" in result.stdout
     assert "Unknown HF_TPU_EXT_BACKEND='gpu'" in result.stdout

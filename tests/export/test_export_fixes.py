@@ -105,7 +105,7 @@ def test_quantization_of_a_run_that_was_trained_for_another(tmp_path):
     def check(quantize, group_size=None):
         return choose_quantization(tmp_path, quantize, group_size, None)
 
-    assert "Leave the dtype, --group-size and --scale out" in refusal(check, {"quantize": "int8"})
+    assert "Leave the dtype, --group_size and --scale out" in refusal(check, {"quantize": "int8"})
     assert check("int4").weight_dtype == "int4"
 
 

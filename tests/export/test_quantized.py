@@ -150,7 +150,7 @@ def test_a_run_that_was_not_trained_for_it(lora_run, tmp_path, capsys):
     assert "Weights of linear layers in int2, groups of 32; " in shown
     assert "Rounding to int2, groups of 32 changes the model by" in shown
     assert "much. Train with qat_weight_dtype, or export more bits: --quantize int8." in shown
-    argv = ["export", str(lora_run), "--merge", "--quantize", "int8", "--group-size", "64", "--output_dir"]
+    argv = ["export", str(lora_run), "--merge", "--quantize", "int8", "--group_size", "64", "--output_dir"]
     assert main([*argv, str(tmp_path / "int8")]) == 0
     assert "int8, groups of 64" in capsys.readouterr().out
     argv = ["export", str(lora_run), "--merge", "--quantize", "int2", "--scale", "mse", "--output_dir"]
@@ -187,18 +187,18 @@ def test_what_a_run_was_trained_for_is_beside_its_weights(run_with, place):
             ["--quantize", "int9"],
             "--quantize int9: weights are rounded to int2, int3, int4, int5, int6, int7, int8",
         ),
-        ("plain", ["--group-size", "32"], "--group-size 32 has no effect without --quantize"),
+        ("plain", ["--group_size", "32"], "--group_size 32 has no effect without --quantize"),
         ("plain", ["--scale", "mse"], "--scale mse has no effect without --quantize"),
         ("plain", ["--quantize", "int4", "--scale", "least"], "--scale least: scales are chosen by max, mse."),
-        ("plain", ["--quantize", "int4", "--group-size", "128"], "does not divide the 64 inputs of"),
+        ("plain", ["--quantize", "int4", "--group_size", "128"], "does not divide the 64 inputs of"),
         (
             "inside",
             ["--quantize", "int3"],
-            "was trained for int4, groups of 32. Leave the dtype, --group-size and --scale",
+            "was trained for int4, groups of 32. Leave the dtype, --group_size and --scale",
         ),
         ("inside", ["--quantize", "--scale", "mse"], "was trained for int4, groups of 32."),
-        ("inside", ["--quantize", "--group-size", "16"], "was trained for int4, groups of 32."),
-        ("beside", ["--quantize"], "--quantize int4 --group-size 32; or train with qat_adapters='inside'"),
+        ("inside", ["--quantize", "--group_size", "16"], "was trained for int4, groups of 32."),
+        ("beside", ["--quantize"], "--quantize int4 --group_size 32; or train with qat_adapters='inside'"),
     ],
 )
 def test_mistakes(lora_run, run_with, tmp_path, capsys, run, argv, message):
@@ -283,7 +283,7 @@ def test_gguf_has_the_integers_of_the_training(float_gguf, lora_run, capsys, dty
             "llama.cpp has no type for int3, groups of 32: its types are int4 and",
         ),
         (
-            ["--quantize", "int4", "--group-size", "64", "--gguf", "{file}"],
+            ["--quantize", "int4", "--group_size", "64", "--gguf", "{file}"],
             "llama.cpp has no type for int4, groups of 64:",
         ),
         (

@@ -204,7 +204,7 @@ def test_the_bar_of_a_part_starts_where_the_one_before_ends():
 
 def test_json_holds_all_of_it(tmp_path):
     planned = plan(program(), trials=[Trial({"batch": "8"}, True, GB, 1.0, 8000.0)])
-    planned.save(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text(planned.to_json())
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["versions"] == {"libtpu": "0.0.21"}
     assert content["topology"]["chip"]["memory_bytes"] == 16911433728

@@ -95,7 +95,7 @@ def test_the_first_backward_pass_on_the_cpu_does_not_ask_google_cloud():
 def test_a_plan_is_made_where_torch_xla_is(fresh, capsys):
     from hf_tpu_ext.cli.main import main
 
-    assert main(["plan", "--seq-lengths", "64", "--model_name_or_path", "tiny"]) == 2
+    assert main(["plan", "--seq_lengths", "64", "--model_name_or_path", "tiny"]) == 2
     told = capsys.readouterr().err
     assert "needs torch_xla" in told and "in an environment of its own, beside that of torch_tpu" in told
 
