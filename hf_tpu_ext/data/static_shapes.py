@@ -64,9 +64,12 @@ class CollatedBatch(dict):
         self.padded = dict(padded)
         self.num_tokens = num_tokens
 
-    def as_collated(self, key: str) -> Any:
-        """What the batch has under `key`, without the columns that were added."""
-        return self[key][:, : self.padded[key]] if key in self.padded else self[key]
+
+def as_collated(batch: Any) -> Any:
+    """A batch without the columns that were added to it: as upstream's collator gives it, and code of the user's gets it."""
+    if not isinstance(batch, CollatedBatch):
+        return batch
+    return {key: value[:, : batch.padded[key]] if key in batch.padded else value for key, value in batch.items()}
 
 
 def count_all(batch: Mapping[str, Any]) -> int:

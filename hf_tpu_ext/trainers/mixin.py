@@ -294,7 +294,8 @@ class TPUTrainerMixin(
             return loss
         if self.backend.static_shapes:
             step = self._forward_backward if self.backend.traces_steps else self._step_of_upstream
-            return self.steps.run(model, inputs, num_items_in_batch, step, self.accelerator.sync_gradients)
+            closing = self.accelerator.sync_gradients
+            return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), closing, step)
         if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)

@@ -167,7 +167,9 @@ class CompiledSteps(EagerSteps):
 
     # ---- A step ----
 
-    def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable, closing: bool) -> torch.Tensor:
+    def run(
+        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, step: Callable
+    ) -> torch.Tensor:
         self.grad_norm = None
         trainer = self._trainer
         if self.compiles == "step":
@@ -175,13 +177,13 @@ class CompiledSteps(EagerSteps):
             model.train()
             self._follow_python()
         if self.compiles != "step":
-            return super().run(model, inputs, num_items_in_batch, step, closing)
+            return super().run(model, inputs, num_items_in_batch, numbers, closing, step)
         batch = trainer.send_batch(inputs)
         updates = closing and isinstance(self._optimizer, ProgramAdamW)
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         others = {name: value for name, value in batch.items() if name not in tensors}
-        data = {**self._backend.send(trainer.step_data()), "items": num_items_in_batch}
+        data = {**self._backend.send(numbers), "items": num_items_in_batch}
         if not isinstance(num_items_in_batch, torch.Tensor):
             del data["items"]
             others["items"] = num_items_in_batch
@@ -214,7 +216,7 @@ class CompiledSteps(EagerSteps):
                 self._step_programs[key] = self._backend.compile_function(traced, arguments)
             except _CodeOfUser as error:
                 self._go_on_by_layers(f"{error}, which may do something else at each step")
-                return super().run(model, inputs, num_items_in_batch, step, closing)
+                return super().run(model, inputs, num_items_in_batch, numbers, closing, step)
             # Parameters and buffers are given to it, and it is no matter where these are.
             given = [*model.parameters(), *model.buffers()]
             self._python_state = note_python_state(trainer, [model], _identities, given)

@@ -104,17 +104,19 @@ class EagerSteps(TrainerCallback):
 
     # ---- A step ----
 
-    def run(self, model, inputs: dict[str, Any], num_items_in_batch, step: Callable, closing: bool) -> torch.Tensor:
+    def run(
+        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, step: Callable
+    ) -> torch.Tensor:
         """
-        Run a micro-step by `step`, which is upstream's and is given the first arguments; `closing` says whether it is the last of an
-        optimizer step. Returns the loss, on the device.
+        Run a micro-step by `step`, which is upstream's and is given the first arguments. `numbers` are on the host, and `closing` says
+        whether it is the last of an optimizer step. Returns the loss, on the device.
         """
         trainer = self._trainer
         if trainer.generates:
             # What it writes is no part of the step. Upstream's step begins so, too.
             model.train()
             inputs = SentBatch(trainer.send_batch(inputs))
-            self.data = self._backend.send(trainer.step_data())
+            self.data = self._backend.send(numbers)
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
         trainer.log_step_loss(loss, closing)

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
-from ...data import CollatedBatch, count_rows
+from ...data import as_collated, count_rows
 from ...step.metrics import DeviceSums
 from ...step.running_code import is_known
 from .evaluation_steps import EVALUATION_STEP, PREDICTION_STEP
-from .predicted_columns import as_collated, find_added, without_added
+from .predicted_columns import find_added, without_added
 from .predicted_text import write_predictions
 from .text import TextGeneration
 from .user_code import computes_loss_by_itself, owner_of
@@ -72,7 +72,7 @@ class CompiledEvaluation:
         computed, added = count_rows(self.batch_under_way), find_added(inputs, self.batch_under_way)
         if self.predicted_text is not None:
             result, added = (
-                (result[0], write_predictions(self.predicted_text, inputs, self.args), as_collated(inputs, "labels")),
+                (result[0], write_predictions(self.predicted_text, inputs, self.args), as_collated(inputs)["labels"]),
                 {},
             )
         return result, self.count_examples(inputs), find_batch_size(inputs), computed, added
@@ -240,16 +240,11 @@ class _PredictedAhead:
             held += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             if len(batches) == self._most or (self._most is None and held >= MOST_BYTES_HELD):
                 self._made.extend(self._read(predictions))
-                yield from map(_all_as_collated, batches)
+                yield from map(as_collated, batches)
                 batches, predictions, held = [], [], 0
         if batches:
             self._made.extend(self._read(predictions))
-            yield from map(_all_as_collated, batches)
-
-
-def _all_as_collated(batch: Any) -> Any:
-    """A batch as user code gets it (`include_for_metrics`)."""
-    return {key: batch.as_collated(key) for key in batch} if isinstance(batch, CollatedBatch) else batch
+            yield from map(as_collated, batches)
 
 
 def _first_rows(value: Any, rows: int, computed: int) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.trainer_utils import unwrap_peft_model
 
-from ...data import CollatedBatch
+from ...data import CollatedBatch, as_collated
 from ...errors import UserError
 from ...step.running_code import is_known
 
@@ -175,7 +175,7 @@ class IndexRanges:
         is not looked at.
         """
         knows = isinstance(batch, CollatedBatch)
-        collated = {key: batch.as_collated(key) for key in batch} if knows else batch
+        collated = as_collated(batch)
         for key, values in collated.items():
             if not isinstance(values, Tensor) or values.device.type != "cpu":
                 continue

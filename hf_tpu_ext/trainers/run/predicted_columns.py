@@ -5,22 +5,17 @@ from typing import Any
 
 import torch
 
-from ...data import CollatedBatch
+from ...data import as_collated
 
 
 def find_added(inputs: Mapping[str, Any], sent: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """How many columns the keys of a batch had when it was collated, and how many they had on the device, if more."""
     columns = {
-        key: (as_collated(inputs, key).shape[1], sent[key].shape[1])
-        for key, value in inputs.items()
+        key: (value.shape[1], sent[key].shape[1])
+        for key, value in as_collated(inputs).items()
         if isinstance(value, torch.Tensor) and value.ndim > 1 and key in sent
     }
     return {key: (collated, computed) for key, (collated, computed) in columns.items() if collated < computed}
-
-
-def as_collated(inputs: Mapping[str, Any], key: str) -> Any:
-    """What a batch has under `key`, without the columns that this package has added."""
-    return inputs.as_collated(key) if isinstance(inputs, CollatedBatch) else inputs[key]
 
 
 def without_added(

@@ -126,17 +126,19 @@ class TrainingSteps(TrainerCallback):
 
     # ---- A step ----
 
-    def run(self, model, inputs, num_items_in_batch, forward_backward: Callable, closing: bool) -> torch.Tensor:
+    def run(
+        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, forward_backward: Callable
+    ) -> torch.Tensor:
         """
-        Run a micro-step, all of it or its first stages; `closing` says whether it is the last of an optimizer step. `forward_backward` is
-        called with the arguments of upstream's `training_step`, the tensors of which are on the device. Returned is what upstream adds
-        to the loss that it would log: 0 where [`LossLog`] keeps the loss.
+        Run a micro-step, all of it or its first stages. `numbers` are on the host, and `closing` says whether it is the last of an
+        optimizer step. `forward_backward` is called with the arguments of upstream's `training_step`, the tensors of which are on the
+        device. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
         trainer = self._trainer
         self.gradients.take_back()
         self._follow_optimizer()
         self.grad_norm = None
-        numbers = {**trainer.step_data(), "seed": trainer.seeds.next()}
+        numbers = {**numbers, "seed": trainer.seeds.next()}
         if self.compiled is None:
             return self._run_stages(model, inputs, num_items_in_batch, numbers, closing, forward_backward)
         if not model.training:
