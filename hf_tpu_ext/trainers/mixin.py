@@ -29,7 +29,7 @@ from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
 from .run.images import naming_broken_images
 from .run.index_ranges import IndexRanges
-from .run.lengths import lengths_for, pad_token_of
+from .run.lengths import lengths_for
 from .run.metrics import MetricsMixin
 from .run.status import StatusMixin
 from .run.user_code import sees_micro_steps
@@ -181,7 +181,8 @@ class TPUTrainerMixin(
             config = vars(unwrap_peft_model(self.model)).get("config")
             pad_token = vars(config).get("pad_token_id") if isinstance(config, PreTrainedConfig) else None
             return 0 if pad_token is None else pad_token
-        return pad_token_of(tokenizer)
+        # As in TRL's trainers.
+        return next((id for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
 
     @property
     def _config_name(self) -> str | None:

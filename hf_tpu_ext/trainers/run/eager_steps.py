@@ -36,10 +36,6 @@ class EagerSteps(TrainerCallback):
     Upstream's `training_step` runs as it is written. The loss stays on the device until a log. After the optimizer the step
     ends, and what it had compiled is counted and explained: at the first step of each shape, and before a log, an evaluation or a
     checkpoint, which wait for the device anyway.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
     """
 
     #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.

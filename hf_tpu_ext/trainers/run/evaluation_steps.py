@@ -25,10 +25,6 @@ class EvaluationSteps:
 
     A batch of a shape is traced twice and then run by the handle of its program, as a training step is: also those of further
     evaluations, until training begins or ends. It is traced where code of the user's runs in it, or in a training step.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
     """
 
     def __init__(self, trainer):

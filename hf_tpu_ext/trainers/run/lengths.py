@@ -1,11 +1,11 @@
-"""Which lengths batches are padded to, and with what."""
+"""Which lengths batches are padded to."""
 
 from collections.abc import Sequence
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import TrainingArguments
 
 from ...data import batch_lengths, percentile_buckets, round_up_length, validate_buckets
 from ...errors import UserError
@@ -17,11 +17,6 @@ from ..configs import ExtensionArguments, PaddedArguments
 MOST_BUCKETS = 32
 # Columns that have a value for each token, but are no sequence of their own.
 _NOT_TOKENS = ("position_ids", "segment_ids", "token_type_ids")
-
-
-def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What a tokenizer pads with. Where it has no pad token, that is the end-of-sequence token, as in TRL's trainers, or else 0."""
-    return next((id for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
 
 
 def row_lengths(dataset, longest: int | None = None) -> list[int] | None:

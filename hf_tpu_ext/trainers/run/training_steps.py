@@ -37,10 +37,6 @@ class TrainingSteps(TrainerCallback):
     A program that is run by its handle runs no Python of the model, the loss or the optimizer. What Python of known packages may
     have read is compared at each step. Where code of the user's runs inside a step, it is traced; `step_replay=True` says that this
     code does the same at every step.
-
-    Args:
-        trainer ([`TPUTrainerMixin`]):
-            The trainer.
     """
 
     def __init__(self, trainer):
