@@ -80,7 +80,7 @@ class TPUTrainerMixin(
     | `get_batch_samples`, `_run_epoch`, `_load_rng_state`, `_save_rng_state` | phases of a step; bit-exact resume |
     | `_load_optimizer_and_scheduler` | the state goes from the file to the chips one tensor at a time |
     | `_load_from_checkpoint` | adapters keep the dtype that TRL gave them; experts and vision towers are loaded by the names that they are saved under |
-    | `_save`, `save_model`, `_save_optimizer_and_scheduler`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer or by all hosts, written atomically |
+    | `_save`, `save_model`, `_save_optimizer_and_scheduler`, `_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`, `create_model_card`, `_determine_best_metric`, `_load_best_model` | fetched in one transfer or by all hosts, written atomically; the card names this package |
     | `train`, `_inner_training_loop`, `_hp_search_setup` | takes up changed arguments, finds a complete checkpoint, says that memory has run out, leaves nothing to the next run or trial |
 
     Args:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
 from torch.utils.serialization import config as serialization_config
 from tqdm.auto import tqdm
@@ -18,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, 
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
+from ... import __version__
 from ...atomic_write import move_into_place, remove_temporary
 from ...backends.detect import TPU_BACKENDS, tpu_chips
 from ...backends.hosts import HostsDisagree
@@ -25,6 +27,7 @@ from ...backends.streamed import read_all
 from ...callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
 from ...callbacks.samples import ShowSamples
 from ...errors import SaveError, UserError
+from ...formatting import count
 from ...quantization.bitsandbytes import find_config
 from ...redaction import redact
 from ...step.optimizer import LazyAdamW
@@ -444,6 +447,17 @@ class SavingMixin:
         # Files are read while training goes on, so they have to be in their place.
         if self._unfinished is None:
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            path = Path(self.args.output_dir) / "README.md"
+            card = ModelCard.load(path)
+            card.data.tags = [*(card.data.tags or ()), "hf_tpu_ext"]
+            figures = ": [report](report.md)" if path.with_name("report.md").is_file() else ""
+            on = f"{self.backend.device_name}, {count(self.backend.num_chips, 'chip')}"
+            card.text += f"\n\nTrained with hf_tpu_ext {__version__} on {on}{figures}.\n"
+            card.save(path)
 
     def _note_best(self, checkpoint: Path) -> None:
         # Upstream looks for it beside the one that it writes.
