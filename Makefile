@@ -70,9 +70,10 @@ test-at-%: .cache/%.txt
 	$(VENV)-$*/bin/python -m pip freeze | grep -E '^($(UPSTREAM_PATTERN))=='
 	$(VENV)-$*/bin/python -m pytest -q tests/contract
 
-quality: setup  ## Check style and lint
+quality: setup  ## Check style, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 style: setup  ## Fix style and lint
 	$(BIN)/ruff check --fix .

@@ -28,18 +28,18 @@ def group_batches(lengths: Iterable[int], batch_size: int, train_sampling_strate
     taken for `"random"`. The result is int64 of shape `(num_batches, batch_size)`; rows that complete the last batch
     have length 0.
     """
-    lengths = torch.tensor(list(lengths))
-    rows = len(lengths)
+    batched = torch.tensor(list(lengths))
+    rows = len(batched)
     if train_sampling_strategy != "sequential":
         # Sorted before it is shuffled, so that the same rows in another order give the same buckets, and so the same
         # programs.
-        lengths = lengths.sort().values
-        lengths = lengths[torch.randperm(rows, generator=torch.Generator().manual_seed(0))]
+        batched = batched.sort().values
+        batched = batched[torch.randperm(rows, generator=torch.Generator().manual_seed(0))]
     if train_sampling_strategy == "group_by_length":
         # The rule of transformers' LengthGroupedSampler: sorted within groups of up to 50 batches.
         group = batch_size * max(1, min(rows // (batch_size * 4), 50))
-        lengths = torch.cat([chunk.sort(descending=True).values for chunk in lengths.split(group)])
-    return torch.nn.functional.pad(lengths, (0, -rows % batch_size)).view(-1, batch_size)
+        batched = torch.cat([chunk.sort(descending=True).values for chunk in batched.split(group)])
+    return torch.nn.functional.pad(batched, (0, -rows % batch_size)).view(-1, batch_size)
 
 
 def batch_lengths(lengths: Iterable[int], batch_size: int, train_sampling_strategy: str = "random") -> list[int]:

@@ -145,18 +145,18 @@ class StaticShapeCollator:
     def __call__(self, examples: list) -> CollatedBatch:
         """Collates `examples` and pads the `(batch, length, ...)` tensors; `ValueError` if no length fits."""
         batch = dict(self.collator(examples))
-        counts = self.count_tokens is not None and "input_ids" in batch
-        num_tokens = self.count_tokens(batch) if counts else None
+        num_tokens = self.count_tokens(batch) if self.count_tokens is not None and "input_ids" in batch else None
         if self.adds_mask and "input_ids" in batch and "position_ids" not in batch:
             batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         length = length_of(batch)
         labels = batch.get("labels")
-        decoded = self.decodes and isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        if not (self.decodes and isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()):
+            labels = None
         padded = dict(batch)
         if self.lengths:
-            target = self._declared(max(length, labels.shape[1]) if decoded else length)
+            target = self._declared(length if labels is None else max(length, labels.shape[1]))
             padded = pad_columns(batch, target, self.pad_token_id)
-            if decoded:
+            if labels is not None:
                 padded["labels"] = _extend("labels", labels, 1, target, self.pad_token_id)
         changed = {key: value.shape[1] for key, value in batch.items() if padded[key] is not value}
         return CollatedBatch(padded, length, changed, len(examples), num_tokens)
@@ -217,7 +217,7 @@ def count_rows(batch: Mapping[str, Any]) -> int:
     return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim)
 
 
-def pad_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> dict[str, Any]:
+def pad_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> Mapping[str, Any]:
     """
     Adds rows at the end of a batch until it has `batch_size` of them, masked out of a loss over `labels`.
 
@@ -234,7 +234,7 @@ def pad_rows(batch: Mapping[str, Any], batch_size: int, pad_token_id: int) -> di
         pad_token_id (`int`): Token id of the added rows.
 
     Returns:
-        `dict[str, Any]`: The batch with `batch_size` rows.
+        `Mapping[str, Any]`: The batch with `batch_size` rows.
     """
     rows = count_rows(batch)
     if rows >= batch_size:

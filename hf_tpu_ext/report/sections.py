@@ -166,7 +166,7 @@ def _programs(run: Run) -> Section:
             Table(["graph", "batch", "step", "after", "compile time", "source", "cause of recompilation"], rows)
         )
     ends = [session.end for session in run.sessions if session.end is not None]
-    counters = Counter()
+    counters: Counter[str] = Counter()
     for end in ends:
         counters.update(end["counters"])
     if counters["executions"]:

@@ -71,7 +71,8 @@ def resolve_mesh(mesh: str | None, num_chips: int) -> dict[str, int]:
 def axes_across_hosts(mesh: dict[str, int], chips_per_host: int) -> list[str]:
     """Axes along which hosts exchange data, where the chips of a host follow one another."""
     places = range(math.prod(mesh.values()))
-    across, inner = [], 1
+    across: list[str] = []
+    inner = 1
     for name in reversed(AXES):
         steps = [(place, place + inner) for place in places if (place // inner) % mesh[name] < mesh[name] - 1]
         if any(one // chips_per_host != other // chips_per_host for one, other in steps):

@@ -17,8 +17,8 @@ from ..step.host_io import accept_cpu_tensors
 from ..vision.model import take_static_images
 
 
-#: What a tensor is split by: for each dimension the name of a mesh axis, several names, or `None`.
-PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
+#: What a tensor is split by: for each dimension the name of a mesh axis, or `None`.
+PartitionSpec = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)

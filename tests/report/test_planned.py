@@ -31,7 +31,8 @@ def write_plan():
             model_flops=8 * 197e11,
         )
         chosen = [program] if programs is None else programs
-        Plan("recipe.yaml", {}, find_topology(topology), chosen, {}, optimizer_steps=40, token_share=0.5).save(path)
+        plan = Plan("recipe.yaml", {}, find_topology(topology), chosen, {}, optimizer_steps=40, token_share=0.5)
+        path.write_text(plan.to_json())
         return path
 
     return write
