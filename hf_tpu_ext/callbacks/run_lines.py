@@ -75,6 +75,8 @@ class RunLines(TrainerCallback):
         if facts.programs is not None:
             parts.append(f"{count(facts.programs, 'training graph')} to compile")
         tqdm.write("Training on " + "; ".join(parts))
+        if self._first_step:
+            tqdm.write(f"  resumed after step {self._first_step} of {state.max_steps}")
         for change in facts.changes:
             tqdm.write(f"  {change}")
         if facts.token_waste:

@@ -77,6 +77,11 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
     def run_one(args) -> None:
         nonlocal stays_here
         stays_here = _become(args, recipe)
+        if stays_here and (args.num_processes or 1) > 1:
+            raise UserError(
+                f"--num_processes {args.num_processes}: accelerate would start one process on this machine, which has "
+                f"{torch.cuda.device_count()} GPUs. Leave it out; or for {args.num_processes} processes on the CPU add --multi_gpu --use_cpu"
+            )
         if not stays_here:
             start_one(args)
 

@@ -91,16 +91,18 @@ class TRLScript:
             # Of several processes the first speaks.
             return 0
         loader = f"peft.AutoPeft{self.auto_class[4:]}" if model_args.use_peft else f"transformers.{self.auto_class}"
-        if _sees(model_args, training_args.trust_remote_code):
+        sees = _sees(model_args, training_args.trust_remote_code)
+        if sees:
             # It loads adapters, too.
             loader = "transformers.AutoModelForImageTextToText"
         # Of an adapter's base, which has no head, the number of labels is not known.
         labels = ", num_labels=1" if model_args.use_peft and self.trains_head else ""
         print(f"Load it anywhere with {loader}.from_pretrained({training_args.output_dir!r}{labels})")
+        merge = " --merge" if model_args.use_peft else ""
         if vars(training_args).get("qat_weight_dtype") is not None:
-            merge = " --merge" if model_args.use_peft else ""
             print(f"It is not rounded there. Round it: hf-tpu export {training_args.output_dir}{merge} --quantize")
-        print(f"Next: hf-tpu {self.command} --config {self.recipe} (add --smoke to try it on a tiny model first)")
+        elif merge and not sees:
+            print(f"One plain model of adapter and base: hf-tpu export {training_args.output_dir}{merge}")
         return 0
 
     def parser(self, title: str | None = None, description: str | None = None) -> RecipeParser:

@@ -113,6 +113,21 @@ def test_option_of_accelerate(monkeypatch, tmp_path, key, value):
         check(**{key: 2})
 
 
+def test_processes_on_the_cpu(monkeypatch, tmp_path):
+    from accelerate.commands import launch
+
+    started = []
+    monkeypatch.setattr(launch, "multi_gpu_launcher", started.append)
+    path = tmp_path / "recipe.yaml"
+
+    def check(**settings):
+        path.write_text(yaml.safe_dump({"backend": "cpu", **settings}))
+        start_processes("sft", read_recipe(["--config", str(path)]), SCRIPTS["sft"].parser)
+
+    assert_fixes(check, dict(num_processes=2), "Leave it out", "add --multi_gpu --use_cpu")
+    assert [args.num_processes for args in started] == [2]
+
+
 # ---- Training commands ----
 
 

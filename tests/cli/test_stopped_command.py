@@ -60,7 +60,7 @@ def test_sigterm_and_resume(command, tmp_path):
     process = start(*command, "--max_steps", steps + 2, "--resume_from_checkpoint", "true")
     printed, _ = process.communicate()
     assert process.returncode == 0, printed
-    assert "Trained 2 steps" in printed
+    assert "Trained 2 steps" in printed and f"resumed after step {steps} of {steps + 2}" in printed
     state = json.loads((tmp_path / "run" / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     assert state["global_step"] == steps
 

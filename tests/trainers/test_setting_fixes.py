@@ -192,6 +192,7 @@ def test_arguments_of_one_of_both(runs, settings, traced, fixes):
         ),
         (TPUSFTConfig, dict(max_length=-5), ["example max_length=1024"]),
         (TPUSFTConfig, dict(learning_rate=-1e-3), ["for example learning_rate=2e-5"]),
+        (TPUSFTConfig, dict(output_dir="gs://bucket/runs"), ["example output_dir=/mnt/bucket/runs"]),
         (TPUSFTConfig, dict(report_to="wandb"), ["leave it out of report_to", "report_to=none"]),
         (KTOConfig, dict(loss_type="sigmoid"), ["Allowed: kto, apo_zero_unpaired"]),
         (DPOConfig, dict(use_weighting=True, loss_type="hinge"), ["set use_weighting=False"]),

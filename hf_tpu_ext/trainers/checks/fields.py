@@ -186,6 +186,13 @@ REFUSED_ANYWHERE = at(
         when=lambda value, run: value < 1 and run["sync_ref_model"],
     ),
     refused(
+        "output_dir",
+        "is an address, which would be a directory of that name on the local disk. Mount the bucket, and set output_dir to a "
+        "directory in it, for example output_dir=/mnt/bucket/runs.",
+        values="an address such as `gs://bucket/runs`",
+        when=lambda value, run: "://" in str(value),
+    ),
+    refused(
         "report_to",
         "names a service whose package is not installed; the message says which to install.",
         values="without its package",
