@@ -1,13 +1,11 @@
 """The compiled path, as a mixin over a live upstream trainer class."""
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
@@ -15,15 +13,12 @@ from ..backends.program import StateLost
 from ..callbacks.run_record import RunRecord
 from ..data import StaticShapeCollator
 from ..layers.adapters import adapters_scaled_inside
-from ..layers.attention import static_masks
 from ..layers.frozen_weights import bfloat16_holds
-from ..layers.looped_head import head_computed_by, score_tokens
-from ..step.optimizer import clip_gradients
 from .checkpoint.files import leaving_no_empty_dir, newest_checkpoint, set_aside
 from .checkpoint.run_lock import only_run_in
 from .checkpoint.saving import SavingMixin
 from .checks.datasets import check_has_rows, check_rows_left, named_datasets
-from .checks.upstream import checkpointing_left_on, default_arguments
+from .checks.upstream import default_arguments
 from .configs import ExtensionArguments
 from .run.batches import BatchesMixin
 from .run.evaluation import CompiledEvaluation
@@ -32,7 +27,7 @@ from .run.index_ranges import IndexRanges
 from .run.lengths import lengths_for
 from .run.metrics import MetricsMixin
 from .run.status import StatusMixin
-from .run.user_code import sees_micro_steps
+from .run.steps import StepsMixin
 from .run.watch import WatchMixin
 from .set_up import SetUpMixin
 
@@ -49,6 +44,7 @@ class _TrainerType(type):
 
 
 class TPUTrainerMixin(
+    StepsMixin,
     SetUpMixin,
     BatchesMixin,
     MetricsMixin,
@@ -100,8 +96,6 @@ class TPUTrainerMixin(
     methods_on_host: tuple[str, ...] = ()
     #: Whether upstream leaves NaN out of the means that it logs.
     drops_nan_metrics = False
-    # Whether a step is traced that is an override of `training_step`.
-    _override_returns_loss = False
 
     def __init__(self, *args, **kwargs):
         given = inspect.signature(super().__init__).bind(*args, **kwargs)
@@ -201,197 +195,6 @@ class TPUTrainerMixin(
     def _more_metrics(self) -> tuple[str, ...]:
         """Names of metrics that are appended to `self._metrics` by other code than upstream's."""
         return ()
-
-    # ---- Steps ----
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self.backend.static_shapes:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self._loss_compiled(inputs):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    @contextmanager
-    def _loss_compiled(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Within this context, upstream's code computes the loss of a batch in static shapes, and reads nothing."""
-        with (
-            self.models_compiled(inputs.pop("segment_ids", None)),
-            self.chips.summed(self.accelerator),
-            self.micro_steps_as_data({} if self.model.training else self.data_of_evaluation()),
-            self.metrics_deferred(),
-        ):
-            yield
-
-    @contextmanager
-    def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
-        """Within this context, upstream's code runs models in static shapes; `segment_ids` as in [`static_masks`]."""
-        with (
-            static_masks(segment_ids, sdpa=not self.backend.traces_steps),
-            self._parts_replaced() if self.backend.traces_steps else nullcontext(),
-        ):
-            yield
-
-    @contextmanager
-    def _parts_replaced(self) -> Iterator[None]:
-        with (
-            head_computed_by(partial(score_tokens, self.backend)),
-            self.chips.tokens_stay_on_chips(),
-            checkpointing_left_on(type(self)),
-        ):
-            yield
-
-    @contextmanager
-    def micro_steps_as_data(self, sent: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Within this context, the number of micro-steps is what was sent: there are fewer at the end of an epoch."""
-        if "micro_steps" not in sent:
-            yield
-            return
-        number = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = sent["micro_steps"]
-        try:
-            yield
-        finally:
-            self.current_gradient_accumulation_steps = number
-
-    @property
-    def _balances_experts(self) -> bool:
-        """Whether upstream's loss has a part for the load of the experts."""
-        return bool(vars(self).get("aux_loss_enabled"))
-
-    def step_data(self) -> dict[str, torch.Tensor]:
-        """Numbers on the host, besides the batch, that a step needs on the device."""
-        if self.args.gradient_accumulation_steps == 1:
-            return {}
-        return {"micro_steps": torch.tensor(float(self.current_gradient_accumulation_steps))}
-
-    def state_of_steps(self) -> list[torch.Tensor]:
-        """Tensors that a training step reads and changes, besides those of the model, the optimizer and the metrics."""
-        return []
-
-    def settings_of_programs(self) -> Hashable:
-        """What programs depend on besides tensors, arguments and the optimizer: another value, another program."""
-        return None
-
-    def data_of_evaluation(self) -> dict[str, torch.Tensor]:
-        if self.evaluations.data is not None:
-            return self.evaluations.data
-        # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
-        steps = self._balances_experts and "current_gradient_accumulation_steps" in vars(self)
-        return self.backend.send(self.step_data()) if steps else {}
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        if not self.backend.static_shapes or "input_ids" not in inputs:
-            return super().floating_point_ops(inputs)
-        # Upstream counts the model's parameters anew at every micro-step.
-        tokens = inputs["input_ids"].numel()
-        if self._flos_per_token is None:
-            self._flos_per_token = super().floating_point_ops(inputs) / tokens
-        return self._flos_per_token * tokens
-
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if self.backend.static_shapes and not self.is_in_train:
-            # Called by a user: the loss and gradients of a batch, and no step of a run.
-            loss = self._step_of_upstream(model, inputs, num_items_in_batch)
-            self.backend.end_step()
-            return loss
-        if self.backend.static_shapes:
-            step = self._forward_backward if self.backend.traces_steps else self._step_of_upstream
-            closing = self.accelerator.sync_gradients
-            return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), closing, step)
-        if self.status is not None and not self.generates:
-            self.status.count(inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
-
-    def _forward_backward(self, model, inputs, num_items_in_batch) -> torch.Tensor:
-        """The first stage of a micro-step."""
-        with self.micro_steps_as_data(self.steps.data):
-            return self._step_of_upstream(model, inputs, num_items_in_batch)
-
-    def _step_of_upstream(self, model, inputs, num_items_in_batch) -> torch.Tensor:
-        """What upstream computes in a micro-step."""
-        try:
-            return super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            self.by_length.forget()
-
-    def _overridden_step(self, *args, **kwargs) -> torch.Tensor:
-        loss = type(self).training_step(self, *args, **kwargs)
-        if self.is_in_train:
-            self._log_loss(loss, self.accelerator.sync_gradients)
-        return loss
-
-    def log_step_loss(self, loss: torch.Tensor, closing: bool) -> None:
-        """A stage of a step: adds its loss to the sums of the log, unless an override of `training_step` returns what is logged."""
-        if not self._override_returns_loss:
-            self._log_loss(loss, closing)
-
-    def _log_loss(self, loss: torch.Tensor, closing: bool) -> None:
-        (loss,) = self.backend.ranks.mean([loss])
-        self.loss_log.add(loss, closing)
-
-    @property
-    def plain_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that accelerate has wrapped."""
-        return self.optimizer.optimizer
-
-    def clip_gradients(self, model: nn.Module) -> torch.Tensor:
-        """A stage of a step: clips the gradients as upstream's loop does. Returns their norm before."""
-        norm = self._clip_grad_norm(model) if self.args.max_grad_norm else None
-        return self._get_grad_norm(model, norm)
-
-    def _clip_grad_norm(self, model):
-        if self.backend.static_shapes and self.steps.grad_norm is not None:
-            # The program of the step has clipped them.
-            return self.steps.grad_norm
-        if self.backend.traces_steps:
-            return clip_gradients(model, self.args.max_grad_norm)
-        return super()._clip_grad_norm(model)
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        if self.backend.static_shapes and self.steps.grad_norm is not None:
-            return self.steps.grad_norm
-        if self.backend.traces_steps and grad_norm is None:
-            return clip_gradients(model, None)
-        return super()._get_grad_norm(model, grad_norm)
-
-    def other_models(self) -> list[nn.Module]:
-        """Models besides the trained one that a step runs, as the reference of a preference trainer."""
-        trained = {id(module) for module in self.model.modules()}
-        models = [value for value in vars(self).values() if isinstance(value, nn.Module) and id(value) not in trained]
-        return list(dict.fromkeys(models))
-
-    def models_beside(self) -> list[nn.Module]:
-        """Those of them that run within a training step."""
-        return self.other_models()
-
-    @property
-    def _runs_other_passes(self) -> bool:
-        """Whether a step runs more than the trained model forward and backward."""
-        return bool(self.other_models())
-
-    def _loss_sums_tokens(self, model: nn.Module) -> bool:
-        """Whether a batch's loss is the sum of its tokens' losses over `num_items_in_batch`."""
-        return (
-            self.model_accepts_loss_kwargs
-            and self.compute_loss_func is None
-            and self.label_smoother is None
-            and isinstance(model, PreTrainedModel)
-            and model.loss_type == "ForCausalLM"
-        )
-
-    def why_not_local(self, model: nn.Module) -> str | None:
-        """Why chips that compute the gradients of their rows by themselves would not give the same step, as half a sentence."""
-        unwrapped = unwrap_peft_model(model)
-        if not self._loss_sums_tokens(unwrapped):
-            return "the loss is not a sum over tokens"
-        if vars(unwrapped.config.get_text_config()).get("output_router_logits"):
-            return "the load-balancing loss of the experts depends on the global batch"
-        if (own_code := self.own_code_in_step("train")) is not None:
-            return f"{own_code}, which may depend on the global batch"
-        if (reason := self.why_not_padded("train")) is not None:
-            return reason
-        if self.args.gradient_accumulation_steps > 1 and sees_micro_steps(self.callback_handler.callbacks):
-            return "a callback has code in on_substep_end, which may look at them"
-        return None
 
     # ---- Checkpoints ----
 

@@ -298,7 +298,7 @@ def test_loss_that_upstream_keeps_is_the_attribute(stock):
 
 
 def test_norm_that_is_returned_is_the_one_that_is_logged(stock):
-    """trainers/mixin.py clips by itself and returns the norm, which `_maybe_log_save_evaluate` is given."""
+    """trainers/run/steps.py clips by itself and returns the norm, which `_maybe_log_save_evaluate` is given."""
 
     class Norms(SFTTrainer):
         def _clip_grad_norm(self, model):
