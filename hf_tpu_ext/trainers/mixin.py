@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.program import StateLost
@@ -165,20 +165,6 @@ class TPUTrainerMixin(
         return False
 
     @property
-    def _pad_token_id(self) -> int:
-        """What `input_ids` are padded with."""
-        tokenizer = self.processing_class
-        if isinstance(tokenizer, ProcessorMixin):
-            tokenizer = tokenizer.tokenizer
-        if tokenizer is None:
-            # By which models tell padding from tokens, where they do.
-            config = vars(unwrap_peft_model(self.model)).get("config")
-            pad_token = vars(config).get("pad_token_id") if isinstance(config, PreTrainedConfig) else None
-            return 0 if pad_token is None else pad_token
-        # As in TRL's trainers.
-        return next((id for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
-
-    @property
     def _config_name(self) -> str | None:
         """Class of the arguments that have `max_length`, for messages."""
         return type(self.args).__name__ if "max_length" in vars(self.args) else None
@@ -197,10 +183,6 @@ class TPUTrainerMixin(
         return ()
 
     # ---- Checkpoints ----
-
-    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        with self.agreement.deciding(self.state.global_step, lambda: self.control):
-            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, Trainer
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
@@ -84,6 +84,20 @@ class BatchesMixin(ImagesMixin):
         self._rows_of_example: dict[str, int] = {}
         # What a line was said about already.
         self._said: set[str] = set()
+
+    @property
+    def _pad_token_id(self) -> int:
+        """What `input_ids` are padded with."""
+        tokenizer = self.processing_class
+        if isinstance(tokenizer, ProcessorMixin):
+            tokenizer = tokenizer.tokenizer
+        if tokenizer is None:
+            # By which models tell padding from tokens, where they do.
+            config = vars(unwrap_peft_model(self.model)).get("config")
+            pad_token = vars(config).get("pad_token_id") if isinstance(config, PreTrainedConfig) else None
+            return 0 if pad_token is None else pad_token
+        # As in TRL's trainers.
+        return next((id for id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id is not None), 0)
 
     def lengths_of_rows(self, dataset) -> list[int] | None:
         """Lengths of a dataset's rows, by which batches are padded; `None` where they are not known without going through it."""

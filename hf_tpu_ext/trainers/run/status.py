@@ -128,25 +128,33 @@ class StatusMixin(RunFactsMixin):
     def _maybe_log_save_evaluate(
         self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
     ) -> None:
-        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        reads = nullcontext()
-        if logs and self.backend.metrics_on_device:
-            # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
-            # afterwards, since this one is noted as the last.
-            read = self._read_train_metrics(grad_norm)
-            read["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
-            self._globalstep_last_logged = self.state.global_step
-            self.store_flos()
-            self.log(read, start_time)
-        elif logs and self.status is not None:
-            with self.phase("device"):
-                self.backend.wait()
-            # Upstream reads what it logs in here.
-            reads = self.phase("read")
-        with reads:
-            super()._maybe_log_save_evaluate(
-                tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
-            )
+        with self.agreement.deciding(self.state.global_step, lambda: self.control):
+            logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
+            reads = nullcontext()
+            if logs and self.backend.metrics_on_device:
+                # Upstream's own log reads the loss, the gradient norm and every metric one by one. It logs nothing more
+                # afterwards, since this one is noted as the last.
+                read = self._read_train_metrics(grad_norm)
+                read["learning_rate"] = self._get_learning_rate() if learning_rate is None else learning_rate
+                self._globalstep_last_logged = self.state.global_step
+                self.store_flos()
+                self.log(read, start_time)
+            elif logs and self.status is not None:
+                with self.phase("device"):
+                    self.backend.wait()
+                # Upstream reads what it logs in here.
+                reads = self.phase("read")
+            with reads:
+                super()._maybe_log_save_evaluate(
+                    tr_loss,
+                    grad_norm,
+                    model,
+                    trial,
+                    epoch,
+                    ignore_keys_for_eval,
+                    start_time,
+                    learning_rate=learning_rate,
+                )
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self.backend.metrics_on_device:
