@@ -20,7 +20,7 @@ from .program import Programs
 from .ranks import Ranks
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
     """Call a function on each tensor of a nested structure, in its order."""
     if isinstance(data, torch.Tensor):
         return function(data)
@@ -32,6 +32,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
     if isinstance(data, (list, tuple)):
         return type(data)([map_tensors(function, value) for value in data])
     return data
+
+
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """The tensors of a nested structure, in its order."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, data)
+    return found
 
 
 _ONE_HOST = Hosts()

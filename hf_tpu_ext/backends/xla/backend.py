@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 
 from ...errors import UserError
 from ...hardware.topologies import Chip, find_chip
-from ..base import map_tensors
+from ..base import map_tensors, tensors_in
 from ..counters import Counters
 from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
@@ -224,14 +224,7 @@ class XLABackend(XLACompileCache):
         return self._send(data, num_rows)
 
     def _send(self, data: Any, num_rows: int | None = None) -> Any:
-        on_host: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu":
-                on_host.append(tensor)
-            return tensor
-
-        map_tensors(collect, data)
+        on_host = [tensor for tensor in tensors_in(data) if tensor.device.type == "cpu"]
         if not on_host:
             return data
         self.hosts.note_sent(on_host)
@@ -247,12 +240,7 @@ class XLABackend(XLACompileCache):
     def fetch(self, data: Any, on_finished: Callable[[], None] | None = None) -> Any:
         # One transfer for the whole structure. A tensor that stands in it twice (tied weights) is fetched once and stays
         # one tensor, so that what is saved from it is stored once.
-        unique: dict[int, torch.Tensor] = {}
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            return unique.setdefault(id(tensor), tensor) if tensor.device.type == "xla" else tensor
-
-        map_tensors(collect, data)
+        unique = {id(tensor): tensor for tensor in tensors_in(data) if tensor.device.type == "xla"}
         tensors = [tensor.detach() for tensor in unique.values()]
         self.flush()
         xm.wait_device_ops()
