@@ -92,7 +92,7 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def _cross_entropy(logits: SelectedRows, labels: SelectedRows, *, ignore_index: int = -100, **kwargs) -> Tensor:
     """Upstream's loss of chosen tokens: those that are not chosen are ignored. A loss of each token keeps the mask."""
-    assert logits.mask is labels.mask, "logits and labels are not chosen alike"
+    assert logits.mask is labels.mask, "logits and labels are not chosen by the same mask"
     mask = labels.mask
     ignored = torch.where(mask, labels.of_all, torch.full_like(labels.of_all, ignore_index)).flatten()
     loss = nn.functional.cross_entropy(logits.of_all.flatten(0, -2), ignored, ignore_index=ignore_index, **kwargs)

@@ -92,3 +92,16 @@ def test_settings_that_messages_name_exist(settings):
     named = found(r"(?<=[Ss]et )`?[a-z]+(?:_[a-z]+)+(?=[\s=`:,.])|\b[a-z]+(?:_[a-z]+)+(?==['\w])")
     assert len(named) > 60
     assert sorted({name.strip("`") for name in named} - settings - _OTHERS) == []
+
+
+#: Words that no other project has for these things.
+PRIVATE = re.compile(
+    r"\b(alike|of now|few bits|superfluous|pretended|made anew|in the place of its own)\b", re.IGNORECASE
+)
+
+
+def test_messages_help_and_pages_have_the_words_of_the_field():
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("docs/notebooks/*.ipynb")]
+    written = [*texts(), *((page.name, page.read_text(encoding="utf-8")) for page in pages)]
+    assert [(name, match[0]) for name, text in written for match in PRIVATE.finditer(text)] == []

@@ -254,7 +254,7 @@ REFUSED_ON_XLA = (
 REPLACED = (
     replaced(
         "optim",
-        "AdamW inside the step's program, where it is AdamW. That of few bits or in pages (`adamw_8bit`, `adamw_bnb_8bit`, "
+        "AdamW inside the step's program, where it is AdamW. An 8-bit or paged one (`adamw_8bit`, `adamw_bnb_8bit`, "
         "`paged_adamw_8bit`, `paged_adamw_32bit`, `adamw_torch_4bit`, `adamw_torch_8bit`) has moments of the weights' dtype, on the "
         "chips; so has RMSprop (`rmsprop_bnb`, `rmsprop_bnb_8bit`, `rmsprop_bnb_32bit`). `sgd`, `adagrad`, `rmsprop` and `adafactor` are PyTorch's and "
         "transformers' own. Others, of custom kernels, are refused.",
