@@ -26,7 +26,10 @@ more. On GPUs and on the CPU the options of `accelerate launch` are keys, too (n
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
+    def _format_action_invocation(self, action):
+        # Each name in one spelling, and the values of those that take few.
+        names = ", ".join(name for name in action.option_strings if "-" not in name[2:])
+        return names if action.choices is None else f"{names} {{{','.join(map(str, action.choices))}}}"
 
 
 class RecipeParser(TrlParser):
@@ -49,10 +52,26 @@ class RecipeParser(TrlParser):
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
+        self._show_first("keys of hf_tpu_ext", dataclass_types)
         self._hints = {key: hint for kind in dataclass_types for key, hint in typing.get_type_hints(kind).items()}
         # A boolean that is true by default has a second action with the same destination: `--no_KEY`, without a value.
         self._fields = {action.dest: action for action in self._actions if action.nargs != 0}
         self._negated = {f"no_{action.dest}" for action in self._actions if action.nargs == 0}
+
+    def _show_first(self, title: str, dataclass_types: tuple[type, ...]) -> None:
+        """List what this package adds to upstream's keys before these, in the help."""
+        own = {
+            name
+            for cls in (cls for kind in dataclass_types for cls in kind.__mro__)
+            if cls.__module__.startswith("hf_tpu_ext.")
+            for name in vars(cls).get("__annotations__", {})
+        }
+        group = self.add_argument_group(title)
+        self._action_groups.insert(0, self._action_groups.pop())
+        group._group_actions += [action for action in self._optionals._group_actions if action.dest in own]
+        self._optionals._group_actions = [
+            action for action in self._optionals._group_actions if action.dest not in own
+        ]
 
     def error(self, message):
         # Of a key that is required. All others are read before argparse sees them.

@@ -182,4 +182,6 @@ def test_help_of_a_training_command(command, capsys):
     assert stop.value.code == 0
     help_text = capsys.readouterr().out
     assert help_text.startswith(f"usage: hf-tpu {command}")
-    assert help_text.index("examples:") < help_text.index("--max_steps")
+    # The keys that only this package has come first.
+    assert help_text.index("examples:") < help_text.index("\n  --length_buckets") < help_text.index("\n  --max_steps")
+    assert "--max-steps" not in help_text
