@@ -1,16 +1,28 @@
 """Where a run that is resumed begins."""
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.serialization import config as serialization_config
 from transformers import TrainerCallback, TrainerControl
-from transformers.trainer_utils import has_length
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_utils import IntervalStrategy, has_length
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
+from ...callbacks.preemption import EvaluationCut
 from ...errors import UserError
+from ...step.optimizer import LazyAdamW
+from .base_record import find_frozen
+from .files import check_all_see, check_shared, find_on_hosts, read_run_state, remove_leftovers
+from .renamed_weights import load_other_weights, saves_other_weights
 
 
 logger = logging.get_logger(__name__)
@@ -74,3 +86,165 @@ def refusing_other_sizes(checkpoint: str) -> Iterator[None]:
             "model of the run that wrote it, with the same adapter (lora_*), or leave resume_from_checkpoint out to begin a new "
             "run, best with another output_dir."
         ) from error
+
+
+class ResumptionMixin:
+    """
+    The part of [`TPUTrainerMixin`] that resumes a run, on every backend. An evaluation that was due when it was stopped is made up for.
+    """
+
+    def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
+        self._check_best_metric()
+        if self._writes_run:
+            remove_leftovers(self.args.output_dir)
+        hosts = self.backend.hosts
+        if self.args.load_best_model_at_end:
+            check_shared(self.args.output_dir, hosts)
+        find = partial(find_on_hosts, resume_from_checkpoint, self.args.output_dir, hosts)
+        self._resumed_from = self.averaging.resumed_from = checkpoint = self.backend.ranks.by_first(find)
+        self._saved, self._evaluation_due = None, False
+        self._names_of_base = find_frozen(self.model)
+        self._made_up_at = self._random_state = None
+        if checkpoint is not None:
+            state = read_run_state(checkpoint)
+            evaluates = self.args.eval_strategy != IntervalStrategy.NO
+            self._evaluation_due = evaluates and state.get("evaluation_due", False)
+            rows = self.args.per_device_train_batch_size
+            self.chips.keep_rows_per_step(state)
+            if self.args.per_device_train_batch_size != rows:
+                self._train_batch_size = self.args.train_batch_size
+            self.load_metrics_state(state)
+            if self._writes_run:
+                compare_rows(self.train_dataset, checkpoint, state.get("train_rows"))
+        return checkpoint
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Upstream has each of several processes load all of it to its device.
+        loads_on = {"_setup_devices": torch.device("cpu")} if self.backend.splits_weights else {}
+        # Where its tensors go to a device one by one, the file need not be in memory.
+        with serialization_config.patch("load.mmap", self.backend.unknown_upstream), self._settings(**loads_on):
+            try:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            except ValueError as error:
+                # PyTorch counts the parameters of each group.
+                if "parameter group" not in str(error):
+                    raise
+                raise UserError(
+                    f"{checkpoint} has the optimizer's state of other parameters than this run trains ({error}). Set the model, "
+                    "the adapter (use_peft, lora_*) and what is frozen as the run had them that wrote it, or begin a new run "
+                    "from its weights, without resume_from_checkpoint."
+                ) from error
+        if checkpoint is None or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return
+        if (Path(checkpoint) / OPTIMIZER_NAME).is_file():
+            self._check_optimizer(checkpoint)
+            if self.backend.traces_steps and not isinstance(self.plain_optimizer, LazyAdamW):
+                for group in self.optimizer.param_groups:
+                    # Adafactor's own schedule has learning rates on the device. A file has them on the host.
+                    rates = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
+                    group.update(self.backend.send(rates))
+        else:
+            logger.warning(
+                f"{checkpoint} has no {OPTIMIZER_NAME}, as with save_only_model: the optimizer and the learning rate begin anew, "
+                "and the run is not the one that was never stopped."
+            )
+
+    def _check_optimizer(self, checkpoint: str) -> None:
+        """Refuse the state of another optimizer, whose first step would end in a `KeyError`."""
+        # To load a state adds `differentiable` to the defaults of any optimizer, also of those that have none, as Adafactor.
+        defaults = self.optimizer.defaults.keys() - {"differentiable"}
+        missing = {name for group in self.optimizer.param_groups for name in defaults - group.keys()}
+        if missing:
+            raise UserError(
+                f"{checkpoint} has the state of another optimizer than optim={OptimizerNames(self.args.optim).value}: "
+                f"{', '.join(sorted(missing))} is not in it. Set optim to that of the run that wrote it, or begin a new run from "
+                f"its weights: model_name_or_path={checkpoint} without resume_from_checkpoint."
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        with self._loading_weights(), refusing_other_sizes(resume_from_checkpoint):
+            if self._loads_other_weights:
+                load_other_weights(self.model, resume_from_checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
+        with self._loading_weights():
+            if self._loads_other_weights:
+                load_other_weights(self.model, self.state.best_model_checkpoint)
+            else:
+                super()._load_best_model()
+
+    @property
+    def _loads_other_weights(self) -> bool:
+        # Files of weights in parts have the names of the model.
+        return not (self.is_deepspeed_enabled or self.is_fsdp_enabled) and saves_other_weights(self.model)
+
+    @contextmanager
+    def _loading_weights(self) -> Iterator[None]:
+        """Within this context, weights are loaded: each chip gets its part alone, and dtypes stay as they are."""
+        if not self.backend.unknown_upstream:
+            yield
+            return
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        hook = self.model.register_load_state_dict_pre_hook(self._place_loaded)
+        try:
+            yield
+        finally:
+            hook.remove()
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                # One that the model has put in the place of its own.
+                if buffer is not None and buffer.device.type != self.backend.device.type:
+                    module._buffers[name] = self.backend.send(buffer)
+        # PEFT turns adapters that TRL has made bfloat16 into float32.
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
+
+    def _place_loaded(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
+        # Copied from the host, a weight would be whole on every chip first.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and loaded.device.type == "cpu" and loaded.shape == parameter.shape:
+                state_dict[prefix + name] = self.backend.place_as(loaded.to(parameter.dtype), parameter)
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        # Upstream asks after a step only, and takes one more in a run that had ended.
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        checkpoint = checkpoint if self._random_state is None else self._random_state.name
+        super()._load_rng_state(checkpoint)
+        state = {} if checkpoint is None else read_run_state(checkpoint)
+        self.seeds.count = state.get("seeds", 0)
+        if self.backend.name in state.get("rng_state", {}):
+            self.backend.set_rng_state(state["rng_state"][self.backend.name])
+
+    def _begin_resumed(self, control: TrainerControl) -> str | None:
+        """Begin a run where the one that it resumes was left, inside an epoch perhaps: returns the random state that this began with."""
+        if self._resumed_from is None:
+            return None
+        control.should_training_stop = self.state.global_step >= self.state.max_steps
+        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
+        self._load_rng_state(self._resumed_from)
+        if self._evaluation_due:
+            self._make_up_for_evaluation()
+        return read_run_state(self._resumed_from).get("epoch_rng_state") if self.state.epoch % 1 else None
+
+    def _make_up_for_evaluation(self) -> None:
+        """Evaluate now what was due when the run was stopped."""
+        try:
+            with self.preemption.cutting_evaluation():
+                metrics = self._evaluate(None, None)
+        except EvaluationCut:
+            self.drop_metrics("eval")
+            raise self._preempted(self._resumed_from) from None
+        self._evaluation_due, self._made_up_at = False, self.state.global_step
+        if self._determine_best_metric(metrics, None):
+            self.state.best_model_checkpoint = self._resumed_from
+        self._random_state = tempfile.TemporaryDirectory()
+        self._save_rng_state(self._random_state.name)

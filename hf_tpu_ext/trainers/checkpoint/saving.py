@@ -1,22 +1,15 @@
-"""Saving a run whole, stopping it when it is told to, and going on from there."""
+"""Saving a run whole."""
 
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
 from huggingface_hub import ModelCard
 from torch import nn
-from torch.utils.serialization import config as serialization_config
-from tqdm.auto import tqdm
-from transformers import TrainerControl
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length, unwrap_peft_model
-from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ... import __version__
@@ -24,32 +17,17 @@ from ...atomic_write import move_into_place, remove_temporary
 from ...backends.detect import TPU_BACKENDS, tpu_chips
 from ...backends.hosts import HostsDisagree
 from ...backends.streamed import read_all
-from ...callbacks.preemption import METADATA_URL, EvaluationCut, Preemption, TrainingPreempted
-from ...callbacks.samples import ShowSamples
+from ...callbacks.preemption import METADATA_URL, Preemption
 from ...errors import SaveError, UserError
 from ...formatting import count
 from ...quantization.bitsandbytes import find_config
 from ...redaction import redact
-from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
 from .base_record import find_frozen, write_base
-from .files import (
-    check_all_see,
-    check_shared,
-    checkpoints_by_step,
-    delete_all_but,
-    delete_old,
-    find_damage,
-    find_on_hosts,
-    read_run_state,
-    remove_leftovers,
-    seal,
-    temporary_dir,
-    write_run_state,
-)
-from .renamed_weights import load_other_weights, saves_other_weights
-from .resumption import Resumption, compare_rows, refusing_other_sizes
+from .files import checkpoints_by_step, delete_old, find_damage, seal, temporary_dir, write_run_state
+from .resumption import Resumption, ResumptionMixin
 from .saved_model import free_space, is_of_disk, whole_model
+from .stopping import StoppingMixin
 
 
 logger = logging.get_logger(__name__)
@@ -58,13 +36,8 @@ logger = logging.get_logger(__name__)
 UPSTREAM_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
 
-class SavingMixin:
-    """
-    The part of [`TPUTrainerMixin`] that saves and resumes, on every backend.
-
-    A checkpoint gets its name when all of it is on the disk. A run that is told to stop ends its step, saves, and raises
-    [`TrainingPreempted`]. An evaluation that was due then is made up for when the run is resumed.
-    """
+class SavingMixin(ResumptionMixin, StoppingMixin):
+    """The part of [`TPUTrainerMixin`] that saves, on every backend. A checkpoint gets its name when all of it is on the disk."""
 
     #: Metrics of an evaluation without `compute_metrics`: those that upstream's trainer gives for each dataset, and those
     #: of this class. Of a class that does not name them itself they are not known before the first evaluation.
@@ -73,8 +46,6 @@ class SavingMixin:
     _names_of_base: list[str] | None = None
     # Whether the state dict of the optimizer is for a file.
     _writes_optimizer = False
-    #: Whether `train` saves and stops when it is told to by a signal.
-    stops_when_told = True
 
     def _arrange_saving(self) -> None:
         """Before upstream's `__init__`."""
@@ -97,130 +68,21 @@ class SavingMixin:
         for callback in (self.preemption, self._resumption):
             self.add_callback(callback)
 
-    # ---- Resuming ----
-
     @property
     def _writes_run(self) -> bool:
         """Whether this process, of all that train together, has the output directory in its keeping."""
         return self.backend.hosts.index == 0 and self.is_world_process_zero()
 
-    def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint to resume from, and what it keeps besides upstream's taken up."""
-        self._check_best_metric()
-        if self._writes_run:
-            remove_leftovers(self.args.output_dir)
-        hosts = self.backend.hosts
-        if self.args.load_best_model_at_end:
-            check_shared(self.args.output_dir, hosts)
-        find = partial(find_on_hosts, resume_from_checkpoint, self.args.output_dir, hosts)
-        self._resumed_from = self.averaging.resumed_from = checkpoint = self.backend.ranks.by_first(find)
-        self._saved, self._evaluation_due = None, False
-        self._names_of_base = find_frozen(self.model)
-        self._made_up_at = self._random_state = None
-        if checkpoint is not None:
-            state = read_run_state(checkpoint)
-            evaluates = self.args.eval_strategy != IntervalStrategy.NO
-            self._evaluation_due = evaluates and state.get("evaluation_due", False)
-            rows = self.args.per_device_train_batch_size
-            self.chips.keep_rows_per_step(state)
-            if self.args.per_device_train_batch_size != rows:
-                self._train_batch_size = self.args.train_batch_size
-            self.load_metrics_state(state)
-            if self._writes_run:
-                compare_rows(self.train_dataset, checkpoint, state.get("train_rows"))
-        return checkpoint
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # Upstream has each of several processes load all of it to its device.
-        loads_on = {"_setup_devices": torch.device("cpu")} if self.backend.splits_weights else {}
-        # Where its tensors go to a device one by one, the file need not be in memory.
-        with serialization_config.patch("load.mmap", self.backend.unknown_upstream), self._settings(**loads_on):
-            try:
-                super()._load_optimizer_and_scheduler(checkpoint)
-            except ValueError as error:
-                # PyTorch counts the parameters of each group.
-                if "parameter group" not in str(error):
-                    raise
-                raise UserError(
-                    f"{checkpoint} has the optimizer's state of other parameters than this run trains ({error}). Set the model, "
-                    "the adapter (use_peft, lora_*) and what is frozen as the run had them that wrote it, or begin a new run "
-                    "from its weights, without resume_from_checkpoint."
-                ) from error
-        if checkpoint is None or self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            return
-        if (Path(checkpoint) / OPTIMIZER_NAME).is_file():
-            self._check_optimizer(checkpoint)
-            if self.backend.traces_steps and not isinstance(self.plain_optimizer, LazyAdamW):
-                for group in self.optimizer.param_groups:
-                    # Adafactor's own schedule has learning rates on the device. A file has them on the host.
-                    rates = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
-                    group.update(self.backend.send(rates))
-        else:
-            logger.warning(
-                f"{checkpoint} has no {OPTIMIZER_NAME}, as with save_only_model: the optimizer and the learning rate begin anew, "
-                "and the run is not the one that was never stopped."
-            )
-
-    def _check_optimizer(self, checkpoint: str) -> None:
-        """Refuse the state of another optimizer, whose first step would end in a `KeyError`."""
-        # To load a state adds `differentiable` to the defaults of any optimizer, also of those that have none, as Adafactor.
-        defaults = self.optimizer.defaults.keys() - {"differentiable"}
-        missing = {name for group in self.optimizer.param_groups for name in defaults - group.keys()}
-        if missing:
-            raise UserError(
-                f"{checkpoint} has the state of another optimizer than optim={OptimizerNames(self.args.optim).value}: "
-                f"{', '.join(sorted(missing))} is not in it. Set optim to that of the run that wrote it, or begin a new run from "
-                f"its weights: model_name_or_path={checkpoint} without resume_from_checkpoint."
-            )
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        with self._loading_weights(), refusing_other_sizes(resume_from_checkpoint):
-            if self._loads_other_weights:
-                load_other_weights(self.model, resume_from_checkpoint)
-            else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
-        with self._loading_weights():
-            if self._loads_other_weights:
-                load_other_weights(self.model, self.state.best_model_checkpoint)
-            else:
-                super()._load_best_model()
-
-    @property
-    def _loads_other_weights(self) -> bool:
-        # Files of weights in parts have the names of the model.
-        return not (self.is_deepspeed_enabled or self.is_fsdp_enabled) and saves_other_weights(self.model)
-
     @contextmanager
-    def _loading_weights(self) -> Iterator[None]:
-        """Within this context, weights are loaded: each chip gets its part alone, and dtypes stay as they are."""
-        if not self.backend.unknown_upstream:
-            yield
-            return
-        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        hook = self.model.register_load_state_dict_pre_hook(self._place_loaded)
+    def _settings(self, **settings) -> Iterator[None]:
+        kept = {name: vars(self.args)[name] for name in settings}
+        vars(self.args).update(settings)
         try:
             yield
         finally:
-            hook.remove()
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                # One that the model has put in the place of its own.
-                if buffer is not None and buffer.device.type != self.backend.device.type:
-                    module._buffers[name] = self.backend.send(buffer)
-        # PEFT turns adapters that TRL has made bfloat16 into float32.
-        for name, parameter in self.model.named_parameters():
-            if parameter.dtype != dtypes[name]:
-                parameter.data = parameter.data.to(dtypes[name])
+            vars(self.args).update(kept)
 
-    def _place_loaded(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *_) -> None:
-        # Copied from the host, a weight would be whole on every chip first.
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            loaded = state_dict.get(prefix + name)
-            if loaded is not None and loaded.device.type == "cpu" and loaded.shape == parameter.shape:
-                state_dict[prefix + name] = self.backend.place_as(loaded.to(parameter.dtype), parameter)
+    # ---- The best checkpoint ----
 
     def _check_best_metric(self) -> None:
         """Refuse a `metric_for_best_model` that no evaluation will have, where that is known."""
@@ -251,123 +113,6 @@ class SavingMixin:
         # Some are of a host's own clock, or of code that draws random numbers.
         metrics = self.backend.hosts.of_first("the metrics of an evaluation", metrics)
         return super()._determine_best_metric(metrics, trial)
-
-    def _run_epoch(self, *args, **kwargs) -> None:
-        # Upstream asks after a step only, and takes one more in a run that had ended.
-        if not self.control.should_training_stop:
-            super()._run_epoch(*args, **kwargs)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        checkpoint = checkpoint if self._random_state is None else self._random_state.name
-        super()._load_rng_state(checkpoint)
-        state = {} if checkpoint is None else read_run_state(checkpoint)
-        self.seeds.count = state.get("seeds", 0)
-        if self.backend.name in state.get("rng_state", {}):
-            self.backend.set_rng_state(state["rng_state"][self.backend.name])
-
-    def _begin_resumed(self, control: TrainerControl) -> str | None:
-        """Begin a run where the one that it resumes was left, inside an epoch perhaps: returns the random state that this began with."""
-        if self._resumed_from is None:
-            return None
-        control.should_training_stop = self.state.global_step >= self.state.max_steps
-        # An epoch that begins now draws its order from it. One that goes on has drawn its order.
-        self._load_rng_state(self._resumed_from)
-        if self._evaluation_due:
-            self._make_up_for_evaluation()
-        return read_run_state(self._resumed_from).get("epoch_rng_state") if self.state.epoch % 1 else None
-
-    def _make_up_for_evaluation(self) -> None:
-        """Evaluate now what was due when the run was stopped."""
-        try:
-            with self.preemption.cutting_evaluation():
-                metrics = self._evaluate(None, None)
-        except EvaluationCut:
-            self.drop_metrics("eval")
-            raise self._preempted(self._resumed_from) from None
-        self._evaluation_due, self._made_up_at = False, self.state.global_step
-        if self._determine_best_metric(metrics, None):
-            self.state.best_model_checkpoint = self._resumed_from
-        self._random_state = tempfile.TemporaryDirectory()
-        self._save_rng_state(self._random_state.name)
-
-    # ---- Stopping ----
-
-    def stopping_when_told(self) -> AbstractContextManager:
-        """Context in which a signal stops the run."""
-        if not self.stops_when_told:
-            return nullcontext()
-        if (upstreams := self.pop_callback(JITCheckpointCallback)) is not None:
-            # It puts back the handler of signals that it has replaced, which a second signal is for. Left where it is, it would
-            # run between the backward pass and the update of each step.
-            upstreams.on_train_end(self.args, self.state, self.control)
-        return self.preemption.listen()
-
-    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        if self.preemption.reason is not None:
-            self._evaluation_due |= self.control.should_evaluate
-            self.control.should_evaluate = False
-        if self.preemption.listening and self.control.should_evaluate:
-            self._evaluate_or_stop(*args, **kwargs)
-        else:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.preemption.reason is not None:
-            self.control.should_training_stop = True
-
-    def _evaluate_or_stop(self, *args, **kwargs) -> None:
-        with tempfile.TemporaryDirectory() as before:
-            super()._save_rng_state(before)
-            try:
-                with self.preemption.cutting_evaluation():
-                    super()._maybe_log_save_evaluate(*args, **kwargs)
-            except EvaluationCut:
-                # As if it had not begun: the resumed run draws the same numbers for it, and after it.
-                super()._load_rng_state(before)
-                self.drop_metrics("eval")
-                self.model.train()
-                self._evaluation_due, self.control.should_evaluate = True, False
-
-    def _finalize_training(self, trial, num_train_samples, start_time):
-        if self.preemption.reason is None:
-            if self._made_up_at == self.state.global_step:
-                # The run had ended but for this.
-                self._save_checkpoint(self.model, trial)
-            # Upstream takes every directory `checkpoint-3...` for a checkpoint of the run, a user's own too.
-            with self._settings(save_total_limit=None):
-                output = super()._finalize_training(trial, num_train_samples, start_time)
-            best, checkpoint = self.state.best_model_checkpoint, Path(self._checkpoint(trial))
-            if self.args.should_save and best is not None and self.args.save_total_limit == 1:
-                delete_all_but(checkpoint.parent, checkpoint, best)
-            return output
-        if self._saved != (self.state.global_step, self._evaluation_due):
-            # Resuming takes the optimizer.
-            with self._settings(save_only_model=False):
-                self._save_checkpoint(self.model, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        # Answering takes longer than there may be time.
-        samples = self.pop_callback(ShowSamples)
-        # Nor is this the end, where the best weights are loaded and other checkpoints are deleted.
-        with self._settings(load_best_model_at_end=False, save_total_limit=None):
-            super()._finalize_training(trial, num_train_samples, start_time)
-        if samples is not None:
-            self.add_callback(samples)
-        raise self._preempted(self._checkpoint(trial))
-
-    @contextmanager
-    def _settings(self, **settings) -> Iterator[None]:
-        kept = {name: vars(self.args)[name] for name in settings}
-        vars(self.args).update(settings)
-        try:
-            yield
-        finally:
-            vars(self.args).update(kept)
-
-    def _preempted(self, checkpoint: str) -> TrainingPreempted:
-        # As soon as one process ends, its launcher ends the others, of which the first still writes.
-        self.accelerator.wait_for_everyone()
-        stopped = TrainingPreempted(self.preemption.reason, checkpoint, self.state.global_step)
-        if self.is_world_process_zero():
-            tqdm.write(str(stopped))
-        return stopped
 
     # ---- Saving ----
 
