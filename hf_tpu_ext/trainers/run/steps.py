@@ -1,7 +1,7 @@
 """A trainer's side of its steps: the loss that upstream computes, and the stages that follow it."""
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,19 +43,12 @@ class StepsMixin:
     @contextmanager
     def models_compiled(self, segment_ids: torch.Tensor | None = None) -> Iterator[None]:
         """Within this context, upstream's code runs models in static shapes; `segment_ids` as in [`static_masks`]."""
-        with (
-            static_masks(segment_ids, sdpa=not self.backend.traces_steps),
-            self._parts_replaced() if self.backend.traces_steps else nullcontext(),
-        ):
-            yield
-
-    @contextmanager
-    def _parts_replaced(self) -> Iterator[None]:
-        with (
-            head_computed_by(partial(score_tokens, self.backend)),
-            self.chips.tokens_stay_on_chips(),
-            checkpointing_left_on(type(self)),
-        ):
+        with ExitStack() as replaced:
+            replaced.enter_context(static_masks(segment_ids, sdpa=not self.backend.traces_steps))
+            if self.backend.traces_steps:
+                replaced.enter_context(head_computed_by(partial(score_tokens, self.backend)))
+                replaced.enter_context(self.chips.tokens_stay_on_chips())
+                replaced.enter_context(checkpointing_left_on(type(self)))
             yield
 
     @contextmanager
