@@ -102,7 +102,7 @@ def keep_the_loop(monkeypatch):
     monkeypatch.setattr(
         LayerScan,
         "_call_event",
-        lambda self, call_event, event, *args, **kwargs: call_event(event, *args, **kwargs),
+        lambda self, handler, call_event, event, *args, **kwargs: call_event(event, *args, **kwargs),
     )
 
 
