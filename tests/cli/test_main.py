@@ -1,6 +1,5 @@
 """The `hf-tpu` command: help, exit status and what a person sees of an error."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import hf_tpu_ext
 from hf_tpu_ext.backends import detect, selection
 from hf_tpu_ext.cli import main as cli
+from hf_tpu_ext.cli.json_output import json_output
 from hf_tpu_ext.cli.main import main
 
 
@@ -134,12 +134,21 @@ def test_a_bug_has_an_exit_status_of_its_own(monkeypatch, capsys):
     assert "RuntimeError: a bug" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("no_smoke", ["--no-smoke", "--no_smoke"])
-def test_json_has_the_screen_alone(no_smoke, capsys):
-    status = main(["doctor", no_smoke, "--json", "-"])
+def test_json_has_the_screen_alone(capsys, tmp_path):
+    for path in (Path("-"), tmp_path / "found.json", None):
+        with json_output(path) as write_json:
+            print("a page")
+            write_json("{}")
     told = capsys.readouterr()
-    assert json.loads(told.out)["ok"] is (status == 0)
-    assert "transformers" in told.err
+    assert (told.out, told.err) == ("{}\na page\na page\n", "a page\n")
+    assert (tmp_path / "found.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("option", ["--group-size", "--group_size"])
+def test_options_have_hyphens_or_underscores(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "run", option, "many"])
+    assert "argument --group_size: invalid int value: 'many'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

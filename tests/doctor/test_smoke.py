@@ -114,6 +114,8 @@ def test_this_machine(tmp_path):
     assert found["ok"]
     assert tuple(check["name"] for check in found["checks"][-len(PHASES) :]) == PHASES
     assert os.listdir(tmp_path) == ["found.json"]
+    alone = run_doctor("--no-smoke", "--json", "-", HF_TPU_EXT_BACKEND="cpu", PYTHONIOENCODING="utf-8")
+    assert json.loads(alone.stdout)["ok"] and "✓ backend" in alone.stderr
 
 
 @pytest.mark.slow
