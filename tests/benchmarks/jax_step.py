@@ -62,7 +62,7 @@ class Step:
 
     Args:
         config (`dict[str, Any]`):
-            The model's `config.json`: of Qwen2 or Qwen3.
+            The model's `config.json`: of Qwen2, Qwen3 or Gemma 3.
         rows (`int`):
             Rows of a batch, on all chips.
         length (`int`):
@@ -96,6 +96,23 @@ class Step:
         return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
 
     @cached_property
+    def is_gemma(self) -> bool:
+        return self.config["model_type"].startswith("gemma")
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The kinds of all layers."""
+        return self.config.get("layer_types") or ["full_attention"] * self.config["num_hidden_layers"]
+
+    @cached_property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """How the layers of a model are stacked: whole periods, which are a scan, and the rest."""
+        layers = len(self.kinds)
+        period = next(n for n in range(1, layers + 1) if self.kinds[n:] == self.kinds[:-n])
+        turns, rest = divmod(layers, period)
+        return {"layers": (turns, period), **({"rest": (rest,)} if rest else {})}
+
+    @cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the matrices of a layer."""
         hidden, inner = self.config["hidden_size"], self.config["intermediate_size"]
@@ -110,13 +127,14 @@ class Step:
             "down_proj": (inner, hidden),
         }
 
-    @cached_property
-    def attend(self) -> Callable[..., jax.Array]:
-        """Causal attention, of queries `(rows, heads, length, head_dim)`, and of keys and values."""
+    def attend(self, kind: str) -> Callable[..., jax.Array]:
+        """Causal attention of a kind of layer, of queries `(rows, heads, length, head_dim)`, and of keys and values."""
         names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
-        causal = masks.CausalMask((self.length, self.length))
+        mask = masks.CausalMask((self.length, self.length))
+        if kind == "sliding_attention":
+            mask = masks.LocalMask(mask.shape, (self.config["sliding_window"] - 1, 0), 0)
         kernel = splash.make_splash_mha(
-            masks.MultiHeadMask([causal] * self.config["num_attention_heads"]),
+            masks.MultiHeadMask([mask] * self.config["num_attention_heads"]),
             block_sizes=splash.BlockSizes(**{f"block_{name}": self.block for name in names}),
             head_shards=1,
             q_seq_shards=1,
@@ -133,7 +151,7 @@ class Step:
     @cached_property
     def shapes(self) -> tuple[_Arrays, _Arrays]:
         """What is trained, and what is frozen: in a layer's dictionary stacked by layers."""
-        layers, hidden = self.config["num_hidden_layers"], self.config["hidden_size"]
+        hidden = self.config["hidden_size"]
         wide = jnp.bfloat16 if self.lora else jnp.float32
 
         def array(*shape: int, dtype=wide) -> jax.ShapeDtypeStruct:
@@ -142,21 +160,22 @@ class Step:
         weights = {"embed_tokens": array(self.config["vocab_size"], hidden), "norm": array(hidden, dtype=jnp.float32)}
         if not self.config["tie_word_embeddings"]:
             weights["lm_head"] = array(self.config["vocab_size"], hidden)
-        layer = {name: array(layers, *sizes) for name, sizes in self.matrices.items()}
         widths = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        if self.config["model_type"] == "qwen3":
-            widths |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
-        else:
+        if self.is_gemma:
+            widths |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+        if self.config["model_type"] == "qwen2":
             widths |= {f"{name}_bias": self.matrices[f"{name}_proj"][1] for name in "qkv"}
-        layer |= {name: array(layers, width, dtype=jnp.float32) for name, width in widths.items()}
-        weights["layers"] = layer
-        if not self.lora:
-            return weights, {"layers": {}}
+        else:
+            widths |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
         adapters = {}
-        for name, (inputs, outputs) in self.matrices.items():
-            adapters[f"{name}_a"] = array(layers, inputs, RANK, dtype=jnp.float32)
-            adapters[f"{name}_b"] = array(layers, RANK, outputs, dtype=jnp.float32)
-        return {"layers": adapters}, weights
+        for stack, sizes in self.stacks.items():
+            weights[stack] = {name: array(*sizes, *matrix) for name, matrix in self.matrices.items()}
+            weights[stack] |= {name: array(*sizes, width, dtype=jnp.float32) for name, width in widths.items()}
+            adapters[stack] = {}
+            for name, (inputs, outputs) in self.matrices.items() if self.lora else ():
+                adapters[stack][f"{name}_a"] = array(*sizes, inputs, RANK, dtype=jnp.float32)
+                adapters[stack][f"{name}_b"] = array(*sizes, RANK, outputs, dtype=jnp.float32)
+        return (adapters, weights) if self.lora else (weights, adapters)
 
     def sharding(self, array: jax.ShapeDtypeStruct) -> NamedSharding:
         """How a weight, or the state of the optimizer of it, is split: along its largest dimension, not by layers."""
@@ -183,11 +202,14 @@ class Step:
     @part(ROPE_AND_NORMS)
     def norm(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
         """Normalize in float32."""
+        weight = 1.0 + weight if self.is_gemma else weight
         return rms_norm(hidden.astype(jnp.float32), weight, self.config["rms_norm_eps"]).astype(hidden.dtype)
 
     @part(ROPE_AND_NORMS)
-    def attention(self, layer: _Arrays, angles: tuple[jax.Array, jax.Array], hidden: jax.Array) -> jax.Array:
+    def attention(self, layer: _Arrays, kind: str, hidden: jax.Array) -> jax.Array:
         """Attention of a layer."""
+        rope = self.config["rope_parameters"]
+        angles = make_angles(self.length, self.head_dim, rope.get(kind, rope)["rope_theta"])
 
         def heads(name: str) -> jax.Array:
             made = self.linear(layer, f"{name}_proj", hidden)
@@ -198,14 +220,15 @@ class Step:
 
         query, key = (rotate(heads(name).astype(jnp.float32), *angles).astype(self.dtype) for name in "qk")
         by_heads = partial(jnp.swapaxes, axis1=1, axis2=2)
-        attend = part(ATTENTION)(self.attend)
-        made = attend(by_heads(query * self.head_dim**-0.5), by_heads(key), by_heads(heads("v")))
+        scale = (self.config.get("query_pre_attn_scalar") or self.head_dim) ** -0.5
+        attend = jax.named_scope(kind)(part(ATTENTION)(self.attend(kind)))
+        made = attend(by_heads(query * scale), by_heads(key), by_heads(heads("v")))
         return self.linear(layer, "o_proj", by_heads(made).reshape(*hidden.shape[:2], -1))
 
     @part(LAYER)
     def mlp(self, layer: _Arrays, hidden: jax.Array) -> jax.Array:
         """MLP of a layer."""
-        gate = jax.nn.silu(self.linear(layer, "gate_proj", hidden))
+        gate = (jax.nn.gelu if self.is_gemma else jax.nn.silu)(self.linear(layer, "gate_proj", hidden))
         return self.linear(layer, "down_proj", gate * self.linear(layer, "up_proj", hidden))
 
     @part(HEAD)
@@ -225,22 +248,38 @@ class Step:
 
     def loss(self, trained: _Arrays, frozen: _Arrays, input_ids: jax.Array, labels: jax.Array) -> jax.Array:
         """Mean cross entropy of the labels that are not -100; each is that of the next token."""
-        weights = frozen | trained | {"layers": frozen["layers"] | trained["layers"]}
+        weights = frozen | trained | {stack: frozen[stack] | trained[stack] for stack in self.stacks}
         head = weights.get("lm_head", weights["embed_tokens"])
-        angles = make_angles(self.length, self.head_dim, self.config["rope_parameters"]["rope_theta"])
         by_rows = NamedSharding(self.mesh, P("data"))
 
-        @partial(jax.checkpoint, policy=POLICIES[self.rematerialization], prevent_cse=False)
-        def turn(hidden, layer):
-            if self.mesh.size > 1:
-                # Weights are gathered before their products, which the compiler would do part by part otherwise, and slower.
-                layer = jax.lax.with_sharding_constraint(layer, NamedSharding(self.mesh, P()))
-            hidden += self.attention(layer, angles, self.norm(hidden, layer["input_layernorm"]))
-            hidden += self.mlp(layer, self.norm(hidden, layer["post_attention_layernorm"]))
-            return jax.lax.with_sharding_constraint(hidden, by_rows), None
+        def layers(hidden, stack, in_scan):
+            """Layers from the first of a period on, each of which is computed again for the backward pass."""
+            for number in range(len(stack["q_proj"])):
+
+                @partial(jax.checkpoint, policy=POLICIES[self.rematerialization], prevent_cse=not in_scan)
+                def apply(hidden, layer, kind=self.kinds[number]):
+                    if self.mesh.size > 1:
+                        # Weights are gathered before their products, which the compiler would do part by part otherwise, and slower.
+                        layer = jax.lax.with_sharding_constraint(layer, NamedSharding(self.mesh, P()))
+                    made = self.attention(layer, kind, self.norm(hidden, layer["input_layernorm"]))
+                    if self.is_gemma:
+                        hidden += self.norm(made, layer["post_attention_layernorm"])
+                        made = self.mlp(layer, self.norm(hidden, layer["pre_feedforward_layernorm"]))
+                        hidden += self.norm(made, layer["post_feedforward_layernorm"])
+                    else:
+                        hidden += made
+                        hidden += self.mlp(layer, self.norm(hidden, layer["post_attention_layernorm"]))
+                    return jax.lax.with_sharding_constraint(hidden, by_rows)
+
+                hidden = apply(hidden, {name: array[number] for name, array in stack.items()})
+            return hidden
 
         hidden = jax.lax.with_sharding_constraint(weights["embed_tokens"][input_ids], by_rows)
-        hidden, _ = jax.lax.scan(turn, hidden, weights["layers"])
+        if self.is_gemma:
+            hidden *= jnp.asarray(self.config["hidden_size"] ** 0.5, hidden.dtype)
+        hidden, _ = jax.lax.scan(lambda hidden, stack: (layers(hidden, stack, True), None), hidden, weights["layers"])
+        if "rest" in weights:
+            hidden = layers(hidden, weights["rest"], False)
         total = self.on_chips(self.loss_sum, P("data"), P(), P("data"), P())
         return total(self.norm(hidden, weights["norm"]), head, labels) / (labels >= 0).sum()
 

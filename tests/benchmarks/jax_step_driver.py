@@ -8,6 +8,7 @@ The directory has a model in the form of Hugging Face, and `batch.safetensors` w
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 
 import jax
@@ -34,7 +35,11 @@ def find(name: str) -> np.ndarray:
 
 
 trained, frozen = step.shapes
-weights = {name: find(name)[0] for name in trained if name != "layers"}
-weights["layers"] = {name: find(name) for name in trained["layers"]}
+weights = {name: find(name)[0] for name in trained if name not in step.stacks}
+first = 0
+for stack, sizes in step.stacks.items():
+    last = first + prod(sizes)
+    weights[stack] = {name: (found := find(name)[first:last]).reshape(*sizes, *found.shape[1:]) for name in trained[stack]}
+    first = last
 loss, gradients = jax.jit(jax.value_and_grad(step.loss))(weights, frozen, batch["input_ids"], batch["labels"])
 print(json.dumps([float(loss), float(optax.global_norm(gradients))]))

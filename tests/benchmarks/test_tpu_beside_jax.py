@@ -20,7 +20,11 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-MODELS = {"qwen3": SIZES | {"head_dim": 64, "tie_word_embeddings": True}, "qwen2": SIZES}
+MODELS = {
+    "qwen3": SIZES | {"head_dim": 64, "tie_word_embeddings": True},
+    "qwen2": SIZES,
+    "gemma3_text": SIZES | {"head_dim": 64, "num_hidden_layers": 8, "sliding_window": 64},
+}
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ CASES = [
     _case(32, 1024),
     _case(4, 1024, rematerialization="dots"),
     _case(4, 1024, "full"),
+    _case(4, 1024, model="Gemma-3-1B"),
+    _case(1, 8192, model="Gemma-3-1B"),
     _case(4, 1024, model="Qwen2.5-7B", mesh="fsdp"),
 ]
 
@@ -122,17 +124,19 @@ def compile_jax(case: Case, directory: Path) -> Program:
 
 
 def _name_kernels(text: str, case: Case, config: dict) -> str:
-    """Name the kernels of a program with their arithmetic: of the blocks of scores that a causal mask lets through."""
-    blocks = case.length // BLOCK
-    scores = BLOCK**2 * blocks * (blocks + 1) // 2
+    """Name the kernels of a program with their arithmetic: of the blocks of scores that a mask lets through."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rows = int(case.settings["per_device_train_batch_size"])
-    flops = 2 * rows * config["num_attention_heads"] * scores * head_dim
 
     def named(match: re.Match) -> str:
-        return f"attention_kernel[flops={PRODUCTS[match[1]] * flops}]/{match[0]}"
+        window = config["sliding_window"] if match[1] == "sliding" else case.length
+        scores = BLOCK**2 * sum(
+            (last + 1 - max(0, last * BLOCK - window + 1) // BLOCK) for last in range(case.length // BLOCK)
+        )
+        flops = 2 * rows * config["num_attention_heads"] * scores * head_dim
+        return f"{match[1]}{match[2]}attention_kernel[flops={PRODUCTS[match[3]] * flops}]/splash_mha_{match[3]}"
 
-    return re.sub(r"(?<=/)splash_mha_(fwd|dkv|dq)", named, text)
+    return re.sub(r'(full|sliding)(_attention[^"]*/)splash_mha_(fwd|dkv|dq)', named, text)
 
 
 def _make_program(text: str, memory: dict[str, int], cpu_seconds: float, case: Case) -> Program:

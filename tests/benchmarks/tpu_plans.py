@@ -343,11 +343,14 @@ ALTERNATING = [
     _gemma3("LoRA, 4 x 1024", 4, 1024, "Qwen3 of these widths", **LORA),
     _gemma3("full, 4 x 1024", 4, 1024),
     _gemma3("LoRA, 1 x 8192", 1, 8192, **LORA),
+    _gemma3("LoRA, 1 x 8192", 1, 8192, "Qwen3 of these widths", **LORA),
     _gemma3("LoRA, 4 x 1024", 4, 1024, "Gemma-3-4B", **LORA, dtype="bfloat16"),
     _gemma3(
         "LoRA, 4 x 1024 a chip, mesh: fsdp", 4, 1024, "Gemma-3-12B", "v5e-8", **LORA, dtype="bfloat16", mesh="fsdp"
     ),
     _gemma3("full, 1 x 8192", 1, 8192),
+    _gemma3("full, dtype: bfloat16, 4 x 1024", 4, 1024, dtype="bfloat16"),
+    _gemma3("full, dtype: bfloat16, 1 x 8192", 1, 8192, dtype="bfloat16"),
     _gemma3("LoRA, 4 x 1024", 4, 1024, "Qwen3.5-0.8B", **LORA),
 ]
 # What rounding adds to a step.

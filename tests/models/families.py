@@ -3,12 +3,15 @@ Trains a tiny model of every family with upstream's trainer on eager CPU and wit
 
     python tests/models/families.py                    # all, a process for each run; what is there is not run again
     python tests/models/families.py --task causal --only qwen3 lfm2 --again
+    python tests/models/families.py --layers           # of which causal models the layers run as a loop, and attention as a kernel
 
-Results are in `families.json`; `models_page.py` writes docs/models.md from them.
+Results are in `families.json` and `layers.json`; `models_page.py` writes docs/models.md from them.
 """
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import resource
 import shutil
@@ -16,15 +19,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from tasks import LONGEST, TASKS, make_collator, make_rows, names_of
 
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "families.json"
+RESULTS, LAYERS_OF = HERE / "families.json", HERE / "layers.json"
 STEPS, ACCUMULATION, ROWS = 4, 2, 2
 EXACTLY, BY_SGD = " in float64", " by SGD"
+#: In place of a recipe: only how the layers run is found out.
+LAYERS = "layers"
 #: Of one run, the imports apart.
 MOST_SECONDS, MOST_BYTES = 240, 12 * 2**30
 MOST_PARAMETERS = 20 * 10**6
@@ -35,6 +43,25 @@ MOST_PARAMETERS = 20 * 10**6
 
 def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, output_dir: str) -> dict:
     """Train a tiny model, and say what was logged and what the device did."""
+    trainer = make_trainer(task, model_type, lora, recipe, ours=ours, output_dir=output_dir)
+    # Not the class of PEFT.
+    model = type(trainer.model.get_base_model() if lora else trainer.model).__name__
+    found = _count(trainer) if ours else {}
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "model": model,
+        "recipe": recipe.removesuffix(EXACTLY).removesuffix(BY_SGD),
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [entry["grad_norm"] for entry in logs],
+        **found,
+    }
+
+
+def make_trainer(
+    task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, output_dir: str, periods: int = 1, **settings
+):
+    """The trainer of a tiny model, with further settings of its arguments."""
     import torch
     import transformers
     from peft import LoraConfig, get_peft_model
@@ -43,9 +70,10 @@ def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, ou
     from trl import SFTConfig, SFTTrainer
 
     torch.manual_seed(0)
-    config = tiny_config(model_type, decoder=task == "causal")
+    config = tiny_config(model_type, decoder=task == "causal", periods=periods)
     if task in ("sequence", "token"):
-        config.num_labels = 3
+        # Heads that many families share have a dropout of their own unless told otherwise.
+        config.num_labels, config.classifier_dropout = 3, 0.0
     auto = getattr(transformers, TASKS[task].auto)
     with torch.device("meta"):
         count = auto.from_config(config).num_parameters()
@@ -82,6 +110,7 @@ def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, ou
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=not ours,
+        **settings,
     )
     if ours:
         from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
@@ -103,23 +132,48 @@ def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, ou
         if ours:
             args["max_length"] = LONGEST
         collator = make_collator(task, tokenizer)
-        trainer = Trainer(model, TrainingArguments(**args), collator, data, processing_class=tokenizer)
-    else:
-        data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows])
-        args |= dict(max_length=LONGEST, gradient_checkpointing=recipe == "sft")
-        trainer = SFTTrainer(
-            model, SFTConfig(**args), train_dataset=data, processing_class=tokenizer, peft_config=adapter
-        )
-    found = _count(trainer) if ours else {}
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "model": type(model).__name__,
-        "recipe": recipe,
-        "losses": [entry["loss"] for entry in logs],
-        "norms": [entry["grad_norm"] for entry in logs],
-        **found,
-    }
+        return Trainer(model, TrainingArguments(**args), collator, data, processing_class=tokenizer)
+    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows])
+    args |= dict(max_length=LONGEST, gradient_checkpointing=recipe == "sft")
+    return SFTTrainer(model, SFTConfig(**args), train_dataset=data, processing_class=tokenizer, peft_config=adapter)
+
+
+def look(model_type: str, path: Path) -> None:
+    """
+    Find out why the layers of a causal model are no loop and its attention has no kernel, each `None` if they are: as a run on TPU
+    decides, of a model of two periods. This process ends before its first step, whose program nobody needs.
+    """
+    from transformers import TrainerCallback
+
+    from hf_tpu_ext.errors import UserError
+    from hf_tpu_ext.layers import splash_attention
+
+    # Heads as narrow as these have no kernel.
+    splash_attention.HEAD_DIMS = range(8, 257, 8)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("hf_tpu_ext").addHandler(handler)
+    settings, reasons = {"scan_layers": "on", "attention": "splash"}, {}
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.compute_loss(trainer.model, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader()))))
+            sliced = (line.partition("computed in slices: ")[2].removesuffix(".") for line in lines)
+            reasons.setdefault("attention", next(filter(None, sliced), None))
+            _finish(path, {"loop": reasons.get("scan_layers"), "kernel": reasons["attention"]})
+
+    while True:
+        sizes = dict(ours=True, output_dir=str(path), periods=2)
+        try:
+            trainer = make_trainer("causal", model_type, False, "sft without checkpointing", **sizes, **settings)
+            trainer.add_callback(Look())
+            trainer.train()
+        except UserError as error:
+            refused, _, reason = str(error).partition(" is not possible: ")
+            name = next(name for name in settings if refused == f"{name}={settings[name]!r}")
+            reasons[name] = reason.partition(". Leave it out")[0]
+            del settings[name]
 
 
 def _tokenizer(size: int, longest: int):
@@ -176,20 +230,22 @@ def work(ours: bool, directory: Path, runs: list[list]) -> None:
     for number, (*run, recipes) in enumerate(runs):
         errors = []
         for recipe in recipes:
-            result = _run_child(directory / f"{number} {recipe}", ours, [*run, recipe])
-            if "losses" in result:
+            path = directory / f"{number} {recipe}"
+            runs_it = partial(train, *run, recipe, ours=ours, output_dir=str(path))
+            result = _run_child(path, partial(look, run[1], path) if recipe == LAYERS else runs_it)
+            if "error" not in result:
                 break
             errors.append(result["error"])
-        if "losses" not in result:
+        if "error" in result:
             # The first error says more than that of the last resort.
             result["error"] = errors[0]
         (directory / f"{number}.json").write_text(json.dumps(result))
 
 
-def _run_child(path: Path, ours: bool, run: list) -> dict:
+def _run_child(path: Path, call: Callable[[], dict]) -> dict:
     child, begin = os.fork(), time.monotonic()
     if child == 0:
-        _run_forked(path, ours, run)
+        _run_forked(path, call)
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.05)
         if time.monotonic() - begin > MOST_SECONDS:
@@ -201,14 +257,14 @@ def _run_child(path: Path, ours: bool, run: list) -> dict:
     return {"error": f"no end in {MOST_SECONDS} s" if slow else "the process has died"}
 
 
-def _run_forked(path: Path, ours: bool, run: list) -> None:
+def _run_forked(path: Path, call: Callable[[], dict]) -> None:
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     begin = time.process_time()
     try:
-        result = train(*run, ours=ours, output_dir=str(path))
+        result = call()
     except BaseException as error:
         import traceback
 
@@ -216,9 +272,13 @@ def _run_forked(path: Path, ours: bool, run: list) -> None:
         lines = str(error).strip().splitlines() or [""]
         result = {"error": f"{type(error).__name__}: {lines[0]}"[:300], "refused": _is_refused(error)}
     result["cpu_seconds"] = round(time.process_time() - begin, 1)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    partial.rename(path.with_suffix(".result"))
+    _finish(path, result)
+
+
+def _finish(path: Path, result: dict) -> NoReturn:
+    written = path.with_suffix(".partial")
+    written.write_text(json.dumps(result))
+    written.rename(path.with_suffix(".result"))
     os._exit(0)
 
 
@@ -279,14 +339,21 @@ def run_all(directory: Path, tasks: list[str], only: list[str] | None, again: bo
             print(key, verdict(result), flush=True)
 
 
-def read_results() -> dict[str, dict]:
-    """What is known, by the name of a run."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def look_at_all(directory: Path, only: list[str] | None) -> None:
+    """Find out how the layers of causal models run that are trained."""
+    names = only or [name for name in names_of("causal") if "ours" in read_results()[_key(["causal", name, False])]]
+    found = _start(True, directory / "layers", [["causal", name, False, [LAYERS]] for name in names])
+    _write({**read_results(LAYERS_OF), **dict(zip(names, found, strict=True))}, LAYERS_OF)
 
 
-def _write(known: dict[str, dict]) -> None:
+def read_results(path: Path = RESULTS) -> dict[str, dict]:
+    """What is known, by the name of a run, or of a family."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _write(known: dict[str, dict], path: Path = RESULTS) -> None:
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(known[key])}" for key in sorted(known))
-    RESULTS.write_text(f"{{\n{lines}\n}}\n")
+    path.write_text(f"{{\n{lines}\n}}\n")
 
 
 def _key(run: list) -> str:
@@ -350,6 +417,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS), help="auto classes, by default all")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families to run, by default all")
+    parser.add_argument("--layers", action="store_true", help="find out how layers run, and train nothing")
     parser.add_argument("--again", action="store_true", help="run what is known, too")
     parser.add_argument("--part", type=int, default=16, help="runs after which results are written")
     parser.add_argument("--directory", type=Path, default=Path("/tmp/families"), help="logs of the runs")
@@ -358,6 +426,8 @@ def main() -> None:
     if args.work:
         kind, directory = args.work
         work(kind == "ours", Path(directory), json.load(sys.stdin))
+    elif args.layers:
+        look_at_all(args.directory, args.only)
     else:
         run_all(args.directory, args.task, args.only, args.again, args.part)
 

@@ -17,11 +17,13 @@ SIZES: dict[str, Any] = {
     "embedding_size": 32,
     "num_hidden_layers": 2,
     "n_layer": 2,
+    "n_layers": 2,
     "num_layers": 2,
     "encoder_layers": 2,
     "decoder_layers": 2,
     "num_attention_heads": 4,
     "n_head": 4,
+    "n_heads": 4,
     "num_heads": 4,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
@@ -30,6 +32,8 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48,
     "ffn_dim": 48,
     "d_ff": 48,
+    "hidden_dim": 48,
+    "dim_head": 8,
     "d_kv": 8,
     "ffn_hidden_size": 48,
     "n_inner": 48,
@@ -95,6 +99,10 @@ SIZES: dict[str, Any] = {
     "hc_lowrank": 8,
     # Images and sound, which text alone does not use.
     "depth": 2,
+    "num_filters": 2,
+    "base_channels": 32,
+    "codebook_dim": 32,
+    "codebook_size": 8,
     "out_hidden_size": 32,
     "projector_hidden_size": 32,
     "merged_hidden_size": 32,
@@ -103,6 +111,8 @@ SIZES: dict[str, Any] = {
     "alignment_intermediate_size": 48,
     "intermediate_size_mlp": 48,
     "latent_query_num": 4,
+    "vocabulary_map": {"<image>": VOCABULARY - 1},
+    "video_temporal_patch_size": 2,
     "mamba_dt_rank": 4,
     "time_step_rank": 4,
 }
@@ -162,11 +172,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         }
     },
-    "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_length": 2},
+    "cpmant": {"dim_ff": 48, "prompt_length": 2},
     "ernie4_5_moe": {"moe_k": 2, "moe_num_shared_experts": 1},
     "codegen": {"rotary_dim": 4},
     "ctrl": {"dff": 48},
-    "dbrx": {"n_heads": 4, "n_layers": 2, "max_seq_len": 64, "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dbrx": {"max_seq_len": 64, "attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 8, "num_key_value_heads": 1},
     "dots3_note_text": {
         "swa_q_lora_rank": 16,
@@ -180,18 +190,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "shared_experts_intermediate_size": 16,
     },
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
+    "ernie4_5_vl_moe_text": {"rope_parameters": _images_rope(1, 1, 2), "moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
     "esmc": {"num_key_value_heads": 4},
-    "glm4v_text": {"rope_parameters": _images_rope(2, 1, 1)},
     "glm4v_moe_text": {"rope_parameters": _images_rope(1, 1, 0) | {"partial_rotary_factor": 0.5}},
-    "glm5_next_text": {"index_kpool": 4},
-    "glm_ocr_text": {"rope_parameters": _images_rope(2, 1, 1)},
-    "hy_v4_vl_text": {"rope_parameters": _images_rope(2, 1, 1)},
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0},
     "janus_vqgan": {
         "num_embeddings": 64,
         "embed_dim": 8,
         "latent_channels": 8,
-        "base_channels": 32,
         "channel_multiplier": [1, 1],
         "projection_dim": 32,
     },
@@ -200,14 +206,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kosmos_2_5_text_model": {"embed_dim": 32, "layers": 2, "attention_heads": 4},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "qwen2_vl_vision": {"embed_dim": 32},
-    "dots3_note_audio": {"adapter_input_size": 32, "adapter_out_dim": 32},
-    "dots3_note_vision": {
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {
         "adapter_in_dim": 32,
         "adapter_out_dim": 32,
         "mlp_layer_types": ["dense", "dense"],
         "per_layer_config": {},
     },
-    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "granite_speech_encoder": {"hidden_dim": 32},
+    "granite_speech_plus_encoder": {"hidden_dim": 32},
+    "florence_vision": {"depths": [1] * 4, "embed_dim": [32] * 4},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1]},
+    "apertus1p5": {"image_token_offset": 32, "audio_token_offset": 40},
+    "muse_spark_audio": {"patch_sizes": (16, 6), "hidden_sizes": (32, 32), "depths": (1, 1)},
+    "distilbert": {"dim": 32},
     "falcon_h1": {"mamba_d_ssm": 64},
     "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
     "funnel": {"d_inner": 48, "d_head": 8, "block_sizes": [1, 1], "num_decoder_layers": 1},
@@ -234,7 +247,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {"global_head_dim": 8},
     "gemma4_unified_assistant": {"backbone_hidden_size": 32},
-    "flaubert": {"emb_dim": 32, "n_layers": 2, "n_heads": 4},
+    "flaubert": {"emb_dim": 32},
     "gptj": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "inkling_vision": {"patch_size": 4},
@@ -245,7 +258,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_key_value_heads": 4},
     "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"expand": 2, "hidden_size": 32, "num_heads": 8, "head_dim": 8},
-    "mpt": {"n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "mpt": {"max_seq_len": 64},
     "prophetnet": {"num_buckets": 8, "relative_max_distance": 16},
     "reformer": {
         "is_decoder": True,
@@ -261,15 +274,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shape_vocab_size": VOCABULARY,
         "shape_embed_dim": 8,
     },
-    "xlm": {"emb_dim": 32, "n_layers": 2, "n_heads": 4},
+    "xlm": {"emb_dim": 32},
     "xlnet": {"d_inner": 48},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
 
-def tiny_config(model_type: str, decoder: bool = False) -> PreTrainedConfig:
-    """The configuration of the tiny model of a family. A `decoder` is causal where a family has both forms."""
-    config = _shrink(AutoConfig.for_model(model_type))
+def tiny_config(model_type: str, decoder: bool = False, periods: int = 1) -> PreTrainedConfig:
+    """
+    The configuration of the tiny model of a family, with so many periods of its layers. A `decoder` is causal where a family has
+    both forms.
+    """
+    config = _shrink(AutoConfig.for_model(model_type), periods)
     if decoder and vars(config).get("is_decoder") is False and not config.is_encoder_decoder:
         config.is_decoder = True
     if model_type == "encoder-decoder":
@@ -284,9 +300,12 @@ def tiny_config(model_type: str, decoder: bool = False) -> PreTrainedConfig:
 _RANDOM = re.compile("dropout|pdrop|layerdrop|jitter")
 
 
-def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+def _shrink(config: PreTrainedConfig, periods: int) -> PreTrainedConfig:
     named = vars(config)
-    fields = {name: value for name, value in (SIZES | TOKENS).items() if name in named}
+    # What has a size for each stage keeps them.
+    fields = {n: v for n, v in (SIZES | TOKENS).items() if n in named and not isinstance(named[n], list | tuple)}
+    if "mrope_section" in type(config).ignore_keys_at_rope_validation:
+        fields["rope_parameters"] = _images_rope(2, 1, 1)
     if "kv_lora_rank" in named:
         fields["num_key_value_heads"] = SIZES["num_attention_heads"]
     if len(kinds := list(dict.fromkeys(named.get("layer_types") or []))) > 1:
@@ -294,9 +313,13 @@ def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         fields |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
     for name, value in named.items():
         if isinstance(value, PreTrainedConfig):
-            fields[name] = _shrink(value)
+            fields[name] = _shrink(value, periods)
         elif isinstance(value, float) and _RANDOM.search(name):
             fields[name] = 0.0
         elif isinstance(value, int) and name.endswith(("token_id", "token_index")) and name not in TOKENS:
             fields[name] = VOCABULARY - 1
-    return type(config)(**fields | FAMILIES.get(config.model_type, {}))
+    fields |= FAMILIES.get(config.model_type, {})
+    for name, value in fields.items():
+        if name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers") or re.search("_types?$", name):
+            fields[name] = value * periods
+    return type(config)(**fields)
