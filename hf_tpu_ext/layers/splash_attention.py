@@ -169,7 +169,9 @@ def _why_not(
         return f"the kernel knows nothing of {', '.join(more)}"
     if dtype not in _DTYPES[backend.kernels.platform]:
         return f"the kernel computes in bfloat16, and this model in {dtype_name(dtype)}"
-    if not HEAD_DIMS.start <= head_dim < HEAD_DIMS.stop or value.shape[-1] != head_dim:
+    if value.shape[-1] != head_dim:
+        return "its values have another width than its keys"
+    if not HEAD_DIMS.start <= head_dim < HEAD_DIMS.stop:
         return f"the kernel takes heads of {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1}"
     if not backend.manual_sharding.active and rows % backend.num_chips:
         return f"{rows} rows do not divide by {backend.num_chips} chips"

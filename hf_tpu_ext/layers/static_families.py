@@ -86,9 +86,27 @@ class _LastEnd(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _by_last_end(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with _LastEnd():
-        return type(module).forward(module, *args, **kwargs)
+class _WholeWrites(TorchFunctionMode):
+    """One value that is written to all places of a mask, whose number depends on the data, as a choice for each place."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.__setitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            states, mask, value = args
+            inner = states.ndim - mask.ndim
+            if not isinstance(value, Tensor) or value.ndim <= inner:
+                return states.copy_(torch.where(mask[(..., *[None] * inner)], value, states))
+        return func(*args, **(kwargs or {}))
+
+
+def _within(mode: type[TorchFunctionMode]) -> Callable:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
+_by_last_end, _with_whole_writes = _within(_LastEnd), _within(_WholeWrites)
 
 
 def _deberta(module: nn.Module, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -196,9 +214,12 @@ _FORWARDS: dict[str, Callable] = {
     "FlaubertModel": _xlm,
     "JetMoeParallelExperts": _jetmoe_experts,
     "JetMoeTopKGating": _jetmoe_gating,
+    "Kimi_K25Model": _with_whole_writes,
     "LongcatFlashExperts": _experts("total_experts"),
     "MBartForSequenceClassification": _by_last_end,
     "MT5ForSequenceClassification": _by_last_end,
+    "MuseGlimmerModel": _with_whole_writes,
+    "MuseSparkModel": _with_whole_writes,
     "MvpForSequenceClassification": _by_last_end,
     "NllbMoeExperts": _experts("num_experts"),
     "PLBartForSequenceClassification": _by_last_end,
@@ -207,6 +228,7 @@ _FORWARDS: dict[str, Callable] = {
     "Step3p7Experts": _experts("num_experts"),
     "SwitchTransformersExperts": _experts("num_experts"),
     "T5ForSequenceClassification": _by_last_end,
+    "T5Gemma2TextScaledWordEmbedding": _with_whole_writes,
     "UMT5ForSequenceClassification": _by_last_end,
     "XLMModel": _xlm,
 }

@@ -39,7 +39,9 @@ weights = {name: find(name)[0] for name in trained if name not in step.stacks}
 first = 0
 for stack, sizes in step.stacks.items():
     last = first + prod(sizes)
-    weights[stack] = {name: (found := find(name)[first:last]).reshape(*sizes, *found.shape[1:]) for name in trained[stack]}
+    weights[stack] = {
+        name: (found := find(name)[first:last]).reshape(*sizes, *found.shape[1:]) for name in trained[stack]
+    }
     first = last
 loss, gradients = jax.jit(jax.value_and_grad(step.loss))(weights, frozen, batch["input_ids"], batch["labels"])
 print(json.dumps([float(loss), float(optax.global_norm(gradients))]))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from parts import cycles_by_part
 from tables import make_parser, publish
-from tpu_plans import DOCUMENT, LORA, ROOT, Case, make_model, plan
+from tpu_plans import DOCUMENT, LORA, ROOT, Case, keep_rows, make_model, plan
 
 from hf_tpu_ext.formatting import format_bytes
 from hf_tpu_ext.hardware.topologies import find_topology
@@ -167,7 +167,8 @@ def main() -> None:
             print(lines[-1], file=sys.stderr, flush=True)
     versions = ", ".join(f"{name} {version}" for name, version in required_versions().items())
     lines += ["", f"{versions}; `python tests/benchmarks/tpu_beside_jax.py`"]
-    publish(arguments, DOCUMENT, "tpu_beside_jax", "\n".join(lines), measured)
+    block = keep_rows(CASES, "\n".join(lines), DOCUMENT, "tpu_beside_jax")
+    publish(arguments, DOCUMENT, "tpu_beside_jax", block, measured)
 
 
 if __name__ == "__main__":

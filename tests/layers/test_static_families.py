@@ -18,7 +18,10 @@ from tiny_configs import VOCABULARY, tiny_config  # noqa: E402
 
 @pytest.mark.parametrize(
     "model_type",
-    ["dbrx", "jetmoe", "longcat_flash", "qwen4_exp_text", "recurrent_gemma", "xlm", "flaubert", "switch_transformers"],
+    [
+        *("dbrx", "jetmoe", "longcat_flash", "qwen4_exp_text", "recurrent_gemma", "xlm", "flaubert"),
+        *("kimi_k25", "switch_transformers"),
+    ],
 )
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_numbers_and_gradients_are_upstreams(xla, model_type, padding):

@@ -9,7 +9,6 @@ Results are in `families.json` and `layers.json`; `models_page.py` writes docs/m
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -30,11 +29,12 @@ from tasks import LONGEST, TASKS, make_collator, make_rows, names_of
 HERE = Path(__file__).parent
 RESULTS, LAYERS_OF = HERE / "families.json", HERE / "layers.json"
 STEPS, ACCUMULATION, ROWS = 4, 2, 2
+KINDS = ("full", "lora")
 EXACTLY, BY_SGD = " in float64", " by SGD"
-#: In place of a recipe: only how the layers run is found out.
-LAYERS = "layers"
-#: Of one run, the imports apart.
-MOST_SECONDS, MOST_BYTES = 240, 12 * 2**30
+#: Only how the layers run is found out.
+LAYERS = ", its layers"
+#: Of one run, the imports apart: seconds of a processor, and of the clock, since others may have the machine.
+MOST_SECONDS, MOST_WAITED, MOST_BYTES = 240, 1800, 12 * 2**30
 MOST_PARAMETERS = 20 * 10**6
 
 
@@ -138,9 +138,9 @@ def make_trainer(
     return SFTTrainer(model, SFTConfig(**args), train_dataset=data, processing_class=tokenizer, peft_config=adapter)
 
 
-def look(model_type: str, path: Path) -> None:
+def look(task: str, model_type: str, lora: bool, recipe: str, path: Path) -> None:
     """
-    Find out why the layers of a causal model are no loop and its attention has no kernel, each `None` if they are: as a run on TPU
+    Find out why the layers of a model are no loop and its attention has no kernel, each `None` if they are: as a run on TPU
     decides, of a model of two periods. This process ends before its first step, whose program nobody needs.
     """
     from transformers import TrainerCallback
@@ -166,12 +166,14 @@ def look(model_type: str, path: Path) -> None:
     while True:
         sizes = dict(ours=True, output_dir=str(path), periods=2)
         try:
-            trainer = make_trainer("causal", model_type, False, "sft without checkpointing", **sizes, **settings)
+            trainer = make_trainer(task, model_type, lora, recipe, **sizes, **settings)
             trainer.add_callback(Look())
             trainer.train()
         except UserError as error:
             refused, _, reason = str(error).partition(" is not possible: ")
-            name = next(name for name in settings if refused == f"{name}={settings[name]!r}")
+            name = refused.partition("=")[0]
+            if name not in settings:
+                raise
             reasons[name] = reason.partition(". Leave it out")[0]
             del settings[name]
 
@@ -231,8 +233,11 @@ def work(ours: bool, directory: Path, runs: list[list]) -> None:
         errors = []
         for recipe in recipes:
             path = directory / f"{number} {recipe}"
-            runs_it = partial(train, *run, recipe, ours=ours, output_dir=str(path))
-            result = _run_child(path, partial(look, run[1], path) if recipe == LAYERS else runs_it)
+            if recipe.endswith(LAYERS):
+                call = partial(look, *run, recipe.removesuffix(LAYERS), path)
+            else:
+                call = partial(train, *run, recipe, ours=ours, output_dir=str(path))
+            result = _run_child(path, call)
             if "error" not in result:
                 break
             errors.append(result["error"])
@@ -246,14 +251,14 @@ def _run_child(path: Path, call: Callable[[], dict]) -> dict:
     child, begin = os.fork(), time.monotonic()
     if child == 0:
         _run_forked(path, call)
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
         time.sleep(0.05)
-        if time.monotonic() - begin > MOST_SECONDS:
+        if time.monotonic() - begin > MOST_WAITED:
             os.kill(child, signal.SIGKILL)
     result = path.with_suffix(".result")
     if result.exists():
         return json.loads(result.read_text())
-    slow = time.monotonic() - begin > MOST_SECONDS
+    slow = os.waitstatus_to_exitcode(ended[1]) == -signal.SIGXCPU or time.monotonic() - begin > MOST_WAITED
     return {"error": f"no end in {MOST_SECONDS} s" if slow else "the process has died"}
 
 
@@ -262,6 +267,7 @@ def _run_forked(path: Path, call: Callable[[], dict]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MOST_SECONDS,) * 2)
     begin = time.process_time()
     try:
         result = call()
@@ -326,9 +332,11 @@ def run_part(runs: list[list], directory: Path) -> dict[str, dict]:
     return found
 
 
-def run_all(directory: Path, tasks: list[str], only: list[str] | None, again: bool, part: int) -> None:
+def run_all(
+    directory: Path, tasks: list[str], kinds: list[str], only: list[str] | None, again: bool, part: int
+) -> None:
     """Do all runs whose results are not known yet, `part` of them at a time."""
-    runs = [[task, name, lora] for lora in (False, True) for task in tasks for name in only or names_of(task)]
+    runs = [[task, name, kind == "lora"] for kind in kinds for task in tasks for name in only or names_of(task)]
     if not again:
         known = read_results()
         runs = [run for run in runs if _key(run) not in known]
@@ -341,8 +349,10 @@ def run_all(directory: Path, tasks: list[str], only: list[str] | None, again: bo
 
 def look_at_all(directory: Path, only: list[str] | None) -> None:
     """Find out how the layers of causal models run that are trained."""
-    names = only or [name for name in names_of("causal") if "ours" in read_results()[_key(["causal", name, False])]]
-    found = _start(True, directory / "layers", [["causal", name, False, [LAYERS]] for name in names])
+    runs = {name: ["causal", name, False] for name in only or names_of("causal")}
+    recipe_of = {name: read_results()[_key(run)]["stock"].get("recipe") for name, run in runs.items()}
+    names = [name for name, recipe in recipe_of.items() if recipe is not None]
+    found = _start(True, directory / "layers", [[*runs[name], [recipe_of[name] + LAYERS]] for name in names])
     _write({**read_results(LAYERS_OF), **dict(zip(names, found, strict=True))}, LAYERS_OF)
 
 
@@ -416,6 +426,7 @@ def verdict(result: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS), help="auto classes, by default all")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS, help="what is trained, by default both")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families to run, by default all")
     parser.add_argument("--layers", action="store_true", help="find out how layers run, and train nothing")
     parser.add_argument("--again", action="store_true", help="run what is known, too")
@@ -429,7 +440,7 @@ def main() -> None:
     elif args.layers:
         look_at_all(args.directory, args.only)
     else:
-        run_all(args.directory, args.task, args.only, args.again, args.part)
+        run_all(args.directory, args.task, args.kind, args.only, args.again, args.part)
 
 
 if __name__ == "__main__":

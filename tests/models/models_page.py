@@ -7,7 +7,15 @@ Writes the tables of docs/models.md from the results of tests/models/families.py
 import sys
 from pathlib import Path
 
-from families import difference, is_equal, is_equal_by_sgd, is_near_to_exact, read_results, why_not_replayed
+from families import (
+    LAYERS_OF,
+    difference,
+    is_equal,
+    is_equal_by_sgd,
+    is_near_to_exact,
+    read_results,
+    why_not_replayed,
+)
 from tasks import TASKS
 
 
@@ -34,7 +42,8 @@ def tables() -> dict[str, str]:
     for key, result in read_results().items():
         task, family, kind = key.split("/")
         families[task].setdefault(family, {})[kind] = result
-    found = {f"models_{task}": _table(runs_of) for task, runs_of in families.items()}
+    layers = {"causal": read_results(LAYERS_OF)}
+    found = {f"models_{task}": _table(runs_of, layers.get(task)) for task, runs_of in families.items()}
     others = ["| Auto class | `model_type` | Upstream's error on the CPU |", "|---|---|---|"]
     others += [
         f"| `{TASKS[task].auto}` | `{name}` | {_code(runs['full']['stock']['error'])} |"
@@ -49,15 +58,20 @@ def _is_trained(runs: dict[str, dict]) -> bool:
     return any("ours" in run for run in runs.values())
 
 
-def _table(families: dict[str, dict[str, dict]]) -> str:
+def _table(families: dict[str, dict[str, dict]], layers: dict[str, dict] | None) -> str:
     trained = {name: runs for name, runs in families.items() if _is_trained(runs)}
     good = [name for name, runs in trained.items() if all(_is_good(run) for run in runs.values() if "ours" in run)]
     summary = (
         f"Of {len(families)} families, upstream trains {len(trained)} here. {len(good)} of these are trained with equal numbers by "
         "replayed steps, without a transfer to the host; the last column says what the others do."
     )
-    rows = ["| `model_type` | Recipe | Full fine-tuning | LoRA | Remark |", "|---|---|---|---|---|"]
-    rows += [_row(name, runs) for name, runs in trained.items()]
+    columns = ["`model_type`", "Recipe", "Full fine-tuning", "LoRA", *(["Loop", "Kernel"] if layers else []), "Remark"]
+    rows = [" | ".join(["", *columns, ""]).strip(), "|---" * len(columns) + "|"]
+    rows += [_row(name, runs, None if layers is None else layers.get(name)) for name, runs in trained.items()]
+    if layers:
+        of_trained = [layers[name] for name in trained if name in layers]
+        counts = [sum(found.get(kind, "") is None for found in of_trained) for kind in ("loop", "kernel")]
+        summary += " Layers of {} run as a loop, and {} have the kernel.".format(*counts)
     return summary + "\n\n" + "\n".join(rows)
 
 
@@ -66,12 +80,14 @@ def _is_good(run: dict) -> bool:
     return "losses" in ours and is_equal(run) and why_not_replayed(ours) is None and not ours["fallbacks_of"]
 
 
-def _row(name: str, runs: dict[str, dict]) -> str:
+def _row(name: str, runs: dict[str, dict], layers: dict[str, str | None] | None) -> str:
     (recipe, *_) = (_RECIPES[run["stock"]["recipe"]] for run in runs.values() if "ours" in run)
     remarks = list(dict.fromkeys(remark for run in runs.values() if (remark := _remark(run))))
     fails = any("error" in run.get("ours", {}) and not run["ours"].get("refused") for run in runs.values())
     remarks += [_KNOWN[name]] if fails and name in _KNOWN else []
     cells = [_cell(runs.get(kind)) for kind in ("full", "lora")]
+    if layers is not None:
+        cells += ["yes" if (reason := layers.get(kind, "")) is None else reason for kind in ("loop", "kernel")]
     return f"| `{name}` | {recipe} | {' | '.join(cells)} | {'; '.join(remarks)} |"
 
 

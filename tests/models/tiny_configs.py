@@ -190,7 +190,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "shared_experts_intermediate_size": 16,
     },
-    "ernie4_5_vl_moe_text": {"rope_parameters": _images_rope(1, 1, 2), "moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": _images_rope(1, 1, 2),
+        "moe_intermediate_size": [16, 16],
+        "moe_num_experts": 4,
+        "moe_k": 2,
+    },
     "esmc": {"num_key_value_heads": 4},
     "glm4v_moe_text": {"rope_parameters": _images_rope(1, 1, 0) | {"partial_rotary_factor": 0.5}},
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0},
@@ -217,7 +222,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite_speech_encoder": {"hidden_dim": 32},
     "granite_speech_plus_encoder": {"hidden_dim": 32},
     "florence_vision": {"depths": [1] * 4, "embed_dim": [32] * 4},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1]},
+    "diffusion_gemma_text": {"top_k_experts": 2},
     "apertus1p5": {"image_token_offset": 32, "audio_token_offset": 40},
     "muse_spark_audio": {"patch_sizes": (16, 6), "hidden_sizes": (32, 32), "depths": (1, 1)},
     "distilbert": {"dim": 32},
@@ -298,6 +303,8 @@ def tiny_config(model_type: str, decoder: bool = False, periods: int = 1) -> Pre
 
 # Fields that make a step depend on random numbers, which are others on each device.
 _RANDOM = re.compile("dropout|pdrop|layerdrop|jitter")
+# How many layers there are, and lists with an entry for each.
+_OF_LAYERS = re.compile("(num_|num_hidden_|n_|decoder_)layers?$|_types?$|sparsity_pattern$")
 
 
 def _shrink(config: PreTrainedConfig, periods: int) -> PreTrainedConfig:
@@ -319,7 +326,5 @@ def _shrink(config: PreTrainedConfig, periods: int) -> PreTrainedConfig:
         elif isinstance(value, int) and name.endswith(("token_id", "token_index")) and name not in TOKENS:
             fields[name] = VOCABULARY - 1
     fields |= FAMILIES.get(config.model_type, {})
-    for name, value in fields.items():
-        if name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers") or re.search("_types?$", name):
-            fields[name] = value * periods
-    return type(config)(**fields)
+    of_layers = {name: value * periods for name, value in fields.items() if _OF_LAYERS.search(name)}
+    return type(config)(**fields | of_layers)
