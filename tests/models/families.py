@@ -87,6 +87,8 @@ def make_trainer(
     if recipe.endswith(EXACTLY):
         recipe = recipe.removesuffix(EXACTLY)
         model.double()
+        # The others take float32 at most.
+        model.set_experts_implementation("eager")
     by_sgd = recipe.endswith(BY_SGD)
     recipe = recipe.removesuffix(BY_SGD)
     adapter = None

@@ -232,6 +232,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "lilt": {"hidden_size": 48},
     "luke": {"entity_vocab_size": VOCABULARY, "entity_emb_size": 16},
+    # With SDPA, upstream lets tokens of a batch without padding and without a prefix see later ones.
+    "paligemma": {"attn_implementation": "eager"},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 2},
     "gemma3n_text": {
         "num_hidden_layers": 4,
