@@ -72,8 +72,6 @@ class Backend(ABC):
     metrics_on_device: bool = False
     #: Whether one process drives all chips, and tensors are annotated with how they are split over them.
     shards_by_annotation: bool = False
-    #: Whether AdamW is this package's, which sends its numbers as data.
-    own_optimizer: bool = False
     #: Whether transformers and accelerate do not know the device: arguments are adapted, and the model placed, for them.
     unknown_upstream: bool = False
     #: Whether this process holds parts of the weights, which all put together to compute with them and to save them.
@@ -87,7 +85,7 @@ class Backend(ABC):
     loops: Loops = Loops()
     #: Kernels inside a program.
     kernels: Kernels = Kernels()
-    #: Programs that are recorded and replayed. Only where `traces_steps`.
+    #: Functions that are compiled once and run many times. Only where `traces_steps` or `compiles_functions`.
     programs: Programs
 
     def __init__(self, reason: str):
@@ -278,8 +276,9 @@ class Backend(ABC):
         # with one, and the weight would have no gradient. A compiler casts a weight once however often it is asked to.
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
 
-    def separate(self, tensors: list[torch.Tensor]) -> None:  # noqa: B027
-        """Keep the compiler from looking past tensors: what uses them from now on waits until all are there."""
+    def separate(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors, past which the compiler does not look: what uses them waits until all are there."""
+        return tensors
 
     def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
         """

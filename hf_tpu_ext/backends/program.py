@@ -2,11 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# A function that has to be traced anew this often is better traced each time.
+_MOST_CHANGES = 8
 
 
 class Form(NamedTuple):
@@ -54,6 +61,25 @@ class Fingerprint(Protocol):
         """Why calls cannot run by their program, as half a sentence: code of the user's runs in them."""
 
 
+class NothingElse:
+    """The fingerprint of a function that depends on its arguments alone."""
+
+    code = None
+
+    def note(self) -> None:
+        """There is nothing to note."""
+
+    def trace(self) -> AbstractContextManager[None]:
+        """Context of a trace."""
+        return nullcontext()
+
+    def change(self) -> None:
+        """Nothing changes."""
+
+    def why_not(self) -> None:
+        """Nothing stands in its way."""
+
+
 class CompiledFunction(ABC):
     """
     A function of a state and of data, which runs as a compiled program: `compiled(data, run, **fixed)`.
@@ -62,9 +88,24 @@ class CompiledFunction(ABC):
     on the device and differ from call to call; what else is in it, and `fixed`, is part of the program. The function is called as
     `function(data, **fixed)` and returns nested tensors.
 
-    The first call of a kind and shape is traced, and so is the second, which is compared: the same program, over the same tensors,
-    with the same constants; if it is not, so is the third. After that the program is run by its handle, and no Python of the
-    function. Where the fingerprint has changed, it is traced anew.
+    The first call of a kind and shape is traced, and later ones run by the handle of its program, and no Python of the function.
+    Where the fingerprint has changed, it is traced anew.
+
+    Args:
+        backend ([`~hf_tpu_ext.backends.base.Backend`]):
+            Where it runs.
+        function (`Callable`):
+            What is compiled.
+        state (`Callable[[], list[torch.Tensor]]`):
+            Lists the tensors that it reads and writes, always in the same order.
+        fingerprint ([`Fingerprint`]):
+            What else it depends on.
+        copies ([`RealCopies`]):
+            Context that is left from the beginning of each call to its end; `None` where copies always have memory of their own.
+        draws_on_host (`bool`, *optional*, defaults to `False`):
+            Whether random numbers that it draws on the host do not matter.
+        warn (`Callable[[str], None]`, *optional*):
+            Says why calls are traced, given half a sentence.
     """
 
     #: Why each call is traced, as half a sentence, or `None` where calls run by their program.
@@ -74,6 +115,22 @@ class CompiledFunction(ABC):
     #: Whether the last call ran no Python of the function.
     replays: bool = False
 
+    def __init__(
+        self,
+        backend: Any,
+        function: Callable[..., Any],
+        state: Callable[[], list[torch.Tensor]],
+        fingerprint: Fingerprint,
+        copies: "RealCopies | None",
+        draws_on_host: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ):
+        self._backend, self._function, self._state = backend, function, state
+        self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
+        self._known: dict[Hashable, Any] = {}
+        self._changes = 0
+        fingerprint.note()
+
     @abstractmethod
     def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
         """
@@ -81,9 +138,38 @@ class CompiledFunction(ABC):
         watch.
         """
 
-    @abstractmethod
     def refuse(self, reason: str) -> None:
         """Trace each call from now on, and say why: `reason` is half a sentence."""
+        if self.traced is None and self._warn is not None:
+            self._warn(reason)
+        self.traced = reason
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known.clear()
+
+    def _agree(self, what: str, reason: str | None) -> str | None:
+        """What this host has found out, or another one: they trace and run programs together."""
+        return next((found for found in self._backend.hosts.exchange(what, reason) if found is not None), None)
+
+    def _follow(self) -> None:
+        """Forget all programs where something has changed that they depend on."""
+        change = self._agree("the beginning of a step", self._fingerprint.change())
+        if change is None:
+            return
+        self.change = change
+        self._changes += 1
+        reason = self._fingerprint.why_not()
+        if reason is None and self._changes > _MOST_CHANGES:
+            reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
+        if reason is not None:
+            self.refuse(reason)
+            return
+        if self._known:
+            # Where that compiles another program, the watch says so.
+            logger.info(f"The step is traced again: {change}.")
+        self._forget()
+        self._fingerprint.note()
 
 
 class RealCopies(AbstractContextManager):
@@ -99,48 +185,25 @@ class RealCopies(AbstractContextManager):
 
 
 class Programs(ABC):
-    """What compiles functions on a device whose steps are traced, and knows the memory that their programs are given."""
+    """What compiles functions on a device, and knows the memory that their programs are given."""
 
     @abstractmethod
-    def compile(
-        self,
-        function: Callable[..., Any],
-        state: Callable[[], list[torch.Tensor]],
-        fingerprint: Fingerprint,
-        copies: RealCopies,
-        draws_on_host: bool = False,
-        warn: Callable[[str], None] | None = None,
-    ) -> CompiledFunction:
-        """
-        Make a [`CompiledFunction`].
-
-        Args:
-            function (`Callable`):
-                What is compiled.
-            state (`Callable[[], list[torch.Tensor]]`):
-                Lists the tensors that it reads and writes, always in the same order.
-            fingerprint ([`Fingerprint`]):
-                What else it depends on.
-            copies ([`RealCopies`]):
-                Context that is left from the beginning of each call to its end.
-            draws_on_host (`bool`, *optional*, defaults to `False`):
-                Whether random numbers that it draws on the host do not matter.
-            warn (`Callable[[str], None]`, *optional*):
-                Says why calls are traced, given half a sentence.
-        """
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledFunction:
+        """Make a [`CompiledFunction`] of its arguments but the backend."""
 
     @abstractmethod
     def memory_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """A number for each tensor, on the device or on the host: another number is other memory."""
 
-    @abstractmethod
+    # ---- Where a copy of a tensor may share its memory ----
+
     def aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Places of device tensors that share their memory with others, such as those of a `state_dict()` in use."""
+        return set()
 
-    @abstractmethod
-    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:
+    def separate_copies(self, state: Sequence[torch.Tensor]) -> None:  # noqa: B027
         """Give all copies of tensors in this process memory of their own, before a program is given the state's."""
 
-    @abstractmethod
-    def real_copies(self) -> RealCopies:
-        """Make a context in which every copy of a tensor gets memory of its own at once."""
+    def real_copies(self) -> RealCopies | None:
+        """Make a context in which every copy of a tensor gets memory of its own at once. `None` where each does."""
+        return None

@@ -117,7 +117,7 @@ class LayerLoop(torch.autograd.Function):
                     tensors, weights = [gradient, *entries[: 1 + num_kept]], entries[1 + num_kept :]
                     if len(layers) > 1:
                         # Several layers of one turn would be computed anew at once, and all of that kept.
-                        backend.separate(tensors)
+                        tensors = backend.separate(tensors)
                     gradient, hidden, *kept = tensors
                     with ctx.autocast():
                         of_turn = layer.in_turn(hidden, weights)

@@ -207,7 +207,7 @@ class PatternLoop:
         made = [make(hidden, *(named[name] for name in names)) for make, names in template.made.values()]
         if made:
             # The compiler would make them in every product anew.
-            backend.separate(made)
+            made = backend.separate(made)
         return *weights, *made
 
     def _call(

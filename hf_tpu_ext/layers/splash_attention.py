@@ -74,8 +74,7 @@ def _by_token(backend: Backend, output: Tensor) -> Tensor:
     Put the heads of a token one behind the other, once: the compiler for TPU would do it for everyone who reads the output, in a
     layout that takes longer.
     """
-    tokens = output.transpose(1, 2).flatten(2)
-    backend.separate([tokens])
+    (tokens,) = backend.separate([output.transpose(1, 2).flatten(2)])
     return tokens.unflatten(2, (output.shape[1], -1))
 
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..backends.ranks import Ranks
+
 
 class StepGradients:
     """
@@ -14,10 +16,12 @@ class StepGradients:
     Args:
         model ([`~torch.nn.Module`]):
             The model that is trained.
+        ranks ([`Ranks`], *optional*):
+            The processes whose gradients are averaged, each of which has rows of its own.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self, model: nn.Module, ranks: Ranks | None = None):
+        self._model, self._ranks = model, Ranks() if ranks is None else ranks
 
     @property
     def of_parameters(self) -> dict[nn.Parameter, Tensor]:
@@ -45,6 +49,15 @@ class StepGradients:
                 # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
                 # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
                 parameter.grad = parameter.grad.clone()
+        if closing:
+            self._average()
+
+    def _average(self) -> None:
+        """Give all processes the mean of their gradients, once for an optimizer step."""
+        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+        means = self._ranks.mean([parameter.grad for parameter in parameters])
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = mean
 
     def show(self) -> None:
         """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""
@@ -68,8 +81,8 @@ class AccumulatedGradients(StepGradients):
     to them like every other and is the same program.
     """
 
-    def __init__(self, model: nn.Module, earlier: StepGradients | None = None):
-        super().__init__(model)
+    def __init__(self, model: nn.Module, earlier: StepGradients | None = None, ranks: Ranks | None = None):
+        super().__init__(model, ranks)
         known = {} if earlier is None else earlier.of_parameters
         self._sums = {
             parameter: known[parameter] if parameter in known else torch.zeros_like(parameter)
@@ -101,6 +114,8 @@ class AccumulatedGradients(StepGradients):
             if total._version != version:
                 self._used.add(parameter)
             parameter.grad = total if closing and parameter in self._used else None
+        if closing:
+            self._average()
 
     def show(self) -> None:
         # A micro-step that was run by its handle has noted nothing.

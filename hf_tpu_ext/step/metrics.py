@@ -37,11 +37,12 @@ class DeviceSums:
     def add(self, **values: torch.Tensor) -> None:
         """Add device scalars to sums, by name. Autograd does not follow it."""
         for name, value in values.items():
-            self.tensors[name] = self.tensors[name] + value.detach().to(self.tensors[name].dtype)
+            self.tensors[name].copy_(self.tensors[name] + value.detach())
 
     def put(self, **values: torch.Tensor) -> None:
         """Replace sums by device scalars, by name."""
-        self.tensors.update({name: value.detach().to(self.tensors[name].dtype) for name, value in values.items()})
+        for name, value in values.items():
+            self.tensors[name].copy_(value.detach())
 
 
 @dataclass(frozen=True)

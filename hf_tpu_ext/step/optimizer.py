@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
+from ..backends.program import CompiledFunction, NothingElse
 from ..errors import UserError
 from .ema import WeightAverage
 
@@ -47,8 +48,8 @@ class LazyAdamW(torch.optim.AdamW):
         self.is_done = False
         #: What was updated last.
         self.updated: Sequence[_Update] = ()
-        # The row among those of a group in the numbers of the next update, by how many steps were taken.
-        self._row_of: dict[float, int] = {}
+        # The row among those of a group in the numbers of the next update, by the identity of a parameter's state.
+        self._row_of: dict[int, int] = {}
         # The parameters for which there was state when it was looked at last, and for how many.
         self._complete: tuple[list[int], int] = [], 0
         # The state of each parameter as it was known last, and how often it was another.
@@ -57,6 +58,8 @@ class LazyAdamW(torch.optim.AdamW):
         # Their step counters: views of one tensor, so that counting is one operator, and reading them another.
         self._counters: list[torch.Tensor] = []
         self._counts = torch.zeros(0)
+        # Updates, where these are no part of a larger program.
+        self._program: CompiledFunction | None = None
         self.register_load_state_dict_pre_hook(partial(place_loaded, backend))
 
     @classmethod
@@ -115,7 +118,7 @@ class LazyAdamW(torch.optim.AdamW):
         if self.is_done:
             self.is_done = False
         else:
-            self.update(self._backend.send(self.numbers()))
+            self.update_by_itself(self._backend.send(self.numbers()))
             self.count()
         return loss
 
@@ -131,7 +134,9 @@ class LazyAdamW(torch.optim.AdamW):
         by_count = sorted(set(self._counts.tolist()), reverse=True)
         # There may be some that no step uses, and those that were frozen. The first step has as many rows, to be the same program.
         by_count += [0.0] * (2 - len(by_count))
-        self._row_of = {count: row for row, count in reversed([*enumerate(by_count)])}
+        row_of = {count: row for row, count in reversed([*enumerate(by_count)])}
+        counts = zip(self._known, self._counts.tolist(), strict=True)
+        self._row_of = {id(state): row_of[count] for state, count in counts}
         share = None if self.average is None else 1 - self.average.next_decay()
         rows = [self._numbers_of(group, count + 1, share) for group in self.param_groups for count in by_count]
         # Beside a batch, what has as many rows as the batch would be split over the chips.
@@ -147,7 +152,6 @@ class LazyAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def update(self, numbers: torch.Tensor) -> None:
         """Update every parameter that has a gradient, and the average of the weights, by [`~LazyAdamW.numbers`] on the device."""
-        counts = dict(zip(map(id, self._known), self._counts.tolist(), strict=True))
         rows = [row.unbind() for row in numbers[0].unbind()]
         self.updated = []
         for number, group in enumerate(self.param_groups):
@@ -156,11 +160,30 @@ class LazyAdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     self.updated.append(_Update(group, parameter, state))
-                    row = rows[first + self._row_of[counts[id(state)]]]
+                    row = rows[first + self._row_of[id(state)]]
                     update_adamw(group, parameter, parameter.grad, state, row)
         if self.updated and self.average is not None:
             # All weights: those without a gradient stay as they are, and their average comes closer.
             self.average.update(rows[0][-1])
+
+    def update_by_itself(self, numbers: torch.Tensor) -> None:
+        """As [`~LazyAdamW.update`], outside of a program: a program of its own, where operators would be one each."""
+        if not self._backend.compiles_functions:
+            self.update(numbers)
+            return
+        if self._program is None:
+            self._program = self._backend.programs.compile(
+                lambda data, **_: self.update(data["numbers"]), self._tensors, NothingElse(), None
+            )
+        used = tuple(parameter.grad is not None for group in self.param_groups for parameter in group["params"])
+        self._program({"numbers": numbers}, lambda run=None: run and run(), used=used, settings=self.settings())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """What an update reads and writes."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [state[name] for state in self.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        return [*parameters, *gradients, *moments, *([] if self.average is None else self.average.values.values())]
 
     def count(self) -> None:
         """Count an update of what was updated last."""

@@ -17,13 +17,13 @@ from transformers.training_args import OptimizerNames
 from ..backends import select_backend
 from ..backends.host import let_forks_tokenize
 from ..callbacks.run_lines import RunLines
+from ..errors import UserError
 from ..layers.random_numbers import RandomSeeds
 from ..quantization.bitsandbytes import check_method, find_config
 from ..sharding.plan import place_model
 from ..step.host_io import save_from_host
 from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
-from ..step.program_adamw import ProgramAdamW
 from ..step.running_code import is_known
 from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES, set_gradient_checkpointing
 from .checks.answers import Place
@@ -34,7 +34,7 @@ from .checks.settings import check_architecture, check_processes, split_by
 from .checks.upstream import check_trainer, loads_model
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
-from .run.compiled_steps import CompiledSteps
+from .run.compiled_layers import CompiledLayers
 from .run.eager_steps import EagerSteps, check_split
 from .run.ema import Averaging
 from .run.evaluation_steps import EvaluationSteps
@@ -68,6 +68,8 @@ class SetUpMixin:
         # The class holds the defaults.
         extension = args if isinstance(args, ExtensionArguments) else ExtensionArguments
         self.backend = select_backend("cpu" if args.use_cpu else extension.backend, extension.num_chips)
+        #: As in [`ExtensionArguments`].
+        self.compile_step = extension.compile_step
         if self.backend.unknown_upstream:
             check_trainer(type(self), given.arguments)
         # What the caller changes in its arguments later is adapted in the same way.
@@ -126,9 +128,8 @@ class SetUpMixin:
             self.compiled.changes += let_forks_tokenize(
                 self.args.dataloader_num_workers, vars(self.args).get("dataloader_multiprocessing_context")
             )
-            self._prepare_traced_steps()
-        elif self.backend.static_shapes:
-            self._prepare_eager_steps()
+        if self.backend.static_shapes:
+            self._prepare_steps()
         elif self.averaging.average is not None:
             # Before all other callbacks, one of which may evaluate.
             self.callback_handler.callbacks.insert(0, self.averaging)
@@ -178,7 +179,7 @@ class SetUpMixin:
             self.accelerator.prepare_data_loader = partial(
                 _prepare_undispatched, self.accelerator, self.accelerator.prepare_data_loader
             )
-        if self.backend.own_optimizer and not self._follows_optimizer:
+        if self.compiles_steps and not self._follows_optimizer:
             self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, self.accelerator.prepare_optimizer)
         if self.backend.ranks.count > 1:
             # Gradients are averaged by the steps. Left to itself, accelerate would wrap the model for that.
@@ -190,37 +191,50 @@ class SetUpMixin:
         if self.backend.static_shapes and self.accelerator is not accelerator:
             self._arrange_accelerator()
 
-    def _prepare_eager_steps(self) -> None:
-        self._place_models()
-        wanted = (
-            self.args.compile_step if isinstance(self.args, ExtensionArguments) else ExtensionArguments.compile_step
-        )
-        compiles = self.backend.compiles_functions and wanted != "off"
-        self.evaluations = EvaluationSteps(self)
-        self.steps = CompiledSteps(self, wanted) if compiles else EagerSteps(self)
-        callbacks = [self.steps] if self.averaging.average is None else [self.steps, self.averaging]
-        # After upstream's own, which says whether a step is logged, and before all that may evaluate.
-        assert isinstance(self.callback_handler.callbacks[0], DefaultFlowCallback)
-        self.callback_handler.callbacks[1:1] = callbacks
+    @property
+    def compiles_steps(self) -> bool:
+        """Whether a training step is one program, where nothing stands in its way."""
+        if self.backend.traces_steps:
+            return True
+        whole = self.compile_step in ("auto", "step") and not self.backend.splits_weights
+        return self.backend.compiles_functions and whole
 
-    def _prepare_traced_steps(self) -> None:
+    def _prepare_steps(self) -> None:
         self._place_models()
-        save_from_host(self.backend)
-        if self.optimizer is not None:
-            follow_placed(self.optimizer, self._parameters_before, self.model)
-            check_optimizer(self.optimizer, self.model)
-            self._save_from_host(self.optimizer)
-        self._checkpoint_activations()
-        self.backend.set_rng_state(self.args.seed)
+        if self.backend.traces_steps:
+            save_from_host(self.backend)
+            if self.optimizer is not None:
+                follow_placed(self.optimizer, self._parameters_before, self.model)
+                check_optimizer(self.optimizer, self.model)
+                self._save_from_host(self.optimizer)
+            self.backend.set_rng_state(self.args.seed)
         self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
-        if self._override_returns_loss:
-            # What is logged is what it returns to upstream's loop.
-            vars(self)["training_step"] = self._overridden_step
-        #: Runs each batch of an evaluation.
+        #: And each batch of an evaluation of the loss.
         self.evaluations = EvaluationSteps(self)
-        #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
-        self.steps = TrainingSteps(self)
-        self.callback_handler.callbacks.insert(0, self.steps)
+        callbacks = self.callback_handler.callbacks
+        # After upstream's own, which says whether a step is logged, and before all that may evaluate.
+        assert isinstance(callbacks[0], DefaultFlowCallback)
+        if self.compiles_steps:
+            self._checkpoint_activations()
+            if self._override_returns_loss:
+                # What is logged is what it returns to upstream's loop.
+                vars(self)["training_step"] = self._overridden_step
+            #: Begins and ends each step. Before all other callbacks, for them to find a step that has ended.
+            self.steps = TrainingSteps(self)
+            callbacks.insert(1, self.steps)
+        else:
+            self.steps = self._make_eager_steps()
+            callbacks[1:1] = [self.steps] if self.averaging.average is None else [self.steps, self.averaging]
+
+    def _make_eager_steps(self) -> EagerSteps:
+        if self.compile_step == "off" or not self.backend.compiles_functions:
+            return EagerSteps(self)
+        reason = "compile_step='layers'"
+        if self.backend.splits_weights:
+            reason = "weights are split over processes, which gather those of a layer where it runs"
+        if self.compile_step == "step":
+            raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
+        return EagerSteps(self, CompiledLayers(self.backend, self.backend.ranks.index > 0), reason)
 
     def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
         if vars(self).get("_is_vision_dataset") and self.args.max_length is None:
@@ -272,7 +286,7 @@ class SetUpMixin:
             optimizer = super().create_optimizer(model)
         finally:
             self.optimizer_cls_and_kwargs = chosen
-        if created and (self.backend.traces_steps or self.backend.splits_weights):
+        if created and (self.compiles_steps or self.backend.splits_weights):
             self._save_from_host(optimizer)
         if created and self.backend.splits_weights:
             optimizer.register_load_state_dict_pre_hook(partial(place_loaded, self.backend))
@@ -285,17 +299,15 @@ class SetUpMixin:
         """The class of the optimizer and its settings: upstream's, or this package's in the place of PyTorch's AdamW."""
         args = self.args
         trained_by = dict(FULL_STATE_NAMES)
-        if self.backend.own_optimizer:
+        if self.compiles_steps:
             trained_by |= dict.fromkeys(ADAMW_NAMES, OptimizerNames.ADAMW_TORCH)
         if args.optim in trained_by:
             args = copy(args)
             args.optim = trained_by[args.optim]
         optimizer_cls, kwargs = self.get_optimizer_cls_and_kwargs(args, model)
         if optimizer_cls is torch.optim.AdamW:
-            if self.backend.own_optimizer:
+            if self.compiles_steps:
                 return LazyAdamW, {**kwargs, "backend": self.backend}
-            if self.backend.compiles_functions:
-                return ProgramAdamW, kwargs
         return optimizer_cls, kwargs
 
     def _prepare_optimizer(self, prepare: Callable, optimizer: torch.optim.Optimizer, *args, **kwargs) -> Any:

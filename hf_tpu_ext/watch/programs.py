@@ -169,7 +169,7 @@ class ProgramWatch:
         `settle`, since the device is waited for.
         """
         known = self._known.setdefault((kind, shape), _Known())
-        if self._backend.compiles_operators:
+        if run is None and self._backend.compiles_operators:
             if known.runs and not settle:
                 return None
             run, self._settled = self._backend.wait, True

@@ -4,14 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from fixes import assert_fixes, refusal
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.trainers.checks.answers import Place
 from hf_tpu_ext.trainers.checks.fields import adapt
 from hf_tpu_ext.trainers.run.batches import BatchesMixin
-from hf_tpu_ext.trainers.run.compiled_steps import CompiledSteps
 from hf_tpu_ext.trainers.run.eager_steps import check_split
 from hf_tpu_ext.trainers.sft.distillation import DistillationMixin
 
@@ -86,20 +84,6 @@ def test_a_teachers_cache_in_several_processes(runs):
     settings = {"num_chips": 2, "kd_cache": "directory"}
     assert_fixes(check, settings, "Set num_chips=1")
     assert "or set kd_teacher=MODEL and leave kd_cache out" in refusal(check, settings)
-
-
-def test_steps_that_cannot_be_compiled_whole(runs, monkeypatch):
-    def check(compile_step="auto", **settings):
-        trainer = runs.ours(config_cls=TPUSFTConfig, train=False, gradient_checkpointing=True, **settings)
-        # What compiles layers on that device.
-        monkeypatch.setattr(trainer.backend, "compile_module", lambda layer: lambda: None)
-        trainer.optimizer = AcceleratedOptimizer(trainer.create_optimizer())
-        steps = CompiledSteps(trainer, compile_step)
-        steps.on_train_begin(trainer.args, trainer.state, trainer.control, optimizer=trainer.optimizer)
-        assert steps.compiles == "layers"
-        steps.end_run()
-
-    assert_fixes(check, {"compile_step": "step"}, "Leave it out", "set it to 'layers'")
 
 
 def test_processes_with_batches_of_different_sizes():

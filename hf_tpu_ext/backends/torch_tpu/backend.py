@@ -28,6 +28,7 @@ from ..loops import Loops
 from ..process_ranks import ProcessRanks, cut_at_collectives
 from ..ranks import Ranks
 from ..streamed import streamed
+from .compile import TorchTPUPrograms
 from .donation import changes_as_results
 from .fully_sharded import FSDPModule, is_split, split_as, split_model, whole
 
@@ -84,6 +85,7 @@ class TorchTPUBackend(Backend):
         super().__init__(reason)
         self.insight = TorchTPUInsight()
         self.loops = TorchTPULoops()
+        self.programs = TorchTPUPrograms(self)
         self._on_chip = tpu_chips() > 0
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
@@ -266,6 +268,9 @@ class TorchTPUBackend(Backend):
         with self.insight.own_reads():
             return map_tensors(read, data)
 
+    def separate(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.ops.tpu._optimization_barrier(tensors))
+
     def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
         given, structure = tree_flatten(arguments)
         structure_of_results = None
@@ -279,6 +284,9 @@ class TorchTPUBackend(Backend):
             # A tracer looks for gradients everywhere.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
             graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+        # An operator that has raised is there, too: to see whether it does, accelerate takes rows of a single number.
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
         compiled = cut_at_collectives(graph, given, self._compile_graph)
 
         def run(*arguments: Any) -> Any:

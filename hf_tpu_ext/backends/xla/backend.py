@@ -46,7 +46,6 @@ class XLABackend(XLACompileCache):
     traces_steps = True
     metrics_on_device = True
     shards_by_annotation = True
-    own_optimizer = True
     unknown_upstream = True
 
     def __init__(self, reason: str, pjrt_device: str):
@@ -298,10 +297,11 @@ class XLABackend(XLACompileCache):
                         on_host[index][tuple(slices)] = part
         return [on_host[index] for index in range(len(tensors))]
 
-    def separate(self, tensors: list[torch.Tensor]) -> None:
+    def separate(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         xm.optimization_barrier_(tensors)
         # In place, and without a tensor of its own.
         pending.note(none=False)
+        return tensors
 
     def compiles(self) -> int:
         return met.counter_value("UncachedCompile") or 0

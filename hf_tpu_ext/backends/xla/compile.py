@@ -9,19 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from transformers.utils import logging
 
 from ..base import Backend
 from ..hosts import HostsDisagree
-from ..program import CannotReplay, CompiledFunction, Fingerprint, RealCopies, StateLost, describe_batch
+from ..program import CannotReplay, CompiledFunction, StateLost, describe_batch
 from ..random_state import read_random_state
 from . import graphs
 
-
-logger = logging.get_logger(__name__)
-
-# A function that has to be traced anew this often is better traced each time.
-_MOST_CHANGES = 8
 
 # The place of a tensor in what a function returns.
 _TENSOR = object()
@@ -214,33 +208,17 @@ class Trace:
 
 
 class XLACompiledFunction(CompiledFunction):
-    """A function on torch_xla. The arguments are those of [`~hf_tpu_ext.backends.program.Programs.compile`]."""
+    """
+    A function on torch_xla. The second call of a kind and shape is traced, too, and compared: the same program, over the same
+    tensors, with the same constants; if it is not, so is the third.
+    """
 
-    def __init__(
-        self,
-        backend: Backend,
-        function: Callable[..., Any],
-        state: Callable[[], list[torch.Tensor]],
-        fingerprint: Fingerprint,
-        copies: RealCopies,
-        draws_on_host: bool = False,
-        warn: Callable[[str], None] | None = None,
-    ):
-        self._backend, self._function, self._state = backend, function, state
-        self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
-        self._known: dict[Hashable, Executable] = {}
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         # Those whose second trace was not like the first.
         self._unlike: set[Hashable] = set()
         self._aliased: set[int] = set()
-        self._changes = 0
         self._placements: tuple[str, ...] = ()
-        fingerprint.note()
-
-    def refuse(self, reason: str) -> None:
-        if self.traced is None and self._warn is not None:
-            self._warn(reason)
-        self.traced = reason
-        self._known.clear()
 
     def __call__(self, data: Mapping[Hashable, Any], run: Callable[..., Any], **fixed: Hashable) -> Any:
         with self._copies.suspended():
@@ -276,28 +254,9 @@ class XLACompiledFunction(CompiledFunction):
 
     # ---- What has changed ----
 
-    def _agree(self, what: str, reason: str | None) -> str | None:
-        """What this host has found out, or another one: they trace and run programs together."""
-        return next((found for found in self._backend.hosts.exchange(what, reason) if found is not None), None)
-
-    def _follow(self) -> None:
-        """Forget all programs where something has changed that they depend on."""
-        change = self._agree("the beginning of a step", self._fingerprint.change())
-        if change is None:
-            return
-        self.change = change
-        self._changes += 1
-        reason = self._fingerprint.why_not()
-        if reason is None and self._changes > _MOST_CHANGES:
-            reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
-        if reason is not None:
-            self.refuse(reason)
-            return
-        if self._known:
-            # Where that compiles another program, the watch says so.
-            logger.info(f"The step is traced again: {change}.")
-        self._known, self._unlike = {}, set()
-        self._fingerprint.note()
+    def _forget(self) -> None:
+        super()._forget()
+        self._unlike.clear()
 
     def _follow_placements(self, state: Sequence[torch.Tensor]) -> int:
         """How the state is placed on the chips, as a number. A buffer of another part may have the size of the one before."""

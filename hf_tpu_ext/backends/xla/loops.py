@@ -140,6 +140,5 @@ class XLALoops(Loops):
         if tensor.dtype != torch.float32 or tensor.numel() < _LEAST_KEPT:
             return tensor
         # The compiler for TPU narrows floats through a barrier, too, and so the loop's whole operand. It does not integers.
-        bits = _float_to_bits(tensor)
-        self._backend.separate([bits])
+        (bits,) = self._backend.separate([_float_to_bits(tensor)])
         return _bits_to_float(bits)

@@ -122,9 +122,9 @@ def checkpoint_activations(run: Run) -> None:
     args, compiled = run.args, run.compiled
     wanted = run["rematerialization"]
     compiled.rematerialization = wanted or ("full" if args.gradient_checkpointing else "none")
+    if isinstance(args, ExtensionArguments):
+        compiled.step_replay = args.step_replay
     if not run.place.traced:
-        # Steps are run as they are.
-        compiled.step_replay = False
         if wanted is not None:
             set_gradient_checkpointing(args, wanted == "full")
         return
@@ -136,11 +136,7 @@ def checkpoint_activations(run: Run) -> None:
             "whole layers are checkpointed ('every_n_layers' is supported)."
         )
     if isinstance(args, ExtensionArguments):
-        compiled.scan_layers, compiled.attention, compiled.step_replay = (
-            args.scan_layers,
-            args.attention,
-            args.step_replay,
-        )
+        compiled.scan_layers, compiled.attention = args.scan_layers, args.attention
     set_gradient_checkpointing(args, compiled.rematerialization != "none")
 
 

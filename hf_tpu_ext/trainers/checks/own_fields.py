@@ -57,7 +57,7 @@ OWN = (
             when=lambda value, run: value == "splash",
         ),
         without_effect("attention", "steps are not traced by torch_tpu"),
-        without_effect("scan_layers step_replay", "steps are not traced by torch_tpu", when=_is_on),
+        without_effect("scan_layers", "layers are not run as a loop by torch_tpu", when=_is_on),
         without_effect("share_prompts", "it is for torch_xla", when=_is_on),
     ),
     *at(

@@ -173,7 +173,8 @@ class Chips:
                 logger.warning_once(
                     f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
                 )
-        return AccumulatedGradients(model, earlier) if accumulates else StepGradients(model)
+        ranks = self._backend.ranks
+        return AccumulatedGradients(model, earlier, ranks) if accumulates else StepGradients(model, ranks)
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from ...errors import UserError
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
+from .compiled_layers import CompiledLayers
 from .programs import SentBatch
 
 
@@ -36,20 +37,27 @@ class EagerSteps(TrainerCallback):
     Upstream's `training_step` runs as it is written. The loss stays on the device until a log. After the optimizer the step
     ends, and what it had compiled is counted and explained: at the first step of each shape, and before a log, an evaluation or a
     checkpoint, which wait for the device anyway.
+
+    Args:
+        trainer ([`TPUTrainerMixin`]):
+            The trainer.
+        layers ([`CompiledLayers`], *optional*):
+            Compiles the layers of the model.
+        why_layers (`str`, *optional*):
+            Why no more is compiled, as half a sentence.
     """
 
     #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.
     compiled = why_not = None
     replays = False
-    #: Whether programs may be compiled whole.
-    compiles_whole = False
     #: Whether what `run` returns to upstream's loop is a zero on the host.
     adds_nothing = False
     #: The norm of the gradients of the step under way, where its program has clipped them.
     grad_norm: torch.Tensor | None = None
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, layers: CompiledLayers | None = None, why_layers: str = ""):
         self._trainer, self._backend, self._programs = trainer, trainer.backend, trainer.programs
+        self._layers, self._why_layers = layers, why_layers
         # The step that has begun and not ended.
         self._under_way: str | None = None
         # The last step whose compiles were counted.
@@ -62,8 +70,10 @@ class EagerSteps(TrainerCallback):
 
     # ---- A run ----
 
-    def on_train_begin(self, args, state, control, optimizer, **kwargs):
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         self._counted = state.global_step
+        if self._layers is not None:
+            self._layers.begin(model, self._why_layers)
         self._trainer.begin_batches()
         self._trainer.begin_watch()
         self._trainer.reset_upstream_loss()
@@ -85,6 +95,8 @@ class EagerSteps(TrainerCallback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._layers is not None:
+            self._layers.end()
 
     # A rate of exactly 0, as in the first step of a warm-up, would be a constant, and the update another program.
 

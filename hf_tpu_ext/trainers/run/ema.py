@@ -32,8 +32,8 @@ class Averaging(TrainerCallback):
     Keeps the average that `ema_decay` asks for, see [`WeightAverage`]; without it, does nothing.
 
     [`LazyAdamW`] updates it in its own program. With another optimizer it is updated by a hook after the optimizer's step:
-    on XLA within the same program, on CUDA and CPU eagerly. It is a callback on CUDA and CPU only; on XLA [`TrainingSteps`]
-    begins it, when the layers run as they will.
+    on XLA within the same program, on CUDA and CPU eagerly. It is a callback where steps run eagerly; elsewhere
+    [`TrainingSteps`] begins it, when the layers run as they will.
 
     Args:
         backend ([`Backend`]):

@@ -111,6 +111,7 @@ class TrainerPrograms:
         settings: Callable[[], dict[str, Any]] = dict,
         training: bool = False,
         on_change: Callable[[], None] | None = None,
+        warn: Callable[[str], None] | None = None,
     ) -> CompiledFunction:
         """
         Compile a function of the trainer, see [`~hf_tpu_ext.backends.program.CompiledFunction`].
@@ -132,6 +133,8 @@ class TrainerPrograms:
                 Whether it trains the model.
             on_change (`Callable[[], None]`, *optional*):
                 Called when something has changed that it depends on, before that is noted.
+            warn (`Callable[[str], None]`, *optional*):
+                Says why each call is traced, as half a sentence; by default [`warn_traced`].
         """
         trainer, programs = self._trainer, self._trainer.backend.programs
 
@@ -155,7 +158,7 @@ class TrainerPrograms:
             fingerprint,
             trainer.copies.context,
             draws_on_host=trusts_code,
-            warn=partial(warn_traced, training=training),
+            warn=partial(warn_traced, training=training) if warn is None else warn,
         )
 
 

@@ -61,7 +61,7 @@ class StatusMixin(RunFactsMixin):
             self.status.clock.enter("read")
 
     def _kind_of_step(self) -> str:
-        if not self.backend.traces_steps:
+        if not self.compiles_steps:
             return "step"
         return "replay" if self.steps.replays else "trace"
 

@@ -48,6 +48,7 @@ class StepsMixin:
             if self.backend.traces_steps:
                 replaced.enter_context(head_computed_by(partial(score_tokens, self.backend)))
                 replaced.enter_context(self.chips.tokens_stay_on_chips())
+            if self.compiles_steps:
                 replaced.enter_context(checkpointing_left_on(type(self)))
             yield
 
@@ -106,7 +107,7 @@ class StepsMixin:
             self.backend.end_step()
             return loss
         if self.backend.static_shapes:
-            step = self._forward_backward if self.backend.traces_steps else self._step_of_upstream
+            step = self._forward_backward if self.compiles_steps else self._step_of_upstream
             closing = self.accelerator.sync_gradients
             return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), closing, step)
         if self.status is not None and not self.generates:
@@ -154,14 +155,14 @@ class StepsMixin:
         if self.backend.static_shapes and self.steps.grad_norm is not None:
             # The program of the step has clipped them.
             return self.steps.grad_norm
-        if self.backend.traces_steps:
+        if self.compiles_steps and not self.steps.by_operators:
             return clip_gradients(model, self.args.max_grad_norm)
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model, grad_norm=None):
         if self.backend.static_shapes and self.steps.grad_norm is not None:
             return self.steps.grad_norm
-        if self.backend.traces_steps and grad_norm is None:
+        if self.compiles_steps and not self.steps.by_operators and grad_norm is None:
             return clip_gradients(model, None)
         return super()._get_grad_norm(model, grad_norm)
 

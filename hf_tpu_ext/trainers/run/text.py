@@ -100,7 +100,7 @@ class TextGeneration:
 
     def _may_compile(self) -> bool:
         """Whether programs may be compiled whole. A line says why not."""
-        if not self._trainer.steps.compiles_whole:
+        if self._trainer.compile_step == "off":
             return False
         reason = find_own_code(self._trainer, [self._model], _METHODS)
         if reason not in (None, self._said):
@@ -114,7 +114,8 @@ class TextGeneration:
         """Forget what was recorded where the model has other tensors now: a run stacks those of the layers."""
         models = [self._model]
         known = [id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
-        if self._programs.step_replay is False or known == self._known:
+        if self._backend.compiles_functions or self._programs.step_replay is False or known == self._known:
+            # A loop of the host runs the programs of a device that has no loops in them.
             return
         self._known, self.generator.compiled = known, None
         why_not = partial(self._programs.why_traced, models, _METHODS)

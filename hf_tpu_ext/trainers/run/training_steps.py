@@ -1,6 +1,7 @@
 """The training steps of a run: each is one compiled program, or its stages one by one where code of the user's runs between them."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,14 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ...backends.program import CompiledFunction
+from ...errors import UserError
 from ...layers.activation_checkpointing import rematerialize
 from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP, train_step
-from .programs import beside_batch, split_data, warn_traced
+from .compiled_layers import CompiledLayers
+from .programs import beside_batch, split_data
 from .user_code import (
     METHODS_OF_A_STEP,
     find_code_between_stages,
@@ -60,6 +63,8 @@ class TrainingSteps(TrainerCallback):
         # The step whose stages run one by one, and which has not ended.
         self._under_way: str | None = None
         self._forward_backward: Callable[..., torch.Tensor] | None = None
+        # What compiles layers where steps are not compiled whole, but run by operators.
+        self._compiled_layers = CompiledLayers(trainer.backend, trainer.backend.ranks.index > 0)
         # Where code of the user's may run between the stages of a step, as it was when that was looked at last.
         self._places: Hashable = None
         # Whether code of the user's runs between micro-steps.
@@ -69,6 +74,12 @@ class TrainingSteps(TrainerCallback):
     def replays(self) -> bool:
         """Whether the step under way, or the last one, is run by the handle of its program."""
         return self.compiled is not None and self.compiled.replays
+
+    @property
+    def by_operators(self) -> bool:
+        """Whether a step is run operator by operator, each of which is a program."""
+        runs_code = self.compiled is None or self.compiled.traced is not None
+        return self._backend.compiles_operators and runs_code
 
     @property
     def adds_nothing(self) -> bool:
@@ -112,6 +123,7 @@ class TrainingSteps(TrainerCallback):
     def end_run(self) -> None:
         """Leave the model as it was before the run. Callbacks are not told of the end of one that fails."""
         self._under_way = self.compiled = self.grad_norm = self._forward_backward = None
+        self._compiled_layers.end()
         self._evaluations.forget()
         if self.gradients is not None:
             for parameter in self._model.parameters():
@@ -151,9 +163,7 @@ class TrainingSteps(TrainerCallback):
             tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
             data = named | trainer.send_batch(inputs, tensors)
         self._forward_backward = forward_backward
-        kind = OPTIMIZER_STEP if closing else MICRO_STEP
-        run = partial(self._programs.end, kind, f"step {self._programs.done + 1}")
-        results = self.compiled(data, run, closing=closing)
+        results = self.compiled(data, partial(self._end_program, closing), closing=closing)
         if closing:
             self.grad_norm = results["grad_norm"]
             optimizer.is_done = True
@@ -169,6 +179,14 @@ class TrainingSteps(TrainerCallback):
         if before is not None and before is not self._updated and before != self._updated:
             self.compiled.refuse("the step updates other parameters than before")
 
+    def _end_program(self, closing: bool, run: Callable[[], Any] | None = None) -> Any:
+        kind = OPTIMIZER_STEP if closing else MICRO_STEP
+        if run is None and self._backend.compiles_operators:
+            # There is no program to be run. What its operators have compiled is counted when the step has ended.
+            self._under_way = kind
+            return None
+        return self._programs.end(kind, f"step {self._programs.done + 1}", run=run)
+
     def _train_step(self, data: dict[Any, Any], closing: bool) -> dict[str, torch.Tensor]:
         """What is compiled."""
         numbers, batch = split_data(data)
@@ -176,13 +194,13 @@ class TrainingSteps(TrainerCallback):
         if self.compiled.traced is not None:
             # Nothing else looks at what has changed.
             self._follow_model()
-        with RandomNumbers(numbers["seed"]):
+        with self._random_numbers(numbers["seed"]):
             return train_step(
                 self._compute_gradients,
                 self.gradients,
                 self._trainer.log_step_loss,
                 self._trainer.clip_gradients,
-                self._optimizer.update,
+                self._optimizer.update if self.compiled.traced is None else self._optimizer.update_by_itself,
                 self._model,
                 batch,
                 numbers,
@@ -203,20 +221,24 @@ class TrainingSteps(TrainerCallback):
         self._checkpoint_layers()
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
-        with self._copies.not_made(), RandomNumbers(self.data["seed"]), self.gradients.micro_step(closing):
+        with self._copies.not_made(), self._random_numbers(self.data["seed"]), self.gradients.micro_step(closing):
             loss = self.gradients.over_chips(forward_backward(model, inputs, num_items_in_batch))
         if not closing:
             self.gradients.show()
         self._trainer.log_step_loss(loss, closing)
         return loss
 
+    def _random_numbers(self, seed: torch.Tensor) -> AbstractContextManager:
+        """Context in which random numbers follow from a seed. What compiles layers takes it for something else at each step."""
+        return nullcontext() if self._compiled_layers.are_compiled else RandomNumbers(seed)
+
     def on_substep_end(self, args, state, control, **kwargs):
         self.end()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.end()
+        self.end(settle=control.should_log or control.should_evaluate or control.should_save)
 
-    def end(self) -> None:
+    def end(self, settle: bool = False) -> None:
         """End the step that is under way, if there is one: run its program, and tell those who watch."""
         kind, self._under_way = self._under_way, None
         if kind is None:
@@ -224,7 +246,7 @@ class TrainingSteps(TrainerCallback):
         if kind == OPTIMIZER_STEP:
             self.gradients.drop()
         done = self._programs.done
-        self._programs.end(kind, f"step {done if kind == OPTIMIZER_STEP else done + 1}")
+        self._programs.end(kind, f"step {done if kind == OPTIMIZER_STEP else done + 1}", settle=settle)
 
     # ---- Compiling ----
 
@@ -232,8 +254,11 @@ class TrainingSteps(TrainerCallback):
         models = [self._model, *self._trainer.other_models()]
         self.why_not = self._why_not(models)
         wanted = self._programs.step_replay
+        reason = "step_replay=False" if wanted is False else self.why_not
+        if reason is not None and self._trainer.compile_step == "step" and self._backend.compiles_functions:
+            raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         if self.why_not is not None and wanted is not False:
-            self._programs.warn_traced(self.why_not)
+            self._warn(self.why_not)
         self._note_places(places_between_stages(self._trainer))
         if self._why_stages() is not None:
             return
@@ -246,10 +271,18 @@ class TrainingSteps(TrainerCallback):
             settings=self._settings,
             training=True,
             on_change=self._follow_model,
+            warn=self._warn,
         )
         if wanted is False or self.why_not is not None:
             # A line has said so.
             self.compiled.traced = self.why_not or "step_replay=False"
+
+    def _warn(self, reason: str) -> None:
+        """Say that steps do not run as programs, and why, as half a sentence."""
+        if self._backend.compiles_functions:
+            self._compiled_layers.begin(self._model, reason)
+        else:
+            self._programs.warn_traced(reason)
 
     def _why_stages(self) -> str | None:
         """Why the stages of a step run one by one."""
@@ -283,7 +316,7 @@ class TrainingSteps(TrainerCallback):
         self._trainer.reset_upstream_loss()
         if not isinstance(self._optimizer, LazyAdamW):
             reason = f"the optimizer was replaced by {type(self._optimizer).__name__}"
-        warn_traced(reason)
+        self._warn(reason)
 
     def _note_places(self, places: Hashable) -> None:
         self._places = places

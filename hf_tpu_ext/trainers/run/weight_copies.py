@@ -37,6 +37,8 @@ class WeightCopies:
 
     def separate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give copies of weights and moments that were made before this run memory of their own."""
+        if self.context is None:
+            return
         moments = [value for state in optimizer.state.values() for value in state.values()]
         tensors = [*model.parameters(), *model.buffers(), *moments]
         device = self._backend.device.type

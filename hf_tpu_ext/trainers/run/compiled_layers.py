@@ -1,0 +1,52 @@
+"""The layers of a model, compiled one by one where a step cannot be compiled whole."""
+
+from collections.abc import Callable
+
+from torch import nn
+from transformers.utils import logging
+
+from ...backends.base import Backend
+from ...layers.layer_list import find_layers
+
+
+logger = logging.get_logger(__name__)
+
+
+class CompiledLayers:
+    """
+    Compiles the layers of a model for a run, each as a program of its own; the rest of a step is run by operators.
+
+    Args:
+        backend ([`Backend`]):
+            Where they run.
+        quiet (`bool`):
+            Whether this process prints nothing.
+    """
+
+    def __init__(self, backend: Backend, quiet: bool):
+        self._backend, self._quiet = backend, quiet
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether layers are compiled now."""
+        return bool(self._undo)
+
+    def begin(self, model: nn.Module, reason: str) -> None:
+        """Compile the layers, if there are any, and say why no more is compiled: `reason` is half a sentence."""
+        layers = find_layers(model)
+        if layers is not None and not self._undo:
+            parent, name = layers
+            self._undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
+        if not self._quiet:
+            logger.warning(
+                f"The {len(self._undo)} layers are compiled one by one, and the rest is run by operators: {reason}."
+                if self._undo
+                else f"Steps are run by operators: {reason}, and the model has no list of layers."
+            )
+
+    def end(self) -> None:
+        """Leave the layers as they were."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
