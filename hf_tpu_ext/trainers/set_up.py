@@ -191,14 +191,6 @@ class SetUpMixin:
         if self.backend.static_shapes and self.accelerator is not accelerator:
             self._arrange_accelerator()
 
-    @property
-    def compiles_steps(self) -> bool:
-        """Whether a training step is one program, where nothing stands in its way."""
-        if self.backend.traces_steps:
-            return True
-        whole = self.compile_step in ("auto", "step") and not self.backend.splits_weights
-        return self.backend.compiles_functions and whole
-
     def _prepare_steps(self) -> None:
         self._place_models()
         if self.backend.traces_steps:
