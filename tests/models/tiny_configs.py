@@ -281,6 +281,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shape_vocab_size": VOCABULARY,
         "shape_embed_dim": 8,
     },
+    # Its eager attention knows no groups of heads, and its models have none.
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
     "xlm": {"emb_dim": 32},
     "xlnet": {"d_inner": 48},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
