@@ -200,7 +200,6 @@ class SetUpMixin:
                 check_optimizer(self.optimizer, self.model)
                 self._save_from_host(self.optimizer)
             self.backend.set_rng_state(self.args.seed)
-        self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
         #: And each batch of an evaluation of the loss.
         self.evaluations = EvaluationSteps(self)
         callbacks = self.callback_handler.callbacks
@@ -208,6 +207,7 @@ class SetUpMixin:
         assert isinstance(callbacks[0], DefaultFlowCallback)
         if self.compiles_steps:
             self._checkpoint_activations()
+            self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
             if self._override_returns_loss:
                 # What is logged is what it returns to upstream's loop.
                 vars(self)["training_step"] = self._overridden_step
