@@ -242,8 +242,17 @@ def checkpoint_layers(model: nn.Module, backend: Backend, keeps_dots: bool = Fal
         before, function = layer._gradient_checkpointing_func, partial(recompute, layer, backend, keeps_dots)
         # An equal one stays: another object would be another step.
         if not (isinstance(before, partial) and (before.func, before.args) == (function.func, function.args)):
+            function.instead_of = before
             layer._gradient_checkpointing_func = function
     return len(layers)
+
+
+def checkpoint_as_upstream(model: nn.Module) -> None:
+    """Make layers checkpoint their activations by what [`checkpoint_layers`] has replaced, which runs operators as they come."""
+    for module in model.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        if isinstance(function, partial) and function.func is recompute:
+            module._gradient_checkpointing_func = function.instead_of
 
 
 def rematerialize(model: nn.Module, policy: str, backend: Backend) -> None:

@@ -1,7 +1,7 @@
 """
 Programs that a training step runs with torch_tpu, by what is compiled: a table.
 
-    python tests/torch_tpu/launches.py
+    python tests/torch_tpu/launches.py [--write-docs]
 
 Counted by the runtime's cache statistics, on the host by the PJRT plug-in for CPU.
 """
@@ -22,6 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  #
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer  # noqa: E402
 from hf_tpu_ext.examples.tiny import make_model  # noqa: E402
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from tables import make_parser, publish  # noqa: E402
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "torch_tpu.md"
 
 
 STEPS = 6
@@ -73,15 +81,16 @@ def measure(directory: str, lora: bool, **config):
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or write it."""
+    arguments = make_parser(__doc__, PAGE).parse_args()
     directory = str(make_model(Path(tempfile.mkdtemp()), hidden_size=32, intermediate_size=48, num_hidden_layers=2))
     lines = ["| `compile_step` | weights | programs run a step | compiled in the first step | in all later ones |"]
     lines.append("|---|---|---|---|---|")
     for what in ("off", "layers", "step"):
         for lora in (False, True):
-            runs, first, later = measure(directory, lora, compile_step=what, gradient_checkpointing=False)
+            runs, first, later = measure(directory, lora, compile_step=what)
             lines.append(f"| `{what}` | {'LoRA' if lora else 'full'} | {runs} | {first} | {later} |")
-    print("\n".join(lines), file=sys.stdout)
+    publish(arguments, PAGE, "launches", "\n".join(lines), lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ What of each recipe is compiled with torch_tpu: a table in `docs/torch_tpu.md`.
 Each recipe trains as `--smoke` shortens it, in a process of its own, on the host by the PJRT plug-in for CPU.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -16,9 +15,13 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
+
+from tables import make_parser, publish  # noqa: E402
+
+
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "torch_tpu.md"
-BEGIN, END = "<!-- recipes: python tests/torch_tpu/recipe_table.py --write-docs -->", "<!-- end of recipes -->"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 #: How a line begins that says of a run that its steps are not compiled whole.
 LAYERS, OPERATORS = (
@@ -63,9 +66,8 @@ def row_of(directory: Path, recipe: Path) -> str:
 
 def main() -> None:
     """Print the table, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, PAGE)
     parser.add_argument("--only", help="a part of the names of recipes")
-    parser.add_argument("--write-docs", action="store_true", help="write the table to docs/torch_tpu.md")
     args = parser.parse_args()
     directory = Path(tempfile.mkdtemp())
     for model, name in (("qwen3", "tiny"), ("smolvlm", "tiny_vision")):
@@ -76,11 +78,7 @@ def main() -> None:
         if args.only is None or args.only in recipe.stem:
             rows.append(row_of(directory, recipe))
             print(rows[-1], flush=True)
-    if args.write_docs:
-        table = "\n".join(["| Recipe | Compiled | Why no more |", "|---|---|---|", *rows])
-        text = PAGE.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    publish(args, PAGE, "recipes", "\n".join(["| Recipe | Compiled | Why no more |", "|---|---|---|", *rows]), rows)
 
 
 if __name__ == "__main__":

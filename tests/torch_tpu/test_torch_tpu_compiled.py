@@ -157,7 +157,16 @@ def test_layers_one_by_one(runs, same_logs, caplog, settings, reason):
     config.pop("compile_step", None)
     same_logs(trainer, runs.stock(**config))
     assert [step.compiles for step in steps[1:]] == [0] * 19
-    assert steps[2].executions < 300
+    assert steps[2].executions < 400
+
+
+def test_layers_with_dropout_are_compiled_once(runs):
+    """Where a step is not compiled whole, and layers are checkpointed."""
+    torch.compiler.reset()
+    lora = {"lora_dropout": 0.1}
+    trainer, steps = train(runs, lora=lora, config_cls=TPUSFTConfig, optim="sgd", max_steps=5, logging_steps=100)
+    assert trainer.steps.by_operators
+    assert [step.compiles for step in steps[2:]] == [0] * 3
 
 
 def test_a_step_that_cannot_be_compiled_whole_is_refused_where_that_is_asked_for(runs):

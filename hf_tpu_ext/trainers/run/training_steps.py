@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ...backends.program import CompiledFunction
 from ...errors import UserError
-from ...layers.activation_checkpointing import rematerialize
+from ...layers.activation_checkpointing import checkpoint_as_upstream, rematerialize
 from ...layers.random_numbers import RandomNumbers
 from ...step.gradients import StepGradients
 from ...step.optimizer import LazyAdamW
@@ -257,8 +257,8 @@ class TrainingSteps(TrainerCallback):
         reason = "step_replay=False" if wanted is False else self.why_not
         if reason is not None and self._trainer.compile_step == "step" and self._backend.compiles_functions:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
-        if self.why_not is not None and wanted is not False:
-            self._warn(self.why_not)
+        if reason is not None and (wanted is not False or self._backend.compiles_functions):
+            self._warn(reason)
         self._note_places(places_between_stages(self._trainer))
         if self._why_stages() is not None:
             return
@@ -281,6 +281,7 @@ class TrainingSteps(TrainerCallback):
         """Say that steps do not run as programs, and why, as half a sentence."""
         if self._backend.compiles_functions:
             self._compiled_layers.begin(self._model, reason)
+            self._checkpoint_layers()
         else:
             self._programs.warn_traced(reason)
 
@@ -331,7 +332,11 @@ class TrainingSteps(TrainerCallback):
 
     def _checkpoint_layers(self) -> None:
         """Also where a callback has switched checkpointing off and on, as TRL does to generate: PyTorch's fails on XLA."""
-        rematerialize(self._model, self._trainer.compiled.rematerialization, self._backend)
+        if self._compiled_layers.are_compiled:
+            # By PyTorch's function: random numbers that follow from a seed are other code at each step.
+            checkpoint_as_upstream(self._model)
+        else:
+            rematerialize(self._model, self._trainer.compiled.rematerialization, self._backend)
 
     def _tensors(self) -> list[torch.Tensor]:
         """What a step reads and changes, besides the model; always in the same order."""
