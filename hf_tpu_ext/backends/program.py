@@ -12,6 +12,13 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+#: Why a function does not run by its program.
+SYNCS = "a device-to-host sync in the step, whose value may decide what runs next"
+DRAWS_ON_HOST = (
+    "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"
+)
+REPLACES_STATE = "a tensor of the training state is replaced in the middle of a step"
+
 # A function that has to be traced anew this often is better traced each time.
 _MOST_CHANGES = 8
 

@@ -169,12 +169,12 @@ class ProgramWatch:
         `settle`, since the device is waited for.
         """
         known = self._known.setdefault((kind, shape), _Known())
-        if run is None and self._backend.compiles_operators:
+        run = self._backend.end_step if run is None else run
+        if run == self._backend.end_step and self._backend.compiles_operators:
             if known.runs and not settle:
                 return None
             run, self._settled = self._backend.wait, True
         else:
-            run = self._backend.end_step if run is None else run
             self.note_others()
         operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
         start = time.monotonic()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..base import Backend
-from ..program import CannotReplay, CompiledFunction, Programs, describe_batch
+from ..program import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, Programs, describe_batch
 from ..random_state import read_random_state
 
 
@@ -64,34 +64,27 @@ class TorchTPUCompiledFunction(CompiledFunction):
         return program(self._state(), tensors)
 
     def _compile(self, data: Mapping[Hashable, Any], tensors: list[Tensor], fixed: Mapping[str, Any]) -> Callable:
-        state = self._state()
+        state, random_state = self._state(), read_random_state()
 
         def traced(of_state: list[Tensor], of_data: list[Tensor]) -> Any:
             arguments = iter(of_data)
             batch = {key: next(arguments) if isinstance(value, Tensor) else value for key, value in data.items()}
             with _StateAsArguments(state, of_state), self._fingerprint.trace():
                 made = self._function(batch, **fixed)
-            after = self._state()
-            if len(after) != len(state) or any(map(lambda one, other: one is not other, state, after)):
-                raise CannotReplay("a tensor of the training state is replaced in the middle of a step")
+            if self._fingerprint.code is not None:
+                raise CannotReplay(self._fingerprint.code)
+            if not self._draws_on_host and read_random_state() != random_state:
+                raise CannotReplay(DRAWS_ON_HOST)
+            if list(map(id, self._state())) != list(map(id, state)):
+                raise CannotReplay(REPLACES_STATE)
             return made
 
-        before = read_random_state()
         # Layers that are compiled by themselves are a part of the whole here.
         with _keeping_gradients(state), self._backend.as_written():
             try:
-                program = self._backend.compile_function(traced, [[tensor.detach() for tensor in state], tensors])
+                return self._backend.compile_function(traced, [[tensor.detach() for tensor in state], tensors])
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise CannotReplay(
-                    "a device-to-host sync in the step, whose value may decide what runs next"
-                ) from error
-        if self._fingerprint.code is not None:
-            raise CannotReplay(self._fingerprint.code)
-        if not self._draws_on_host and read_random_state() != before:
-            raise CannotReplay(
-                "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"
-            )
-        return program
+                raise CannotReplay(SYNCS) from error
 
 
 @contextmanager

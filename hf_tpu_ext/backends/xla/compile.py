@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base import Backend
 from ..hosts import HostsDisagree
-from ..program import CannotReplay, CompiledFunction, StateLost, describe_batch
+from ..program import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, StateLost, describe_batch
 from ..random_state import read_random_state
 from . import graphs
 
@@ -159,9 +159,9 @@ class Trace:
         if spent.fallbacks:
             return "CPU fallback of an operator in the step"
         if spent.reads:
-            return "a device-to-host sync in the step, whose value may decide what runs next"
+            return SYNCS
         if not draws_on_host and read_random_state() != random_state:
-            return "a step draws random numbers on the host (random, numpy.random or torch); step_replay=True if they do not matter"
+            return DRAWS_ON_HOST
         if graphs.read_seed() != seed:
             return (
                 "a step draws random numbers by an operator that follows from no seed of this package (torch.rand, torch.randn, "
@@ -181,7 +181,7 @@ class Trace:
         is_computed = graphs.find_pending(named)
         for before, after, computed in zip(self._state, state, is_computed[:size], strict=True):
             if before is not after and not computed:
-                raise CannotReplay("a tensor of the training state is replaced in the middle of a step")
+                raise CannotReplay(REPLACES_STATE)
         others = graphs.count_pending(self._backend.device) - sum(is_computed)
         if others:
             raise CannotReplay(
