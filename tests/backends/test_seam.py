@@ -25,7 +25,7 @@ OUTSIDE = {path: text for path, text in SOURCES.items() if path.parent.name != "
 
 
 def test_an_eager_device_is_as_upstream_has_it(xla):
-    assert len(QUESTIONS) == 9
+    assert len(QUESTIONS) == 8
     for name in QUESTIONS:
         # torch_tpu compiles single operators and functions, and has processes that hold parts.
         assert getattr(xla, name) is not (name.startswith("compiles_") or name == "splits_weights")

@@ -21,7 +21,7 @@ def test_an_update_that_fails_leaves_learning_rates_as_numbers():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.25, fused=True)
     steps = EagerSteps(trainer)
     state = SimpleNamespace(global_step=0)
-    steps.on_train_begin(None, state, None, SimpleNamespace(optimizer=optimizer))
+    steps.on_train_begin(None, state, None, None, SimpleNamespace(optimizer=optimizer))
     (group,) = optimizer.param_groups
 
     def fail(optimizer, *_):
@@ -35,7 +35,7 @@ def test_an_update_that_fails_leaves_learning_rates_as_numbers():
     assert group["lr"] == 0.25 and type(group["lr"]) is float
     # And one that does not.
     failing.remove()
-    steps.on_train_begin(None, state, None, SimpleNamespace(optimizer=optimizer))
+    steps.on_train_begin(None, state, None, None, SimpleNamespace(optimizer=optimizer))
     group["params"][0].grad = torch.ones(2)
     optimizer.step()
     assert type(group["lr"]) is float
