@@ -37,12 +37,20 @@ class DeviceSums:
     def add(self, **values: torch.Tensor) -> None:
         """Add device scalars to sums, by name. Autograd does not follow it."""
         for name, value in values.items():
-            self.tensors[name].copy_(self.tensors[name] + value.detach())
+            self._set(name, self.tensors[name] + value.detach().to(self.tensors[name].dtype))
 
     def put(self, **values: torch.Tensor) -> None:
         """Replace sums by device scalars, by name."""
         for name, value in values.items():
-            self.tensors[name].copy_(value.detach())
+            self._set(name, value.detach().to(self.tensors[name].dtype))
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        if self._backend.compiles_functions:
+            # What a function that is compiled changes is its arguments.
+            self.tensors[name].copy_(value)
+        else:
+            # On torch_xla what is copied is another graph than what was sent, in the second step.
+            self.tensors[name] = value
 
 
 @dataclass(frozen=True)
