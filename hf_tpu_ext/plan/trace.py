@@ -176,6 +176,7 @@ class TracingMixin(EveryLengthMixin):
         where: str,
         run: Callable[[], Any] | None = None,
         shape: tuple[int, ...] | None = None,
+        settle: bool = False,
     ) -> Any:
         is_step = kind in (OPTIMIZER_STEP, MICRO_STEP)
         if is_step and (run is None and kind == OPTIMIZER_STEP or self.steps.compiled is None):
