@@ -41,7 +41,7 @@ class WeightAverage:
         self.values = {
             parameter: known[parameter]
             if parameter in known
-            else parameter.detach().to(at_least_float32(parameter.dtype)) * 1
+            else parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)) * 1
             for parameter in parameters
         }
         if self.values.keys().isdisjoint(known):
@@ -71,11 +71,6 @@ class WeightAverage:
         weights = [parameter.to(average.dtype) for parameter, average in self.values.items()]
         if weights:
             get_ema_multi_avg_fn(decay)(list(self.values.values()), weights, None)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """What is summed up for a tensor of a dtype is in: float32, if its own is shorter."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager

@@ -5,8 +5,24 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..backends.ranks import Ranks
+
+
+def average_gradients(model: nn.Module, ranks: Ranks) -> None:
+    """Give all processes the mean of their gradients, once for an optimizer step."""
+    if ranks.count == 1:
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    used = [parameter.grad is not None for parameter in parameters]
+    if not is_in_torch_dispatch_mode():
+        # Rows of one process may use an expert that those of another do not. A trace knows no rows, and all make the same.
+        used = ranks.most(used)
+    parameters = [parameter for parameter, by_any in zip(parameters, used, strict=True) if by_any]
+    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    for parameter, mean in zip(parameters, ranks.mean(gradients), strict=True):
+        parameter.grad = mean
 
 
 class StepGradients:
@@ -50,14 +66,7 @@ class StepGradients:
                 # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
                 parameter.grad = parameter.grad.clone()
         if closing:
-            self._average()
-
-    def _average(self) -> None:
-        """Give all processes the mean of their gradients, once for an optimizer step."""
-        parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-        means = self._ranks.mean([parameter.grad for parameter in parameters])
-        for parameter, mean in zip(parameters, means, strict=True):
-            parameter.grad = mean
+            average_gradients(self._model, self._ranks)
 
     def show(self) -> None:
         """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""
@@ -115,7 +124,7 @@ class AccumulatedGradients(StepGradients):
                 self._used.add(parameter)
             parameter.grad = total if closing and parameter in self._used else None
         if closing:
-            self._average()
+            average_gradients(self._model, self._ranks)
 
     def show(self) -> None:
         # A micro-step that was run by its handle has noted nothing.

@@ -200,7 +200,7 @@ class SetUpMixin:
                 check_optimizer(self.optimizer, self.model)
                 self._save_from_host(self.optimizer)
             self.backend.set_rng_state(self.args.seed)
-        #: And each batch of an evaluation of the loss.
+        #: Runs each batch of an evaluation.
         self.evaluations = EvaluationSteps(self)
         callbacks = self.callback_handler.callbacks
         # After upstream's own, which says whether a step is logged, and before all that may evaluate.
@@ -226,7 +226,7 @@ class SetUpMixin:
             reason = "weights are split over processes, which gather those of a layer where it runs"
         if self.compile_step == "step":
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
-        return EagerSteps(self, CompiledLayers(self.backend, self.backend.ranks.index > 0), reason)
+        return EagerSteps(self, CompiledLayers(self.backend), reason)
 
     def _prepare_static_shapes(self, max_recompiles: int | None) -> None:
         if vars(self).get("_is_vision_dataset") and self.args.max_length is None:

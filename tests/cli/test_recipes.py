@@ -6,18 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import trl
 import yaml
+from recipe_commands import RECIPES, command_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.cli.swap import TRAINERS
 
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 SHORT = ["--max_length", "128", "--save_strategy", "steps"]
 
 
@@ -39,12 +38,6 @@ def tiny_vision(tmp_path_factory):
 def tiny_of(tiny, request):
     """The directory for a recipe: a model of text, or one that sees."""
     return lambda recipe: request.getfixturevalue("tiny_vision") if recipe.stem.startswith("sft_vlm") else tiny
-
-
-def command_of(recipe):
-    """What runs a recipe, which its name begins with; `kd_...` is supervised fine-tuning, too."""
-    kind = recipe.stem.partition("_")[0]
-    return kind if kind in ("dpo", "reward", "kto", "grpo", "distillation") else "sft"
 
 
 def shortened(recipe):

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe_commands import RECIPES, command_of
 
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.plan.hlo import parse_module
 
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 GOLDEN = Path(__file__).parent / "golden"
 #: Instructions by which a program waits for the host.
 HOST = ("infeed", "outfeed", "send", "recv")
@@ -53,17 +53,16 @@ def summarize(planned, directory):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
-    kind = recipe.stem.partition("_")[0]
-    command = [kind] if kind in ("dpo", "reward", "kto", "grpo", "distillation") else []
+    command = command_of(recipe)
     argv = ["--config", recipe, "--smoke", tiny / ("images" if "vlm" in recipe.stem else "text")]
-    if command not in (["grpo"], ["distillation"]):
+    if command not in ("grpo", "distillation"):
         # Prompts and completions are as long as they are.
         argv += ["--max_length", "128"]
     if "kd_cache" in yaml.safe_load(recipe.read_text()):
         argv += ["--kd_cache", tmp_path / "cache"]
         assert main(["cache-teacher", *map(str, argv)]) == 0
     done = subprocess.run(
-        [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", *command, *argv, "--jobs", "2"]
+        [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", command, *argv, "--jobs", "2"]
         + ["--topology", "v5e-8", "--json", tmp_path / "plan.json", "--hlo", tmp_path],
         capture_output=True,
         text=True,

@@ -15,25 +15,19 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "benchmarks")]
 
+from recipe_commands import RECIPES, command_of  # noqa: E402
 from tables import make_parser, publish  # noqa: E402
 
 
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "torch_tpu.md"
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 #: How a line begins that says of a run that its steps are not compiled whole.
 LAYERS, OPERATORS = (
     r"The \d+ layers are compiled one by one, and the rest is run by operators: (.*)",
     r"Steps are run by operators: (.*)",
 )
-
-
-def command_of(recipe: Path) -> str:
-    """What runs a recipe, which its name begins with; `kd_...` is supervised fine-tuning, too."""
-    kind = recipe.stem.partition("_")[0]
-    return kind if kind in ("dpo", "reward", "kto", "grpo", "distillation") else "sft"
 
 
 def run(directory: Path, *argv: str) -> subprocess.CompletedProcess:
@@ -57,7 +51,8 @@ def row_of(directory: Path, recipe: Path) -> str:
     made = run(directory, command_of(recipe), *argv, "--output_dir", f"out_{recipe.stem}")
     told = made.stdout + made.stderr
     if made.returncode:
-        return f"| `{recipe.stem}` | fails | {told.strip().splitlines()[-1]} |"
+        error = re.search(r"^(?:\w*Error|hf-tpu: error): (.*)$", told, re.MULTILINE)
+        return f"| `{recipe.stem}` | fails | {error[1] if error else made.returncode} |"
     for what, pattern in (("layers", LAYERS), ("operators", OPERATORS)):
         if found := re.search(pattern, told):
             return f"| `{recipe.stem}` | {what} | {found[1].strip().rstrip('.')} |"

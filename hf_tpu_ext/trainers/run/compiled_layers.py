@@ -19,12 +19,10 @@ class CompiledLayers:
     Args:
         backend ([`Backend`]):
             Where they run.
-        quiet (`bool`):
-            Whether this process prints nothing.
     """
 
-    def __init__(self, backend: Backend, quiet: bool):
-        self._backend, self._quiet = backend, quiet
+    def __init__(self, backend: Backend):
+        self._backend = backend
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -38,12 +36,11 @@ class CompiledLayers:
         if layers is not None and not self._undo:
             parent, name = layers
             self._undo = [self._backend.compile_module(layer) for layer in getattr(parent, name)]
-        if not self._quiet:
-            logger.warning(
-                f"The {len(self._undo)} layers are compiled one by one, and the rest is run by operators: {reason}."
-                if self._undo
-                else f"Steps are run by operators: {reason}, and the model has no list of layers."
-            )
+        logger.warning(
+            f"The {len(self._undo)} layers are compiled one by one, and the rest is run by operators: {reason}."
+            if self._undo
+            else f"Steps are run by operators: {reason}, and the model has no list of layers."
+        )
 
     def end(self) -> None:
         """Leave the layers as they were."""

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback
 
 from ...errors import UserError
+from ...step.gradients import average_gradients
 from ...step.train_step import MICRO_STEP, OPTIMIZER_STEP
 from .compiled_layers import CompiledLayers
 from .programs import SentBatch
@@ -128,25 +128,10 @@ class EagerSteps(TrainerCallback):
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
         trainer.log_step_loss(loss, closing)
-        if closing:
-            self._average_gradients(model)
+        if closing and not self._backend.splits_weights:
+            # Split ones are exchanged in the backward pass, a layer at a time.
+            average_gradients(model, self._backend.ranks)
         return loss
-
-    def _average_gradients(self, model: nn.Module) -> None:
-        """Give all processes the mean of their gradients, once for an optimizer step."""
-        ranks = self._backend.ranks
-        # Split ones are exchanged in the backward pass, a layer at a time.
-        if ranks.count == 1 or self._backend.splits_weights:
-            return
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # Rows of one process may use an expert that those of another do not.
-        used = ranks.most([parameter.grad is not None for parameter in parameters])
-        parameters = [parameter for parameter, by_any in zip(parameters, used, strict=True) if by_any]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        means = ranks.mean([parameter.grad for parameter in parameters])
-        torch._foreach_copy_([parameter.grad for parameter in parameters], means)
 
     def on_substep_end(self, args, state, control, **kwargs):
         self._end(settle=False)

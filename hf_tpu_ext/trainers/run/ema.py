@@ -14,7 +14,7 @@ from ...backends.base import Backend
 from ...backends.streamed import StreamedTensor, in_file_order, read_all, save_safetensors
 from ...errors import UserError
 from ...layers.layer_scan import LayerStack
-from ...step.ema import WeightAverage, at_least_float32, in_place_of_weights
+from ...step.ema import WeightAverage, in_place_of_weights
 from ...step.optimizer import LazyAdamW
 from ..checkpoint.average_file import EMA_FILE, UPDATES
 from ..configs import ExtensionArguments
@@ -203,7 +203,8 @@ class Averaging(TrainerCallback):
                     )
                 # In the memory of the file.
                 loaded = [file.get_tensor(name) for name in wanted]
-                whole = (loaded[0] if parts is None else torch.stack(loaded)).to(at_least_float32(parameter.dtype))
+                whole = loaded[0] if parts is None else torch.stack(loaded)
+                whole = whole.to(torch.promote_types(parameter.dtype, torch.float32))
                 average.values[parameter] = self._backend.place_as(whole, parameter)
             average.updates = int(file.metadata()[UPDATES])
         return True

@@ -64,7 +64,7 @@ class TrainingSteps(TrainerCallback):
         self._under_way: str | None = None
         self._forward_backward: Callable[..., torch.Tensor] | None = None
         # What compiles layers where steps are not compiled whole, but run by operators.
-        self._compiled_layers = CompiledLayers(trainer.backend, trainer.backend.ranks.index > 0)
+        self._compiled_layers = CompiledLayers(trainer.backend)
         # Where code of the user's may run between the stages of a step, as it was when that was looked at last.
         self._places: Hashable = None
         # Whether code of the user's runs between micro-steps.
@@ -254,7 +254,7 @@ class TrainingSteps(TrainerCallback):
         models = [self._model, *self._trainer.other_models()]
         self.why_not = self._why_not(models)
         wanted = self._programs.step_replay
-        reason = "step_replay=False" if wanted is False else self.why_not
+        reason = self.why_not or ("step_replay=False" if wanted is False else None)
         if reason is not None and self._trainer.compile_step == "step" and self._backend.compiles_functions:
             raise UserError(f"compile_step='step' is not possible: {reason}. Leave it out, or set it to 'layers'.")
         if reason is not None and (wanted is not False or self._backend.compiles_functions):
@@ -273,9 +273,8 @@ class TrainingSteps(TrainerCallback):
             on_change=self._follow_model,
             warn=self._warn,
         )
-        if wanted is False or self.why_not is not None:
-            # A line has said so.
-            self.compiled.traced = self.why_not or "step_replay=False"
+        # A line has said so.
+        self.compiled.traced = reason
 
     def _warn(self, reason: str) -> None:
         """Say that steps do not run as programs, and why, as half a sentence."""
