@@ -137,14 +137,15 @@ def test_what_python_reads_is_followed(runs, caplog, changes):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("settings", "reason", "most"),
     [
-        (dict(compile_step="layers"), "compile_step='layers'"),
-        (dict(optim="sgd"), "SGD takes its learning rate as a Python number"),
+        (dict(compile_step="layers"), "compile_step='layers'", 300),
+        # Its update is some operators for each parameter.
+        (dict(optim="sgd"), "SGD takes its learning rate as a Python number", 400),
     ],
     ids=["asked for", "sgd"],
 )
-def test_layers_one_by_one(runs, same_logs, caplog, settings, reason):
+def test_layers_one_by_one(runs, same_logs, caplog, settings, reason, most):
     # Layers of other models.
     torch.compiler.reset()
     config = dict(max_steps=20, logging_steps=5, optim="adamw_torch_fused") | settings
@@ -157,7 +158,7 @@ def test_layers_one_by_one(runs, same_logs, caplog, settings, reason):
     config.pop("compile_step", None)
     same_logs(trainer, runs.stock(**config))
     assert [step.compiles for step in steps[1:]] == [0] * 19
-    assert steps[2].executions < 400
+    assert steps[2].executions < most
 
 
 def test_layers_with_dropout_are_compiled_once(runs):
