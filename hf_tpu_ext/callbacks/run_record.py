@@ -1,7 +1,7 @@
 """Writes down what a run does while it does it, and has its report made at the end."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -116,6 +116,10 @@ class RunRecord(TrainerCallback):
             "step_times": self._status.step_times,
             "batches": [[shape, list(count)] for shape, count in self._status.batches.items()],
         }
+
+    def keep_samples(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Keep prompts with their answers, for the report."""
+        self._write("samples", step=None, rows=rows)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._write_programs(state.global_step)

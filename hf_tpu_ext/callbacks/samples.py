@@ -1,6 +1,6 @@
 """Answers before and after training, side by side."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -11,7 +11,7 @@ class ShowSamples(TrainerCallback):
     Answers prompts of the evaluation set before and after training, and prints both beside the reference.
 
     Rows are prepared ones with `input_ids` and `labels`, whose prompt is what comes before the first label. `generate`
-    makes the tokens of answers of those of prompts, at most `max_new_tokens`.
+    makes the tokens of answers of those of prompts, at most `max_new_tokens`. `keep` is given the texts of each row.
     """
 
     #: Tokens of an answer.
@@ -22,9 +22,11 @@ class ShowSamples(TrainerCallback):
         tokenizer: PreTrainedTokenizerBase,
         rows: list[dict[str, list[int]]],
         generate: Callable[[list[list[int]]], list[list[int]]],
+        keep: Callable[[Sequence[Mapping[str, str]]], None] | None = None,
     ):
         self._tokenizer = tokenizer
         self._generate = generate
+        self._keep = keep
         self._prompts, self._references = [], []
         for row in rows:
             start = next(index for index, label in enumerate(row["labels"]) if label != -100)
@@ -41,11 +43,17 @@ class ShowSamples(TrainerCallback):
         after = self._answer()
         if not state.is_world_process_zero:
             return
+        shown = []
         for prompt, reference, old, new in zip(self._prompts, self._references, self._before, after, strict=True):
-            tqdm.write("\n" + self._tokenizer.decode(prompt, skip_special_tokens=True).strip())
-            for name, answer in (("reference", self._text(reference)), ("before", old), ("after", new)):
+            text = self._tokenizer.decode(prompt, skip_special_tokens=True).strip()
+            answers = {"reference": self._text(reference), "before": old, "after": new}
+            shown.append({"prompt": text, **answers})
+            tqdm.write(f"\n{text}")
+            for name, answer in answers.items():
                 tqdm.write(f"  {name:>9}: {answer}")
         tqdm.write("")
+        if self._keep is not None:
+            self._keep(shown)
 
     def _answer(self) -> list[str]:
         return [self._text(answer) for answer in self._generate(self._prompts)]

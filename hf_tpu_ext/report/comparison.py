@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..hardware.prices import Price
-from .figures import HOW_TO_DRAW, can_draw, draw_curves
+from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares
 from .metrics import RESULTS
 from .parts import Report, Section, Table
 from .record import Run, points
-from .sections import headline
+from .sections import headline, time_in_phases, time_of_step
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
@@ -44,13 +44,29 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
         ]
     )
     columns = ["", *(run.name for run in runs)]
+    speed = Section("Time of a step", tables=[Table(columns, _compared([time_of_step(run) for run in runs], True))])
+    if can_draw() and all(map(time_in_phases, runs)):
+        speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
     sections = [
         Section("Results", tables=[Table(columns, results)]),
         section,
+        *_samples(runs),
+        speed,
         Section("Differences of the recipes", *_table_or_line(columns, recipe)),
         Section("Other differences", *_table_or_line(columns, others)),
     ]
     return Report(f"{len(runs)} runs", ", ".join(run.name for run in runs), {}, sections)
+
+
+def _samples(runs: Sequence[Run]) -> list[Section]:
+    """What each run answers after training, to the prompts that all were shown."""
+    answers = [{sample["prompt"]: sample["after"] for sample in run.samples if "after" in sample} for run in runs]
+    rows = [
+        [prompt, *(of_run[prompt] for of_run in answers)]
+        for prompt in answers[0]
+        if all(prompt in of_run for of_run in answers)
+    ]
+    return [Section("Samples", tables=[Table(["prompt", *(run.name for run in runs)], rows)])] if rows else []
 
 
 def _compared(values: Sequence[Mapping[str, Any]], all_rows: bool = False) -> list[list[str]]:

@@ -1,12 +1,14 @@
 """Figures of a report, in the colours of a light page or a dark one."""
 
 import io
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 
+from ..formatting import format_number, format_seconds
 from ..installing import install_command
 from .parts import Figure
 from .phases import CLASSES_PER_DECADE
@@ -24,6 +26,9 @@ _LIGHT_OR_DARK = "color-scheme: light dark; color: CanvasText"
 # Seen well on white and on black.
 _COLOURS = "#3b82f6 #f97316 #10b981 #a855f7 #ef4444 #14b8a6 #ec4899 #eab308 #84cc16 #6366f1 #94a3b8".split()
 _FEW_POINTS = 50
+# Values of curves are drawn by their logarithms where most of them would lie on the axis, and steps where the shortest curve
+# would be a dot.
+_FAR_APART = 50
 
 
 def can_draw() -> bool:
@@ -68,11 +73,51 @@ def draw_curves(
                 marker = "o" if len(points) <= _FEW_POINTS else None
                 x, y = zip(*points, strict=True)
                 axes.plot(x, y, line, color=colours[label], marker=marker, label=f"{label}{suffix}")
+        drawn = [points for part in parts.values() for points in part.values()]
+        ends = [points[-1][0] for points in drawn if points[-1][0] > 0]
+        if ends and max(ends) > _FAR_APART * min(ends):
+            # Also an evaluation before the first step has a place.
+            _by_logarithm(axes, "x", linthresh=1)
+        else:
+            axes.xaxis.set_major_formatter(lambda value, _: format_number(value))
+        values = [value for points in drawn for _, value in points]
+        if min(values) > 0 and max(values) > _FAR_APART * statistics.median(values):
+            _by_logarithm(axes, "y")
         axes.set_xlabel(over)
         if sum(map(len, parts.values())) > 1:
             axes.legend(ncols=2 if held_out and len(labels) > 1 else 1)
 
     return _draw(title, plot)
+
+
+def _by_logarithm(axes, name: str, unit: Callable[[float], str] = format_number, **about_zero: float) -> None:
+    """Scale an axis by logarithms, with labels of text: by default they are formulas, which it is not taken for here."""
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
+    {"x": axes.set_xscale, "y": axes.set_yscale}[name]("symlog" if about_zero else "log", **about_zero)
+    first, last = axis.get_view_interval()
+    # With 2 and 5 between powers of ten where there is room.
+    between = "25" if last < 1000 * first else ""
+    axis.set_major_formatter(lambda value, _: unit(value))
+    axis.set_minor_formatter(lambda value, _: unit(value) if f"{value:e}"[0] in between else "")
+
+
+def draw_shares(title: str, shares: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw, for each run, a bar of what its parts have of the whole."""
+    parts = dict.fromkeys(part for of_run in shares.values() for part in of_run)
+
+    def plot(axes) -> None:
+        start = dict.fromkeys(shares, 0.0)
+        for part, colour in zip(parts, cycle(_COLOURS), strict=False):
+            widths = [100 * of_run.get(part, 0.0) / sum(of_run.values()) for of_run in shares.values()]
+            axes.barh(list(shares), widths, left=list(start.values()), color=colour, label=part, height=0.6)
+            start = {run: begun + width for (run, begun), width in zip(start.items(), widths, strict=True)}
+        axes.invert_yaxis()
+        axes.set_xlim(0, 100)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("% of the time")
+        axes.figure.legend(loc="outside lower center", ncols=6)
+
+    return _draw(title, plot, height=1.4 + 0.25 * len(shares))
 
 
 def draw_step_times(step_times: Mapping[str, Counter[int]]) -> Figure:
@@ -81,15 +126,15 @@ def draw_step_times(step_times: Mapping[str, Counter[int]]) -> Figure:
     def plot(axes) -> None:
         for (phase, classes), colour in zip(step_times.items(), [_INK, *_COLOURS], strict=False):
             first, last = min(classes), max(classes)
-            edges = [1000 * 10 ** (number / CLASSES_PER_DECADE) for number in range(first, last + 2)]
+            edges = [10 ** (number / CLASSES_PER_DECADE) for number in range(first, last + 2)]
             counts = [classes[number] for number in range(first, last + 1)]
             label, width = ("whole step", 2) if phase == "total" else (phase, 1.2)
             axes.stairs(counts, edges, color=colour, linewidth=width, fill=False, label=label)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        # By default formulas, which text is not taken for here.
-        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-        axes.set_xlabel("milliseconds")
+        _by_logarithm(axes, "x", format_seconds)
+        counts = [count for classes in step_times.values() for count in classes.values()]
+        if max(counts) > _FAR_APART * min(counts):
+            _by_logarithm(axes, "y")
+            axes.set_ylim(bottom=0.5)
         axes.set_ylabel("steps")
         axes.legend(ncols=2)
 

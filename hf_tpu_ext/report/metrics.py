@@ -17,6 +17,12 @@ class Group:
 #: What is shown where it was logged, in this order.
 GROUPS = (
     Group("Loss", {"loss": "loss"}),
+    # Of GRPO and RLOO.
+    Group("Reward", {"reward": "mean", "reward_std": "standard deviation"}),
+    Group(
+        "Tokens of completions",
+        {"completions/max_length": "max", "completions/mean_length": "mean", "completions/min_length": "min"},
+    ),
     # Of DPO and KTO: beta times the log-probs of policy over reference.
     Group("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"}),
     # Of a reward model, over the rows of a batch.
@@ -34,6 +40,7 @@ MORE_NAMES = ("mean_token_accuracy", "kd_loss")
 #: What runs are judged by, with the names that it is logged under.
 RESULTS = {
     "loss": ("loss",),
+    "reward": ("reward",),
     "evaluation loss": ("eval_loss",),
     "evaluation accuracy": ("eval_rewards/accuracies", "eval_accuracy"),
     "evaluation margin": ("eval_rewards/margins", "eval_margin"),

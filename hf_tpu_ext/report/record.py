@@ -18,6 +18,8 @@ from ..redaction import redact
 RECORD_NAME = "run.jsonl"
 #: What is written of one run into its output directory: the record, and the report on it.
 RUN_FILES = (RECORD_NAME, "report.html", "report.md")
+#: How many completions of a step a report shows.
+SAMPLES = 4
 # What is known of every run when it begins.
 _FACTS = {"time", "max_steps", "versions", "arguments", "changed", "model", "rows", "backend", "facts"}
 
@@ -96,6 +98,8 @@ class Run:
             How many steps took how long, by phase and class of time.
         batches (`dict[tuple[int, ...], list[int]]`):
             Number of batches, tokens and padded tokens, by the shape of the batch.
+        samples (`list[dict[str, Any]]`):
+            Prompts with what the model has answered: before and after training, or the completions that were rewarded.
         unreadable (`int`):
             Lines of the record that cannot be read.
     """
@@ -108,6 +112,7 @@ class Run:
     phases: Counter[str] = field(default_factory=Counter)
     step_times: dict[str, Counter[int]] = field(default_factory=dict)
     batches: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
 
     @property
@@ -184,6 +189,7 @@ def read_run(directory: str | Path) -> Run:
         except (ValueError, TypeError, KeyError, AttributeError):
             # Half a line, as a run leaves that is killed while it writes; or one that somebody has edited.
             run.unreadable += 1
+    run.samples = run.samples or _read_completions(Path(directory, "completions"))
     if not run.sessions:
         raise UserError(f"{path} is damaged: it has no line about the start of the run. Train again to have a report.")
     for totals in [session.totals for session in run.sessions if session.totals]:
@@ -194,6 +200,24 @@ def read_run(directory: str | Path) -> Run:
             known = run.batches.setdefault(tuple(shape), [0, 0, 0])
             run.batches[tuple(shape)] = [one + more for one, more in zip(known, counts, strict=True)]
     return run
+
+
+def _read_completions(directory: Path) -> list[dict[str, Any]]:
+    """Some of the first and the last completions that TRL wrote, with `log_completions`."""
+    files = sorted(directory.glob("completions_*.parquet"))
+    rows = []
+    for file in dict.fromkeys([*files[:1], *files[-1:]]):
+        import pyarrow.parquet
+
+        rows += pyarrow.parquet.read_table(file).slice(0, SAMPLES).to_pylist()
+    return [{name: _text_of(value) for name, value in row.items()} for row in rows]
+
+
+def _text_of(value: Any) -> Any:
+    """The text of messages; what is none, as it is."""
+    if not isinstance(value, list):
+        return value
+    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
 
 
 def points(logs: Sequence[Mapping[str, Any]], key: str, over: str = "step") -> list[tuple[float, float]]:
@@ -233,6 +257,8 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
             same = [program for program in run.programs if all(program[name] == entry[name] for name in names)]
             for program in same[-1:]:
                 program["cause"] = entry["cause"]
+        case "samples":
+            run.samples = entry["rows"]
         case "end":
             session.end = entry
         case event:

@@ -8,7 +8,7 @@ from typing import Any
 from ..formatting import count, format_number, format_seconds, format_size
 from ..hardware.prices import Price
 from ..hardware.topologies import find_chip
-from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_step_times
+from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares, draw_step_times
 from .metrics import GROUPS, MORE_NAMES, RESULTS, column
 from .parts import Report, Section, Table
 from .phases import BESIDES_STEPS, PHASES
@@ -19,6 +19,7 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
     """Put together what is known of a run, with prices by kind of chip, and what was planned beside what was measured."""
     sections = [
         _curves(run),
+        _samples(run),
         _speed(run),
         _programs(run),
         _tokens(run),
@@ -114,13 +115,35 @@ def _curves(run: Run) -> Section:
     return section
 
 
+def _samples(run: Run) -> Section:
+    section = Section("Samples")
+    if run.samples:
+        columns = list(run.samples[0])
+        rows = [[_cell(sample.get(name)) for name in columns] for sample in run.samples]
+        section.tables.append(Table(columns, rows))
+    return section
+
+
 def _cell(value: Any) -> str:
     return "" if value is None else format_number(value) if isinstance(value, int | float) else str(value)
 
 
+def time_in_phases(run: Run) -> dict[str, float]:
+    """Seconds of the phases that a run had."""
+    return {name: run.phases[name] for name in PHASES if run.phases[name] > 0}
+
+
+def time_of_step(run: Run) -> dict[str, str]:
+    """What each phase takes of a step that has it, on average."""
+    steps = {name: run.step_times[name].total() for name in run.step_times if name not in BESIDES_STEPS}
+    return {
+        name: format_seconds(seconds / steps[name]) for name, seconds in time_in_phases(run).items() if steps.get(name)
+    }
+
+
 def _speed(run: Run) -> Section:
     section = Section("Speed")
-    phases = {name: run.phases[name] for name in PHASES if run.phases[name] > 0}
+    phases = time_in_phases(run)
     total = sum(phases.values())
     if not total:
         return section
@@ -128,6 +151,7 @@ def _speed(run: Run) -> Section:
         "Phases are what the host does. Execution is asynchronous, so device time shows only where the host waits for it."
     )
     if can_draw():
+        section.figures.append(draw_shares("Where the time went", {"": phases}))
         if run.step_times:
             names = ["total", *(name for name in PHASES if name in run.step_times)]
             section.figures.append(draw_step_times({name: run.step_times[name] for name in names}))
@@ -137,12 +161,11 @@ def _speed(run: Run) -> Section:
         }
         if all(rates.values()):
             section.figures.append(draw_curves("Tokens per second", rates))
-    rows = []
-    for name, seconds in phases.items():
-        # Of the steps that had this phase.
-        steps = run.step_times[name].total() if name in run.step_times else 0
-        per_step = "" if name in BESIDES_STEPS or not steps else format_seconds(seconds / steps)
-        rows.append([name, PHASES[name], format_seconds(seconds), f"{100 * seconds / total:.1f} %", per_step])
+    per_step = time_of_step(run)
+    rows = [
+        [name, PHASES[name], format_seconds(seconds), f"{100 * seconds / total:.1f} %", per_step.get(name, "")]
+        for name, seconds in phases.items()
+    ]
     section.tables.append(Table(["phase", "the host", "time", "share", "per step"], rows))
     return section
 

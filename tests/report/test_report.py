@@ -1,10 +1,12 @@
 import base64
+import json
 import re
 import shlex
 import subprocess
 import sys
 from html import unescape
 
+import pyarrow.parquet
 import pytest
 
 from hf_tpu_ext.cli.main import main
@@ -13,7 +15,7 @@ from hf_tpu_ext.formatting import format_number, format_seconds
 from hf_tpu_ext.hardware.prices import read_prices
 from hf_tpu_ext.report.figures import HOW_TO_DRAW, draw_curves
 from hf_tpu_ext.report.make import make_report
-from hf_tpu_ext.report.record import RECORD_NAME, read_run
+from hf_tpu_ext.report.record import RECORD_NAME, RecordWriter, read_run
 from hf_tpu_ext.report.sections import headline
 
 
@@ -56,7 +58,7 @@ def test_both_forms_say_the_same(write_run, tmp_path):
         "replayed",
     ):
         assert said in html and said in markdown
-    assert len(pictures(page)) == 5 and "<img" not in markdown
+    assert len(pictures(page)) == 6 and "<img" not in markdown
     assert not any("mathdefault" in svg for svg in pictures(page)), "ticks are numbers"
     assert not list(page.parent.glob("*.tmp"))
     # Every row of a table has as many cells as its head.
@@ -102,7 +104,7 @@ def test_preferences_are_shown(write_run, tmp_path, logs, titles, legend, column
     run = write_run(tmp_path / "run", logs=logs, held_out=held_out)
     page = make_report([run])
     html, markdown = page.read_text(), page.with_suffix(".md").read_text()
-    assert len(pictures(page)) == 5 + len(titles)
+    assert len(pictures(page)) == 6 + len(titles)
     for text in titles | legend:
         assert any(re.search(rf"<text[^>]*>{text}</text>", svg) for svg in pictures(page)), text
     assert titles <= set(re.findall(r'alt="([^"]*)"', html))
@@ -114,7 +116,7 @@ def test_preferences_are_shown(write_run, tmp_path, logs, titles, legend, column
     assert {name: shown[name] for name in shown if "accuracy" in name or "margin" in name} == results
     # Beside a run that has none of it.
     page = make_report([run, write_run(tmp_path / "sft")], tmp_path)
-    assert len(pictures(page)) == 6 + len(results)
+    assert len(pictures(page)) == 7 + len(results)
     for name, value in results.items():
         assert f"| {name} | {value} |  |" in page.with_suffix(".md").read_text()
 
@@ -179,7 +181,65 @@ def test_several_runs(write_run, tmp_path):
     assert "| learning\\_rate | 0.001 | 0.0005 | 0.001 |" in markdown and "max\\_length" not in markdown
     assert "| loss | 2.75 → 1 | 1.5 | 2.75 → 1 |" in markdown
     html = page.read_text()
-    assert len(pictures(page)) == 6 and all(str(run) in html for run in runs)
+    assert len(pictures(page)) == 7 and all(str(run) in html for run in runs)
+
+
+def test_steps_far_apart_are_readable(write_run, tmp_path):
+    """Runs of 40 and of 4,000,000 steps; steps of 10 ms, one of which took 20 minutes."""
+    long = write_run(tmp_path / "long")
+    lines = [json.loads(line) for line in (long / RECORD_NAME).read_text().splitlines()]
+    for line in lines:
+        if "step_times" in line:
+            line["step"] *= 100_000
+            line["step_times"] = {"total": {"-40": 400_000, "61": 1}}
+    (long / RECORD_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    labels = re.findall(r">([^<>]*)</text>", pictures(make_report([long]))[-2])
+    assert {"10 ms", "16 min 40 s", "1", "100,000", "whole step"} <= set(labels)
+    page = make_report([write_run(tmp_path / "short"), long], tmp_path)
+    labels = re.findall(r">([^<>]*)</text>", pictures(page)[0])
+    assert {"10", "1,000", "100,000", "optimizer step"} <= set(labels)
+    # One large norm leaves the others readable.
+    curve = [(1, 40_000.0), *((step, 1.0 + step / 100) for step in range(2, 50))]
+    heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", draw_curves("norm", {"": curve}).svg)]
+    assert {"1", "100", "10,000"} <= set(re.findall(r">([^<>]*)</text>", draw_curves("norm", {"": curve}).svg))
+    assert max(heights) - min(heights) > 50
+
+
+def test_time_by_phase(write_run, tmp_path):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    markdown = make_report(runs, tmp_path).with_suffix(".md").read_text()
+    assert "## Time of a step" in markdown and "| data | 20 ms | 20 ms |" in markdown and "| eval |" not in markdown
+    assert 'alt="Where the time went"' in make_report(runs[:1]).read_text()
+
+
+SAMPLES = [{"prompt": "3+4=", "reference": "7", "before": "3", "after": "7"}]
+
+
+def test_samples_are_shown(write_run, tmp_path):
+    runs = [write_run(tmp_path / name, end=False) for name in "ab"]
+    for run, after in zip(runs, ("7", "8"), strict=True):
+        RecordWriter(run, anew=False).write("samples", at=90.0, step=None, rows=[{**SAMPLES[0], "after": after}])
+    markdown = make_report(runs[:1]).with_suffix(".md").read_text()
+    assert "| prompt | reference | before | after |" in markdown and "| 3+4= | 7 | 3 | 7 |" in markdown
+    assert "unreadable" not in markdown
+    assert "| 3+4= | 7 | 8 |" in make_report(runs, tmp_path).with_suffix(".md").read_text()
+
+
+def test_completions_are_shown(write_run, tmp_path):
+    """The files are TRL's, see `log_completions`."""
+    run = write_run(tmp_path / "run", logs={"reward": 0.5, "reward_std": 0.25})
+    (run / "completions").mkdir()
+    for step in (5, 10, 40):
+        messages = [[{"role": "user", "content": "3+4="}], [{"role": "assistant", "content": f"{step}"}]]
+        table = {"step": step, "prompt": messages[0], "completion": messages[1], "is_right": 0.0}
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([table] * 9), run / "completions" / f"completions_{step:05d}.parquet"
+        )
+    markdown = make_report([run]).with_suffix(".md").read_text()
+    assert "| step | prompt | completion | is\\_right |" in markdown
+    assert markdown.count("| 5 | user: 3+4= | assistant: 5 | 0 |") == 4 and "assistant: 10" not in markdown
+    assert markdown.count("| 40 | user: 3+4= | assistant: 40 | 0 |") == 4
+    assert headline(read_run(run), read_prices())["reward"] == "0.5"
 
 
 def test_without_matplotlib(write_run, tmp_path, monkeypatch):

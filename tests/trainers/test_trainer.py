@@ -20,6 +20,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TPUTrainer, TPUTrainingArguments
+from hf_tpu_ext.report.record import read_run
 
 
 def classified_rows(tokenizer, count=30):
@@ -140,9 +141,11 @@ def test_the_line_at_the_start_says_where_and_how(runs, capsys):
 
 
 def test_samples_before_and_after(runs, capsys):
-    runs.ours(config_cls=TPUSFTConfig, show_samples=2, max_steps=2)
+    runs.ours(config_cls=TPUSFTConfig, show_samples=2, max_steps=2, run_report=True)
     lines = capsys.readouterr().out.splitlines()
     assert [sum(f"{name:>9}: " in line for line in lines) for name in ("reference", "before", "after")] == [2, 2, 2]
+    after = [line.partition("after: ")[2] for line in lines if "    after: " in line]
+    assert [sample["after"] for sample in read_run(runs.output_dir).samples] == after
 
 
 def test_random_weights_in_place_of_those_of_the_model(xla, tiny_model, tmp_path):
