@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pictures import ASSETS, PICTURES
 
 from hf_tpu_ext.trainers import ExtensionArguments
 
@@ -73,6 +74,16 @@ def test_every_setting_is_described():
     }
     for name in {field.name for field in dataclasses.fields(ExtensionArguments)} | variables:
         assert f"`{name}`" in configuration, f"docs/configuration.md does not describe {name}"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_what_their_script_draws(name):
+    assert (ASSETS / name).read_text(encoding="utf-8") == PICTURES[name]().svg(), "run: python tests/docs/pictures.py"
+
+
+def test_every_picture_is_on_a_page():
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert all(f"assets/{picture.name}" in shown for picture in ASSETS.glob("*.svg"))
 
 
 def test_every_page_is_in_the_navigation():
