@@ -1,4 +1,7 @@
-"""Tests run on XLA compiled for the host, beside eager PyTorch as the reference. Nothing is fetched from anywhere."""
+"""
+Tests run on XLA compiled for the host, beside eager PyTorch as the reference: with torch_xla, or in the environment of
+`make test-torch-tpu` with torch_tpu. Nothing is fetched from anywhere.
+"""
 
 import gc
 import os
@@ -26,7 +29,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in ("HF_TPU_EXT", "HF_TPU_EXT_BACKEND", "USE_TORCH_XLA", "XLA_USE_BF16", "ACCELERATE_MIXED_PRECISION"):
     os.environ.pop(_name, None)
 
+import cpu_plugin  # noqa: E402
 import pytest  # noqa: E402
+
+
+#: Whether `xla` is torch_tpu.
+ON_TORCH_TPU = cpu_plugin.why_absent() is None
+if ON_TORCH_TPU:
+    # A flag that the plug-in's XLA does not have yet.
+    flags = os.environ["XLA_FLAGS"].split()
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if "fusion_emitters" not in flag)
+    cpu_plugin.start()
 
 
 def pytest_collection_finish():
@@ -41,13 +54,23 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if ON_TORCH_TPU and item.get_closest_marker("torch_xla") is not None:
+            item.add_marker(pytest.mark.skip(reason="of torch_xla"))
+
+
 @pytest.fixture(scope="session")
 def xla():
-    """The XLA backend, with its runtime started before any eager backward pass (autograd counts devices only once)."""
+    """
+    The backend whose programs XLA compiles, with its runtime started before any eager backward pass (autograd counts devices
+    only once).
+    """
     from hf_tpu_ext.backends import select_backend
 
-    backend = select_backend("xla")
-    assert backend.device.type == "xla"
+    name = "tpu" if ON_TORCH_TPU else "xla"
+    backend = select_backend(name)
+    assert backend.device.type == backend.name == name
     return backend
 
 

@@ -7,20 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpu_plugin
 import pytest
 
 
-_spec = importlib.util.spec_from_file_location("cpu_plugin", Path(__file__).with_name("cpu_plugin.py"))
-cpu_plugin = importlib.util.module_from_spec(_spec)
-sys.modules["cpu_plugin"] = cpu_plugin
-_spec.loader.exec_module(cpu_plugin)
-
 WHY_ABSENT = cpu_plugin.why_absent()
-if WHY_ABSENT is None:
-    # A flag that the plug-in's XLA does not have yet.
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if "fusion_emitters" not in flag)
-    cpu_plugin.start()
+
+# The tiny model, data and runs of `tests/trainers`.
+_spec = importlib.util.spec_from_file_location(
+    "trainers_conftest", Path(__file__).parents[1] / "trainers" / "conftest.py"
+)
+trainers = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(trainers)
+tiny_model, runs, same_logs, as_trainer = trainers.tiny_model, trainers.runs, trainers.same_logs, trainers.as_trainer
 
 
 def pytest_collection_modifyitems(items):
@@ -29,65 +28,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=WHY_ABSENT))
 
 
-def _trainers_conftest():
-    """The tiny model and data of `tests/trainers`."""
-    path = Path(__file__).parents[1] / "trainers" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("trainers_conftest", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def shared():
-    return _trainers_conftest()
+    return trainers
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Directory of a tiny Qwen3 with its tokenizer."""
-    from hf_tpu_ext.examples.tiny import make_model
-
-    return make_model(tmp_path_factory.mktemp("tiny"), hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-
-
-@pytest.fixture(scope="session")
-def tpu():
+def tpu(xla):
     """The backend."""
-    from hf_tpu_ext.backends import select_backend
-
-    backend = select_backend()
-    assert backend.name == "tpu"
-    return backend
+    assert xla.name == "tpu"
+    return xla
 
 
 @pytest.fixture
-def runs(tpu, shared, tiny_model, tmp_path, monkeypatch):
-    """As in `tests/trainers`: `stock` is upstream's trainer on eager CPU, `ours` is the trainer of this package, on torch_tpu."""
-    from hf_tpu_ext.trainers import ExtensionArguments
-
-    monkeypatch.setattr(ExtensionArguments, "run_report", False)
-    # Of runs with a config of upstream's. Compiling takes longer than the run.
-    monkeypatch.setattr(ExtensionArguments, "compile_step", "off")
-    return shared.Runs(tiny_model, tmp_path / "run")
-
-
-@pytest.fixture(scope="session")
-def as_trainer(shared):
-    return shared.trainer_with
-
-
-@pytest.fixture
-def same_logs(shared):
-    return shared.assert_same_logs
-
-
-@pytest.fixture
-def stock_of_ranks(runs, shared):
+def stock_of_ranks(runs):
     """Upstream's trainer on eager CPU, with the rows of several processes. Nothing is saved."""
     from ranks_data import evaluated_rows
 
-    runs.train_dataset, runs.eval_dataset = shared.make_rows(24), evaluated_rows()
+    runs.train_dataset, runs.eval_dataset = trainers.make_rows(24), evaluated_rows()
     ours = "length_buckets mesh compile_step stop_at metrics save_strategy save_steps load_best_model_at_end".split()
 
     def train(count=2, **config):

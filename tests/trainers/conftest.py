@@ -47,7 +47,7 @@ class Runs:
     """
     Trains the tiny model in many ways.
 
-    `stock` is [`~trl.SFTTrainer`] on eager CPU, `ours` is [`TPUSFTTrainer`] on XLA, both from the same weights, data and
+    `stock` is [`~trl.SFTTrainer`] on eager CPU, `ours` is [`TPUSFTTrainer`] on XLA, by either library, both from the same weights, data and
     arguments.
     """
 
@@ -117,6 +117,9 @@ def runs(xla, tiny_model, tmp_path, monkeypatch):
 
     # Of runs with upstream's config, too.
     monkeypatch.setattr(ExtensionArguments, "run_report", False)
+    if xla.name == "tpu":
+        # Compiling takes longer than the run.
+        monkeypatch.setattr(ExtensionArguments, "compile_step", "off")
     return Runs(tiny_model, tmp_path / "run")
 
 
@@ -158,17 +161,21 @@ def teacher(tmp_path_factory):
 
 
 @pytest.fixture
-def distil(runs):
+def distil(runs, xla):
     """Trains with a teacher, on XLA or on the eager CPU."""
 
-    def train(backend="xla", **config):
+    def train(backend=None, **config):
         from hf_tpu_ext import TPUSFTConfig
         from hf_tpu_ext.backends import select_backend
 
+        config = {"backend": backend or xla.name, "max_steps": 4, "warmup_steps": 0, **config}
+        if config["backend"] == "cpu" and xla.name == "tpu":
+            # The plug-in has none.
+            config.setdefault("dataloader_pin_memory", False)
         try:
-            return runs.ours(config_cls=TPUSFTConfig, backend=backend, **{"max_steps": 4, "warmup_steps": 0, **config})
+            return runs.ours(config_cls=TPUSFTConfig, **config)
         finally:
-            select_backend("xla")
+            select_backend(xla.name)
 
     return train
 
