@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_tpu_ext.backends.process_ranks import cut_at_collectives
+from hf_tpu_ext.backends.collectives import cut_at_collectives
 from hf_tpu_ext.backends.torch_tpu.fully_sharded import is_split, whole
 
 
@@ -181,6 +181,23 @@ def test_a_compiled_function_changes_its_arguments_where_they_are(tpu):
         assert found == [[moment], [weight], [moment], [weight]] and made["sum"].item() == weight * 64 * 64
     assert [tensor.cpu().unique().tolist() for tensor in (clone, copied, data)] == [[2.0], [2.0], [1.0]]
     assert donated == [[0, 1]]
+
+
+def test_what_is_behind_a_barrier_is_computed_again(tpu):
+    """As activation checkpointing does: without it, a compiler would find that both products are one."""
+    from torch_tpu._internal.compile.compiler import StaticCompiler
+
+    def twice(data):
+        (again,) = tpu.separate([data])
+        return [data @ data, again @ again]
+
+    data = tpu.send(torch.arange(9.0).reshape(3, 3))
+    graph = make_fx(twice, tracing_mode="fake", _allow_non_fake_inputs=True)(data)
+    compiled = StaticCompiler(debug=True)(graph, [data])
+    first, second = compiled(data)
+    text = compiled.mlir_text
+    assert text.count("stablehlo.optimization_barrier") == 1 and text.count("stablehlo.dot_general") == 2
+    assert torch.equal(first.cpu(), second.cpu()) and first.cpu()[2, 2].item() == 111.0
 
 
 def test_memory_that_was_given_to_a_program_is_gone(tpu):

@@ -44,6 +44,7 @@ def test_loader_with_torch_tpu(runs, setting):
         (dict(kd_teacher="teacher"), {}, ["Leave it out", "set mesh='data'"]),
         (dict(kd_cache="cache"), {}, ["Leave it out", "set mesh='data'"]),
         (dict(qat_weight_dtype="int4"), {}, ["Leave it out", "set mesh='data'"]),
+        (dict(save_on_each_node=True), {}, ["Leave it out", "set mesh='data'"]),
     ],
     ids=str,
 )
@@ -55,6 +56,16 @@ def test_weights_in_parts_with_torch_tpu(runs, settings, given, fixes):
             adapt(runs.config(TPUSFTConfig, **config), place, given_left)
 
     assert_fixes(check, {"mesh": "fsdp", **settings, **given}, *fixes)
+
+
+@pytest.mark.parametrize("compile_step", ["layers", "off"])
+def test_a_step_that_is_not_compiled_whole_is_not_replayed(runs, compile_step):
+    place = Place("tpu", traced=False)
+    (line,) = adapt(runs.config(TPUSFTConfig, step_replay=True, compile_step=compile_step), place).changes
+    assert (
+        line == f"step_replay has no effect on training steps: compile_step='{compile_step}' compiles none as a whole"
+    )
+    assert not adapt(runs.config(TPUSFTConfig, step_replay=True), place).changes
 
 
 def test_values_are_shown_as_they_are_typed(runs):
@@ -75,7 +86,9 @@ def test_a_teachers_cache_in_several_processes(runs):
     def check(num_chips, **settings):
         trainer = SimpleNamespace(
             args=runs.config(TPUSFTConfig, **settings),
-            backend=SimpleNamespace(unknown_upstream=True, ranks=SimpleNamespace(count=num_chips)),
+            backend=SimpleNamespace(
+                unknown_upstream=True, processes=SimpleNamespace(count=num_chips, own_rows=num_chips > 1)
+            ),
             _check_loss=lambda: None,
             _open_cache=lambda: None,
         )
@@ -92,7 +105,9 @@ def test_processes_with_batches_of_different_sizes():
     def check(rows):
         trainer = SimpleNamespace(
             lengths=[],
-            backend=SimpleNamespace(ranks=SimpleNamespace(count=2, most=lambda own: list(map(max, own, [4, -4, 0])))),
+            backend=SimpleNamespace(
+                processes=SimpleNamespace(row_shards=2, most=lambda own: list(map(max, own, [4, -4, 0])))
+            ),
         )
         return BatchesMixin._agree_on_shape(trainer, {"input_ids": torch.zeros(rows, 8)})
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .adaptations import ADAMW_NAMES
-from .answers import Run, at, refused, without_effect
+from .answers import Row, Run, at, refused, without_effect
 
 
 def is_set(value: Any, run: Run) -> bool:
@@ -59,6 +59,12 @@ OWN = (
         without_effect("attention", "steps are not traced by torch_tpu"),
         without_effect("scan_layers", "layers are not run as a loop by torch_tpu", when=_is_on),
         without_effect("share_prompts", "it is for torch_xla", when=_is_on),
+        Row(
+            "no effect",
+            "step_replay",
+            "has no effect on training steps: compile_step={args.compile_step!r} compiles none as a whole",
+            when=lambda value, run: value and run["compile_step"] in ("layers", "off"),
+        ),
     ),
     *at(
         lambda place: not place.static_shapes,
@@ -91,7 +97,7 @@ WEIGHTS_IN_PARTS = (
         ),
         refused(
             "ema_decay show_samples predict_with_generate sync_ref_model kd_teacher kd_cache qat_weight_dtype "
-            "optimizer_cls_and_kwargs",
+            "optimizer_cls_and_kwargs save_on_each_node",
             _IN_PARTS + "Leave it out, or set mesh='data'.",
             when=is_set,
         ),
