@@ -11,13 +11,12 @@ from torch import nn
 from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
 from .counters import Counters
-from .hosts import Hosts
 from .insight import Insight
 from .kernels import Kernels
 from .loops import Loops
 from .manual_sharding import ManualSharding
+from .processes import ALONE, Processes
 from .program import Programs
-from .ranks import Ranks
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
@@ -39,10 +38,6 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(found.append, data)
     return found
-
-
-_ONE_HOST = Hosts()
-_ONE_PROCESS = Ranks()
 
 
 class Backend(ABC):
@@ -114,17 +109,12 @@ class Backend(ABC):
         return 1
 
     @property
-    def hosts(self) -> Hosts:
-        """The hosts whose chips run one program."""
-        return _ONE_HOST
-
-    @property
-    def ranks(self) -> Ranks:
+    def processes(self) -> Processes:
         """
-        The processes that train together, where each of them drives one device. Asking for them may have them meet. Where upstream
-        knows the device, it averages their gradients.
+        The processes that train together. Asking for them may have them meet. Where upstream knows the device, it averages their
+        gradients.
         """
-        return _ONE_PROCESS
+        return ALONE
 
     @property
     def chip(self) -> Chip | None:

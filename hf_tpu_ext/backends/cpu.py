@@ -6,9 +6,9 @@ import torch
 
 from ..formatting import count
 from .base import Backend
+from .device_processes import launched_processes
 from .host import peak_of_process
-from .launched_ranks import launched_ranks
-from .ranks import Ranks
+from .processes import Processes
 
 
 class CPUBackend(Backend):
@@ -25,8 +25,8 @@ class CPUBackend(Backend):
         return f"{platform.machine()} CPU, {count(torch.get_num_threads(), 'thread')}"
 
     @property
-    def ranks(self) -> Ranks:
-        return launched_ranks()
+    def processes(self) -> Processes:
+        return launched_processes()
 
     def peak_memory(self) -> int | None:
         return peak_of_process()

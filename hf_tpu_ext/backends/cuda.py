@@ -5,8 +5,8 @@ import os
 import torch
 
 from .base import Backend
-from .launched_ranks import launched_ranks
-from .ranks import Ranks
+from .device_processes import launched_processes
+from .processes import Processes
 
 
 class CUDABackend(Backend):
@@ -40,8 +40,8 @@ class CUDABackend(Backend):
         ]
 
     @property
-    def ranks(self) -> Ranks:
-        return launched_ranks()
+    def processes(self) -> Processes:
+        return launched_processes()
 
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated()

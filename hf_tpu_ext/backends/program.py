@@ -156,8 +156,10 @@ class CompiledFunction(ABC):
         self._known.clear()
 
     def _agree(self, what: str, reason: str | None) -> str | None:
-        """What this host has found out, or another one: they trace and run programs together."""
-        return next((found for found in self._backend.hosts.exchange(what, reason) if found is not None), None)
+        """What this process has found out, or another one, where they trace and run programs together."""
+        processes = self._backend.processes
+        found = processes.exchange(what, reason) if processes.one_program else [reason]
+        return next((reason for reason in found if reason is not None), None)
 
     def _follow(self) -> None:
         """Forget all programs where something has changed that they depend on."""

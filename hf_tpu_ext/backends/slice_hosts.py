@@ -17,7 +17,7 @@ from torch.distributed import DistError, TCPStore
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UserError
-from .hosts import Hosts, HostsDisagree
+from .processes import HostsDisagree, Processes
 
 
 #: Where the first host listens, if not at the address that the runtime knows: `address:port`.
@@ -63,7 +63,7 @@ def read_address() -> tuple[str, int]:
     return address, int(port or PORT)
 
 
-class SliceHosts(Hosts):
+class SliceHosts(Processes):
     """
     Hosts that speak over the network (a `torch.distributed.TCPStore` of the first), besides the chips.
 
@@ -84,10 +84,12 @@ class SliceHosts(Hosts):
             Seconds.
     """
 
+    word = "host"
     agree_on_stops = True
 
     def __init__(self, index: int, count: int, address: str, port: int, silence: float = _SILENCE):
         self.index, self.count = index, count
+        self.hosts, self.one_program = count, count > 1
         self._silence = silence
         self._exchanges = 0
         # How deep this host is in work that needs all, and the exchange that it waits in.

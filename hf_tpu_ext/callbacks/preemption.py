@@ -11,7 +11,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from transformers import TrainerCallback
 
-from ..backends.hosts import Hosts
+from ..backends.processes import ALONE, Processes
 
 
 #: What a Cloud machine can ask about itself (https://cloud.google.com/compute/docs/metadata/predefined-metadata-keys).
@@ -59,16 +59,16 @@ class Preemption(TrainerCallback):
 
     While it listens, the first SIGTERM or SIGINT is noted, and a second one does what it did before. Only the process
     and the thread that may handle signals do this; elsewhere nothing changes. With the URL of a Cloud machine's
-    metadata server ([`METADATA_URL`]), that is asked for a maintenance notice, too. Several `hosts` of a slice stop after the
+    metadata server ([`METADATA_URL`]), that is asked for a maintenance notice, too. Several `processes` stop after the
     same step, whichever of them is told.
     """
 
-    def __init__(self, maintenance_url: str | None = None, hosts: Hosts | None = None):
+    def __init__(self, maintenance_url: str | None = None, processes: Processes = ALONE):
         #: What told the run to stop, or `None`.
         self.reason: str | None = None
         self.listening = False
         self._maintenance_url = maintenance_url
-        self._hosts = Hosts() if hosts is None else hosts
+        self._processes = processes
         self._cuts_evaluation = False
 
     @contextmanager
@@ -79,7 +79,7 @@ class Preemption(TrainerCallback):
         if not self.listening:
             yield
             return
-        self._hosts.begin_listening()
+        self._processes.begin_listening()
         self._process = os.getpid()
         self._handlers = {}
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -110,9 +110,9 @@ class Preemption(TrainerCallback):
         self._ask_others()
 
     def _ask_others(self) -> None:
-        """At a place where a run can stop: several hosts have a reason from the one on that they have agreed on."""
-        if self.listening and self._hosts.agree_on_stops and self.reason is None:
-            self.reason = self._hosts.reached()
+        """At a place where a run can stop: several processes have a reason from the one on that they have agreed on."""
+        if self.listening and self._processes.agree_on_stops and self.reason is None:
+            self.reason = self._processes.reached()
 
     def on_prediction_step(self, args, state, control, **kwargs):
         if self._cuts_evaluation:
@@ -141,8 +141,8 @@ class Preemption(TrainerCallback):
             signal.raise_signal(number)
 
     def _tell(self, reason: str, more: str = "") -> None:
-        if self._hosts.agree_on_stops:
-            self._hosts.request_stop(reason)
+        if self._processes.agree_on_stops:
+            self._processes.request_stop(reason)
         elif self.reason is None:
             self.reason = reason
         # Not through `sys.stderr`: the signal may have come in the middle of a write to it. Nobody may be listening.

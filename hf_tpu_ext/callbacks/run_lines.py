@@ -49,16 +49,14 @@ class RunLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.facts = facts = self._find_facts()
-        chips, hosts, accumulation = (
+        chips, accumulation, hosts = (
             self._backend.num_chips,
-            self._backend.hosts.count,
             args.gradient_accumulation_steps,
+            self._backend.processes.hosts,
         )
-        # On the host and on GPUs there may be several processes, of one chip each.
+        # There may be several processes of one chip each.
         workers = chips * args.world_size
-        where = (
-            f" on {hosts} hosts" if hosts > 1 else f" in {args.world_size} processes" if args.world_size > 1 else ""
-        )
+        where = f" in {args.world_size} processes" * (args.world_size > 1) + f" on {hosts} hosts" * (hosts > 1)
         local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
         shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)
         parts = [

@@ -194,7 +194,9 @@ class StepStatus(TrainerCallback):
             logs["tokens_per_second"] = round(total.tokens / in_steps, 3)
             logs["padded_tokens_per_second"] = round(total.padded_tokens / in_steps, 3)
             if (flops := self._count_flops(counts)) is not None:
-                peak = self._backend.chip.flops_per_second * self._backend.num_chips * self._backend.ranks.count
+                peak = (
+                    self._backend.chip.flops_per_second * self._backend.num_chips * self._backend.processes.row_shards
+                )
                 logs["mfu"] = round(flops / in_steps / peak, 4)
         if (peak := self._backend.peak_memory()) is not None:
             logs["peak_memory_gib"] = round(peak / 2**30, 3)

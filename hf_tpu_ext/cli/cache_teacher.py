@@ -65,6 +65,7 @@ def run(argv: list[str]) -> int:
 
     import torch
 
+    from ..backends.processes import ALONE
     from ..distillation.cache_builder import TeacherRun, build_cache
     from ..distillation.cache_writer import CacheWriter
     from ..trainers.checkpoint.run_lock import only_run_in
@@ -77,21 +78,27 @@ def run(argv: list[str]) -> int:
     student = model_args.model_name_or_path
     kd_teacher = student if training_args.kd_teacher == "base" else training_args.kd_teacher
     trainer, pad_token_id, sequences, settings = _prepare(kd_teacher, *arguments, compute_dtype)
-    hosts, ranks = trainer.backend.hosts, trainer.backend.ranks
+    processes = trainer.backend.processes
+    # Hosts run the teacher together, and each writes all that it says.
+    sharing = processes if processes.own_rows else ALONE
     # Another build would delete files of this one, and its manifest would tell of files that it has not written.
-    with only_run_in(directory, hosts, hosts.index == 0 and ranks.index == 0, ranks):
-        writer = CacheWriter(directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite, ranks=ranks)
-        if writer.complete and ranks.index == 0:
+    with only_run_in(directory, processes):
+        writer = CacheWriter(
+            directory, settings, sequences.keys, sequences.lengths, cache_args.overwrite, processes=sharing
+        )
+        if writer.complete and processes.index == 0:
             print(f"{directory} is complete already, with the same settings.")
         how = (trainer.data_collator, trainer.args.eval_batch_size, pad_token_id, compute_dtype)
         teacher = TeacherRun(trainer.model, trainer.backend, *how)
-        chips = count(teacher.backend.num_chips, "chip") + (f" in each of {ranks.count} processes" * (ranks.count > 1))
+        chips = count(teacher.backend.num_chips, "chip") + (
+            f" in each of {sharing.count} processes" * (sharing.count > 1)
+        )
         own = " (the student's own start)" if kd_teacher == student else ""
-        if ranks.index == 0:
+        if processes.index == 0:
             print(f"{kd_teacher}{own} on {teacher.backend.device_name}, {chips}, batch size {teacher.rows}")
         with trainer.chips.split_activations(trainer.model):
-            manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, ranks)
-    if ranks.index == 0:
+            manifest = build_cache(teacher, sequences, writer, training_args.disable_tqdm, sharing)
+    if processes.index == 0:
         _report(directory, manifest, recipe.path)
     return 0
 
@@ -208,7 +215,7 @@ def _prepare(kd_teacher, script_args, training_args, model_args, dataset_args, c
             "weights. Save that model's chat template as a .jinja file, and set chat_template_path to that file."
         )
     datasets = [dataset for dataset in (trainer.train_dataset, trainer.eval_dataset) if dataset is not None]
-    sequences = Sequences(datasets, quiet=training_args.disable_tqdm or trainer.backend.ranks.index > 0)
+    sequences = Sequences(datasets, quiet=training_args.disable_tqdm or trainer.backend.processes.index > 0)
     if sequences.largest_id >= vocab_size:
         raise UserError(
             f"The data have the token id {sequences.largest_id}, but the teacher's vocabulary has {vocab_size} tokens. Set kd_teacher to "

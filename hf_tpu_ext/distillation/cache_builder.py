@@ -11,7 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..backends.base import Backend
-from ..backends.ranks import Ranks
+from ..backends.processes import ALONE, Processes
 from ..data import pad_rows
 from ..layers.attention import static_masks
 from ..layers.batch_length import BatchLength
@@ -113,7 +113,7 @@ class Sequences:
 
 
 def build_cache(
-    teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, quiet: bool = False, ranks: Ranks | None = None
+    teacher: TeacherRun, sequences: Sequences, writer: CacheWriter, quiet: bool = False, processes: Processes = ALONE
 ) -> CacheManifest:
     """
     Run a teacher over all sequences that the cache does not have yet.
@@ -123,27 +123,26 @@ def build_cache(
         sequences ([`Sequences`]): The sequences.
         writer ([`CacheWriter`]): Writes the cache.
         quiet (`bool`, *optional*, defaults to `False`): Whether to show no progress.
-        ranks ([`Ranks`], *optional*):
+        processes ([`Processes`], *optional*):
             The processes that share the work, each with a teacher of its own, as the `writer` has them. The first shows the
             progress of all. By default there is one.
 
     Returns:
         [`CacheManifest`]: What the complete cache holds.
     """
-    ranks = Ranks() if ranks is None else ranks
     settings = writer.settings
     pending = writer.pending
     left = sum(map(len, pending))
     teacher.model.eval()
     shapes = set()
-    quiet = quiet or ranks.index > 0
+    quiet = quiet or processes.index > 0
     progress = tqdm(total=settings.sequences, initial=settings.sequences - left, unit=" sequences", disable=quiet)
     # Rotary embeddings are those of the rows, which are shorter than the columns.
     with progress as bar, BatchLength([teacher.model], max(sequences.lengths)).told():
-        for first in range(0, len(pending), ranks.count):
+        for first in range(0, len(pending), processes.count):
             # A file for each process. At the end some have none left.
-            files = pending[first : first + ranks.count]
-            numbers = files[ranks.index] if ranks.index < len(files) else range(0)
+            files = pending[first : first + processes.count]
+            numbers = files[processes.index] if processes.index < len(files) else range(0)
             # Rows of about the same length share a batch. No batch reaches into another file, so a build that continues
             # sees the same batches.
             ordered = sorted(numbers, key=lambda number: sequences.lengths[number], reverse=True)

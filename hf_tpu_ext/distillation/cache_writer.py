@@ -17,7 +17,7 @@ import numpy as np
 from transformers.utils import logging
 
 from ..atomic_write import write_atomically
-from ..backends.ranks import Ranks
+from ..backends.processes import ALONE, Processes
 from ..errors import UserError
 from ..formatting import format_bytes
 from .cache_format import (
@@ -76,7 +76,7 @@ class CacheWriter:
         sequences_per_shard (`int`, *optional*):
             Sequences in a file; by default 256, or fewer where that would be more than 256 MB. A build that continues keeps
             the number that it began with.
-        ranks ([`Ranks`], *optional*):
+        processes ([`Processes`], *optional*):
             The processes that build it together, each of which makes one of these with the same arguments. They write a file
             each at a time, and the first notes them. By default there is one.
 
@@ -92,7 +92,7 @@ class CacheWriter:
         lengths: list[int],
         overwrite: bool = False,
         sequences_per_shard: int | None = None,
-        ranks: Ranks | None = None,
+        processes: Processes = ALONE,
     ):
         self.directory, self.settings = Path(directory), settings
         self._keys, self._lengths = keys, lengths
@@ -100,10 +100,13 @@ class CacheWriter:
         self._per_shard = sequences_per_shard or max(1, min(_MOST_SEQUENCES, fitting))
         self._shards: dict[int, Shard] = {}
         self.complete = False
-        self._ranks = Ranks() if ranks is None else ranks
-        assert len(set(self._ranks.of_each(settings))) == 1, "processes have prepared different data"
+        self._processes = processes
+        same = len(set(processes.exchange("the settings of a cache", settings))) == 1
+        assert same, "processes have prepared different data"
         # As the first finds the directory.
-        self.complete, self._per_shard, self._shards = self._ranks.by_first(partial(self._begin, overwrite))
+        self.complete, self._per_shard, self._shards = processes.by_first(
+            "the beginning of a cache", partial(self._begin, overwrite)
+        )
 
     def _begin(self, overwrite: bool) -> tuple[bool, int, dict[int, Shard]]:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -154,8 +157,10 @@ class CacheWriter:
         left has an empty range. `ValueError` if there is no room, or the teacher's answer is not one.
         """
         written = self._write_file(sequences, rows) if sequences else None
-        self._shards |= dict(entry for entry in self._ranks.of_each(written) if entry is not None)
-        if self._ranks.index == 0:
+        self._shards |= dict(
+            entry for entry in self._processes.exchange("a file of a cache", written) if entry is not None
+        )
+        if self._processes.index == 0:
             self._note_progress()
 
     def _write_file(self, sequences: range, rows: list[Any]) -> tuple[int, Shard]:
@@ -205,7 +210,7 @@ class CacheWriter:
 
     def finish(self) -> CacheManifest:
         """Write the manifest, which makes the cache complete, and return it."""
-        self._ranks.by_first(self._finish)
+        self._processes.by_first("the end of a cache", self._finish)
         self.complete = True
         return read_manifest(self.directory)
 

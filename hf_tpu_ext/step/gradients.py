@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ..backends.ranks import Ranks
+from ..backends.processes import ALONE, Processes
 
 
-def average_gradients(model: nn.Module, ranks: Ranks) -> None:
+def average_gradients(model: nn.Module, processes: Processes) -> None:
     """Give all processes the mean of their gradients, once for an optimizer step."""
-    if ranks.count == 1:
+    if processes.row_shards == 1:
         return
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     used = [parameter.grad is not None for parameter in parameters]
     if not is_in_torch_dispatch_mode():
         # Rows of one process may use an expert that those of another do not. A trace knows no rows, and all make the same.
-        used = ranks.most(used)
+        used = processes.most(used)
     parameters = [parameter for parameter, by_any in zip(parameters, used, strict=True) if by_any]
     gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-    for parameter, mean in zip(parameters, ranks.mean(gradients), strict=True):
+    for parameter, mean in zip(parameters, processes.mean(gradients), strict=True):
         parameter.grad = mean
 
 
@@ -32,12 +32,12 @@ class StepGradients:
     Args:
         model ([`~torch.nn.Module`]):
             The model that is trained.
-        ranks ([`Ranks`], *optional*):
+        processes ([`Processes`], *optional*):
             The processes whose gradients are averaged, each of which has rows of its own.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks | None = None):
-        self._model, self._ranks = model, Ranks() if ranks is None else ranks
+    def __init__(self, model: nn.Module, processes: Processes = ALONE):
+        self._model, self._processes = model, processes
 
     @property
     def of_parameters(self) -> dict[nn.Parameter, Tensor]:
@@ -66,7 +66,7 @@ class StepGradients:
                 # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
                 parameter.grad = parameter.grad.clone()
         if closing:
-            average_gradients(self._model, self._ranks)
+            average_gradients(self._model, self._processes)
 
     def show(self) -> None:
         """Give parameters the gradients that are kept, for code of the user's between two micro-steps."""
@@ -90,8 +90,8 @@ class AccumulatedGradients(StepGradients):
     to them like every other and is the same program.
     """
 
-    def __init__(self, model: nn.Module, earlier: StepGradients | None = None, ranks: Ranks | None = None):
-        super().__init__(model, ranks)
+    def __init__(self, model: nn.Module, earlier: StepGradients | None = None, processes: Processes = ALONE):
+        super().__init__(model, processes)
         known = {} if earlier is None else earlier.of_parameters
         self._sums = {
             parameter: known[parameter] if parameter in known else torch.zeros_like(parameter)
@@ -124,7 +124,7 @@ class AccumulatedGradients(StepGradients):
                 self._used.add(parameter)
             parameter.grad = total if closing and parameter in self._used else None
         if closing:
-            average_gradients(self._model, self._ranks)
+            average_gradients(self._model, self._processes)
 
     def show(self) -> None:
         # A micro-step that was run by its handle has noted nothing.

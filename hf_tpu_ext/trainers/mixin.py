@@ -199,14 +199,14 @@ class TPUTrainerMixin(
             # `hyperparameter_search` lets go of a trial's model. Upstream makes that of this one within the run.
             self.model = self.call_model_init(trial)
         self.followed.take_up()
-        with only_run_in(self.args.output_dir, self.backend.hosts, self._writes_run, self.backend.ranks):
+        with only_run_in(self.args.output_dir, self.backend.processes):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             self.agreement.check_beginning(named_datasets(self.train_dataset, self.eval_dataset))
             if self._writes_run:
                 writes_record = any(isinstance(callback, RunRecord) for callback in self.callback_handler.callbacks)
                 set_aside(self._get_output_dir(trial), checkpoint, writes_record)
             with (
-                self.backend.hosts.together("training"),
+                self.backend.processes.together("training"),
                 self.stopping_when_told(),
                 self.models_as_run(),
                 self.copies.real(

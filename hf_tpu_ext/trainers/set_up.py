@@ -96,7 +96,7 @@ class SetUpMixin:
         self.compiled.changes += self.backend.prepare_host()
         self.compiled.changes += self.backend.use_compile_cache(extension.compile_cache_dir)
         bind_device(self.compiled.args, self.backend)
-        if self.backend.ranks.index > 0:
+        if self.backend.processes.index > 0:
             # The first warns of what is the same in all.
             logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
         check_same_settings(self.backend, args)
@@ -181,7 +181,7 @@ class SetUpMixin:
             )
         if self.compiles_steps and not self._follows_optimizer:
             self.accelerator.prepare_optimizer = partial(self._prepare_optimizer, self.accelerator.prepare_optimizer)
-        if self.backend.ranks.count > 1:
+        if self.backend.processes.own_rows:
             # Gradients are averaged by the steps. Left to itself, accelerate would wrap the model for that.
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
@@ -257,7 +257,7 @@ class SetUpMixin:
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.backend.unknown_upstream:
             self.agreement.note_model("weights", model)
-            self.backend.ranks.take_from_first(model)
+            self.backend.processes.take_from_first(model)
             if self._follows_optimizer and self.chips.sharding_plan is None:
                 self._parameters_before = dict(model.named_parameters())
             self.chips.sharding_plan = place_model(model, self.backend, self.chips.mesh, self.compiled.attention)

@@ -12,8 +12,8 @@ from fixes import assert_fixes, refusal
 from transformers import GenerationConfig
 
 from hf_tpu_ext.backends import compile_cache, detect, selection, slice_hosts
-from hf_tpu_ext.backends.hosts import HostsDisagree
-from hf_tpu_ext.backends.process_ranks import ProcessRanks
+from hf_tpu_ext.backends.device_processes import DeviceProcesses
+from hf_tpu_ext.backends.processes import HostsDisagree
 from hf_tpu_ext.backends.torch_tpu.backend import TorchTPUBackend
 from hf_tpu_ext.backends.xla.tracing import TracingBackend
 from hf_tpu_ext.generation.sampling import check_generation_config
@@ -191,13 +191,13 @@ def four_chips(monkeypatch):
 
 def test_processes_without_what_connects_their_chips(four_chips, with_variables):
     names = ("WORLD_SIZE", "TORCH_TPU_SLICEBUILDER_ADDRESSES")
-    check = with_variables(lambda: four_chips.ranks, *names)
+    check = with_variables(lambda: four_chips.processes, *names)
     message = refusal(check, {"WORLD_SIZE": 4})
     assert "Start the command once, by hf-tpu" in message
     assert "before torchrun: eval $(python -m torch.tpu.distributed | sed 's/^/export /')" in message
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert isinstance(check(WORLD_SIZE=4, TORCH_TPU_SLICEBUILDER_ADDRESSES="localhost:8476"), ProcessRanks)
+        assert isinstance(check(WORLD_SIZE=4, TORCH_TPU_SLICEBUILDER_ADDRESSES="localhost:8476"), DeviceProcesses)
     finally:
         dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from hf_tpu_ext.backends.hosts import Hosts
+from hf_tpu_ext.backends.processes import ALONE
 from hf_tpu_ext.cli.main import main
 from hf_tpu_ext.distillation.cache import TeacherCache
 from hf_tpu_ext.examples.jsonl import write_splits
@@ -262,7 +262,7 @@ def test_eight_devices_make_the_same_cache(xla, tiny, recipe, prepared, tmp_path
 
 def test_two_builds_at_once_are_refused(tiny, recipe, tmp_path, capsys):
     """The second would delete files of the first, whose manifest would then tell of files that it has not written."""
-    with only_run_in(tmp_path / "cache", Hosts(), writes=True):
+    with only_run_in(tmp_path / "cache", ALONE):
         assert main(["cache-teacher", "--config", recipe(kd_teacher=str(tiny / "teacher"), use_cpu=True)]) == 2
     error = capsys.readouterr().err
     assert "Another run writes to" in error and str(tmp_path / "cache") in error

@@ -6,15 +6,17 @@ import pytest
 from fixes import assert_fixes
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.backends.hosts import Hosts, HostsDisagree
+from hf_tpu_ext.backends.processes import HostsDisagree, Processes
 from hf_tpu_ext.trainers.checkpoint.files import check_all_see, check_shared
 from hf_tpu_ext.trainers.run.hosts import HostAgreement, check_same_settings
 
 
-class TwoHosts(Hosts):
+class TwoHosts(Processes):
     """The first of two, with what the second says instead of the same."""
 
-    count = 2
+    count = hosts = 2
+    one_program = True
+    word = "host"
 
     def __init__(self, answer=lambda what, value: value):
         self._answer = answer
@@ -36,6 +38,10 @@ def test_an_output_dir_that_one_host_does_not_see(tmp_path):
     # Storage that all hosts share.
     check(True, TwoHosts())
     assert not list(tmp_path.iterdir())
+    # Processes of torch_tpu may write on each host.
+    blind.own_rows, blind.word = True, "process"
+    with pytest.raises(HostsDisagree, match="process 1 does not see .*share, set save_on_each_node=True, or leave"):
+        check(True)
 
 
 def test_a_checkpoint_that_is_not_on_all_hosts(tmp_path):
@@ -54,20 +60,20 @@ def test_a_checkpoint_that_is_not_on_all_hosts(tmp_path):
 
 def test_settings_that_differ():
     args = TPUSFTConfig("out", bf16=False)
-    backend = SimpleNamespace(hosts=TwoHosts(lambda what, value: {**value, "argument": {"learning_rate": "1"}}))
+    backend = SimpleNamespace(processes=TwoHosts(lambda what, value: {**value, "argument": {"learning_rate": "1"}}))
     with pytest.raises(
         HostsDisagree, match=r"Hosts differ, and would not train the same model\. .*argument .* on host 0,"
     ):
         check_same_settings(backend, args)
     # The same command.
-    check_same_settings(SimpleNamespace(hosts=TwoHosts()), args)
+    check_same_settings(SimpleNamespace(processes=TwoHosts()), args)
 
 
 def test_programs_that_differ(xla):
     from hf_tpu_ext.backends.xla.compile import XLACompiledFunction
 
     def note(hosts):
-        function = SimpleNamespace(_backend=SimpleNamespace(hosts=hosts), _unlike=set(), _known={})
+        function = SimpleNamespace(_backend=SimpleNamespace(processes=hosts), _unlike=set(), _known={})
         XLACompiledFunction._note(function, "a step", None, SimpleNamespace(handle=b"program"))
 
     with pytest.raises(
@@ -80,7 +86,7 @@ def test_programs_that_differ(xla):
 def test_rows_that_differ():
     def compare(hosts):
         hosts.sent = 7
-        return HostAgreement(SimpleNamespace(hosts=hosts))._compare_sent("the first batch", [True])
+        return HostAgreement(SimpleNamespace(processes=hosts))._compare_sent("the first batch", [True])
 
     words = "Host 1 has sent other data to its chips than host 0 up to the first batch.*Give every host the same files"
     with pytest.raises(HostsDisagree, match=words):

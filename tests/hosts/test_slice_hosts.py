@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from pretended_slice import free_port
 
-from hf_tpu_ext.backends.hosts import Hosts
+from hf_tpu_ext.backends import processes
 from hf_tpu_ext.backends.slice_hosts import EXIT_STATUS, read_seconds
 
 
 DRIVER = """
 import json, os, sys, time
-from hf_tpu_ext.backends.hosts import HostsDisagree
+from hf_tpu_ext.backends.processes import HostsDisagree
 from hf_tpu_ext.backends.slice_hosts import SliceHosts
 
 index, count, port, silence = map(int, sys.argv[1:5])
@@ -64,7 +64,7 @@ def ends(processes):
 
 
 def test_one_host_has_nobody_to_ask():
-    hosts = Hosts()
+    hosts = processes.ALONE
     assert (hosts.count, hosts.index) == (1, 0)
     assert hosts.exchange("here", [1]) == [[1]] and hosts.of_first("here", 2) == 2
     with hosts.together("work"):

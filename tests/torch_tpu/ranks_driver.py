@@ -92,7 +92,7 @@ def run(model_dir, output_dir, case=None, rollout=None, resume=None, stop_at=Non
     torch.compiler.reset()
     if refused:
         try:
-            return run(model_dir, output_dir, case, rollout, **config)
+            return run(model_dir, output_dir, case, rollout, resume, **config)
         except ValueError as error:
             return {"refused": str(error)}
     if rollout is not None:
@@ -131,7 +131,11 @@ def _bytes(weights):
 
 def main(model_dir, directory, spec_file, output_file):
     spec = json.loads(Path(spec_file).read_text())
-    results = {name: run(model_dir, f"{directory}/{name}", **config) for name, config in spec.items()}
+    results = {
+        # By the same name on the disk of each host, or on one that all see.
+        name: run(model_dir, name if config.pop("own_disk", False) else f"{directory}/{name}", **config)
+        for name, config in spec.items()
+    }
     noted = [None] * dist.get_world_size()
     dist.all_gather_object(noted, results)
     if dist.get_rank() == 0:

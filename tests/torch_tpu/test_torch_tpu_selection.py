@@ -62,7 +62,7 @@ def test_processes_without_what_connects_their_chips_are_told_what_to_type(fresh
     backend = TorchTPUBackend("")
     backend._on_chip = True
     with pytest.raises(ValueError, match="A launcher has started 2 processes without .* by hf-tpu"):
-        assert backend.ranks
+        assert backend.processes
 
 
 def run(script, **env):

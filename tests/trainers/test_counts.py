@@ -76,7 +76,7 @@ def test_a_batch_and_its_numbers_are_one_transfer(runs, monkeypatch, accumulatio
             per_step.append(len(transfers))
 
     trainer.add_callback(AtEachStep())
-    monkeypatch.setattr(trainer.backend.hosts, "note_sent", lambda data: transfers.append(len(data)))
+    monkeypatch.setattr(trainer.backend.processes, "note_sent", lambda data: transfers.append(len(data)))
     trainer.train()
     replayed = [after - before for before, after in pairwise(per_step[3:])]
     assert replayed == [accumulation] * 2

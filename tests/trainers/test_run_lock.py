@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TrainingPreempted
 from hf_tpu_ext.backends import select_backend
-from hf_tpu_ext.backends.hosts import Hosts
+from hf_tpu_ext.backends.processes import ALONE, Processes
 from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step, find_damage
 from hf_tpu_ext.trainers.checkpoint.run_lock import LOCK_NAME, only_run_in
 
@@ -156,10 +156,10 @@ def test_a_second_run_does_not_begin_while_the_first_writes(make, runs):
 
 HOLDER = """
 import os, sys, time
-from hf_tpu_ext.backends.hosts import Hosts
+from hf_tpu_ext.backends.processes import ALONE
 from hf_tpu_ext.trainers.checkpoint.run_lock import only_run_in
 
-with only_run_in(sys.argv[1], Hosts(), True):
+with only_run_in(sys.argv[1], ALONE):
     if os.fork() == 0:
         # As a worker of a loader that outlives its process.
         os.close(1)
@@ -174,16 +174,18 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "holds\n"
-        with pytest.raises(ValueError, match=f"process {holder.pid} on"), only_run_in(tmp_path, Hosts(), True):
+        with pytest.raises(ValueError, match=f"process {holder.pid} on"), only_run_in(tmp_path, ALONE):
             pass
         # A process that writes nothing needs no lock.
-        with only_run_in(tmp_path, Hosts(), False):
+        others = Processes()
+        others.index = 1
+        with only_run_in(tmp_path, others):
             pass
     finally:
         holder.kill()
         holder.communicate()
     assert (tmp_path / LOCK_NAME).exists()
-    with only_run_in(tmp_path, Hosts(), True):
+    with only_run_in(tmp_path, ALONE):
         assert (tmp_path / LOCK_NAME).read_text().startswith(f"process {os.getpid()} on ")
     assert not list(tmp_path.iterdir())
 
@@ -194,7 +196,7 @@ def test_one_of_many_gets_the_lock(tmp_path):
 import os, sys, time
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from hf_tpu_ext.backends.hosts import Hosts
+from hf_tpu_ext.backends.processes import ALONE
 from hf_tpu_ext.trainers.checkpoint.run_lock import only_run_in
 
 for _ in range(4):
@@ -203,7 +205,7 @@ for _ in range(4):
         end = time.monotonic() + 2
         while time.monotonic() < end:
             try:
-                with only_run_in(sys.argv[1], Hosts(), True):
+                with only_run_in(sys.argv[1], ALONE):
                     Path(sys.argv[1], "inside").mkdir()
                     Path(sys.argv[1], "inside").rmdir()
                     entered += 1

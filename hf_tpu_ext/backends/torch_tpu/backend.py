@@ -19,14 +19,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ...errors import UserError
 from ...hardware.topologies import Chip, find_chip
 from ..base import Backend, map_tensors
+from ..collectives import cut_at_collectives
 from ..compile_cache import CacheUse, CompileCache, cache_root, cache_state
 from ..counters import Counters
 from ..detect import tpu_chips, tpu_kind
+from ..device_processes import DeviceProcesses
 from ..host import enable_hugepages, peak_of_process
 from ..insight import Insight
 from ..loops import Loops
-from ..process_ranks import ProcessRanks, cut_at_collectives
-from ..ranks import Ranks
+from ..processes import ALONE, Processes
 from ..streamed import streamed
 from .compile import TorchTPUPrograms
 from .donation import changes_as_results
@@ -91,7 +92,7 @@ class TorchTPUBackend(Backend):
         self._functions = self._calls = 0
         self._as_written = False
         self._compile_cache: CompileCache | None = None
-        self._ranks: Ranks | None = None
+        self._processes: Processes | None = None
         self._mesh = {"data": 1, "fsdp": 1}
 
     @property
@@ -108,12 +109,12 @@ class TorchTPUBackend(Backend):
         return find_chip(tpu_kind()) if self._on_chip else None
 
     @property
-    def ranks(self) -> Ranks:
-        if self._ranks is None:
-            self._ranks = self._meet() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Ranks()
-        return self._ranks
+    def processes(self) -> Processes:
+        if self._processes is None:
+            self._processes = self._meet() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ALONE
+        return self._processes
 
-    def _meet(self) -> Ranks:
+    def _meet(self) -> Processes:
         if self._on_chip and "TORCH_TPU_SLICEBUILDER_ADDRESSES" not in os.environ:
             raise UserError(
                 f"A launcher has started {os.environ['WORLD_SIZE']} processes without what torch_tpu needs to connect their chips. "
@@ -123,7 +124,7 @@ class TorchTPUBackend(Backend):
         if not dist.is_initialized():
             # Numbers on the host are exchanged besides.
             dist.init_process_group("cpu:gloo,tpu:tpu_dist" if self._on_chip else "gloo")
-        return ProcessRanks(by_host=not self._on_chip)
+        return DeviceProcesses(by_host=not self._on_chip)
 
     def peak_memory(self) -> int | None:
         return torch.accelerator.max_memory_allocated() if self._on_chip else peak_of_process()
@@ -237,7 +238,7 @@ class TorchTPUBackend(Backend):
 
     def _to_host(self, tensor: torch.Tensor, row: int | None = None) -> torch.Tensor:
         gathered = whole(tensor.detach() if row is None else tensor.detach()[row])
-        if self._for_first and self.ranks.index > 0 and is_split(tensor):
+        if self._for_first and self.processes.index > 0 and is_split(tensor):
             return torch.empty_like(gathered, device="meta")
         return gathered.cpu()
 

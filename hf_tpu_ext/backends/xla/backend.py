@@ -18,7 +18,7 @@ from ..base import map_tensors, tensors_in
 from ..counters import Counters
 from ..detect import local_chips, show_chips, tpu_kind
 from ..host import enable_hugepages, peak_of_process
-from ..hosts import Hosts
+from ..processes import Processes
 from ..streamed import StreamedTensor, streamed
 from .compile_cache import XLACompileCache, metric
 from .graphs import REPLAYS
@@ -80,7 +80,7 @@ class XLABackend(XLACompileCache):
         # Start the runtime here: autograd counts the devices at the first backward pass of the process, and an XLA
         # device that appears later has no queue to run on.
         xr.global_runtime_device_count()
-        self._hosts = join_hosts()
+        self._processes = join_hosts()
         self._check_autograd(torch_xla.device())
         return torch_xla.device()
 
@@ -96,9 +96,9 @@ class XLABackend(XLACompileCache):
             ) from error
 
     @property
-    def hosts(self) -> Hosts:
+    def processes(self) -> Processes:
         assert self.device.type == "xla"  # starts the runtime
-        return self._hosts
+        return self._processes
 
     @property
     def device_name(self) -> str:
@@ -154,7 +154,7 @@ class XLABackend(XLACompileCache):
 
     def use_mesh(self, mesh: dict[str, int]) -> None:
         if self.num_chips > 1:
-            self._mesh = xs.Mesh(order_by_host(self.hosts, self.num_chips), tuple(mesh.values()), tuple(mesh))
+            self._mesh = xs.Mesh(order_by_host(self.processes, self.num_chips), tuple(mesh.values()), tuple(mesh))
             self.manual_sharding = XLAManualSharding(self._mesh)
 
     def shard(self, tensor: torch.Tensor, spec: tuple) -> None:
@@ -226,7 +226,7 @@ class XLABackend(XLACompileCache):
         on_host = [tensor for tensor in tensors_in(data) if tensor.device.type == "cpu"]
         if not on_host:
             return data
-        self.hosts.note_sent(on_host)
+        self.processes.note_sent(on_host)
         shardings = None
         if self._mesh is not None:
             shardings = [sharding_by_rows(self._mesh, tensor, tensor.shape[:1] == (num_rows,)) for tensor in on_host]
@@ -275,14 +275,14 @@ class XLABackend(XLACompileCache):
         split = [index for index, tensor in enumerate(tensors) if is_split(tensor)]
         whole = [index for index in range(len(tensors)) if index not in set(split)]
         on_host: dict[int, torch.Tensor] = {}
-        keep = not self._for_first or self.hosts.index == 0
+        keep = not self._for_first or self.processes.index == 0
         if not keep:
             on_host.update({i: torch.empty_like(tensors[i], device="meta") for i in whole if tensors[i].ndim})
             whole = [index for index in whole if index not in on_host]
         if whole:
             on_host.update(zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in whole]), strict=True))
-        if split and self.hosts.count > 1:
-            self.hosts.exchange("a read of what is split over hosts", len(split))
+        if split and self.processes.count > 1:
+            self.processes.exchange("a read of what is split over hosts", len(split))
             chosen = (tensors[index] for index in split)
             on_host.update(zip(split, read_split(chosen, self._mesh, self._sync, keep), strict=True))
         elif split:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base import Backend
-from ..hosts import HostsDisagree
+from ..processes import HostsDisagree
 from ..program import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, StateLost, describe_batch
 from ..random_state import read_random_state
 from . import graphs
@@ -347,7 +347,7 @@ class XLACompiledFunction(CompiledFunction):
     def _note(self, key: Hashable, known: Executable | None, executable: Executable) -> None:
         """Compare a program with what was traced before."""
         difference = None if known is None else executable.difference(known)
-        found = self._backend.hosts.exchange("the program of a step", [executable.handle.hex(), difference])
+        found = self._backend.processes.exchange("the program of a step", [executable.handle.hex(), difference])
         if len({handle for handle, _ in found}) > 1:
             raise HostsDisagree(
                 "Hosts have traced different programs for the same step, which cannot run together. Something in the model or "

@@ -12,7 +12,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
 from ...errors import UserError
-from ..hosts import Hosts
+from ..processes import ALONE, Processes
 from ..slice_hosts import SliceHosts, read_address, read_seconds
 from .sharding import gathered, is_split
 
@@ -32,7 +32,7 @@ def hosts_of_slice(pjrt_device: str) -> int:
         return 1
 
 
-def join_hosts() -> Hosts:
+def join_hosts() -> Processes:
     """The hosts of the runtime, which is started. The first of them listens for the others."""
     count, index = xr.process_count(), xr.process_index()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -43,7 +43,7 @@ def join_hosts() -> Hosts:
             f"its chips ({count} of this slice): start the command itself once on every host, without torchrun or accelerate launch."
         )
     if count == 1:
-        return Hosts()
+        return ALONE
     address, port = read_address()
     if not address:
         address = tpu.discover_master_worker_ip() if xr.device_type() == "TPU" else "localhost"
@@ -53,7 +53,7 @@ def join_hosts() -> Hosts:
     return hosts
 
 
-def order_by_host(hosts: Hosts, num_chips: int) -> list[int]:
+def order_by_host(hosts: Processes, num_chips: int) -> list[int]:
     """The chips in the order of a mesh, whose inner axis is to stay within a host."""
     # Numbers of hosts say nothing of where they are.
     return [chip for chips in sorted(hosts.chips) for chip in chips] or list(range(num_chips))

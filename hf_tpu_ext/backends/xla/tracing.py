@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import UserError
 from ...hardware.topologies import Chip
-from ..hosts import Hosts
+from ..processes import Processes
 from .backend import XLABackend
 from .compile import Executable, Trace, Traced
 from .insight import XLAInsight
@@ -106,7 +106,7 @@ class TracingBackend(XLABackend):
         self.insight = _Insight()
         self.insight.note_lines(True)
         # One that traces for all of them.
-        self._slice = Hosts()
+        self._slice = Processes()
         self._slice.chips = hosts
         self._chip = chip
         self._shardings = WeakIdKeyDictionary()
@@ -123,7 +123,7 @@ class TracingBackend(XLABackend):
             )
 
     @property
-    def hosts(self) -> Hosts:
+    def processes(self) -> Processes:
         return self._slice
 
     @property

@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ...atomic_write import remove_temporary, sync_directory, write_atomically
-from ...backends.hosts import Hosts, HostsDisagree
+from ...backends.processes import HostsDisagree, Processes
 from ...errors import UserError
 from ...report.record import RECORD_NAME, RUN_FILES, is_record
 
@@ -314,31 +315,29 @@ def _to_accept(checkpoint: Path) -> str:
     )
 
 
-def find_on_hosts(resume_from_checkpoint: str | bool | None, output_dir: str, hosts: Hosts) -> str | None:
-    """
-    As [`find_checkpoint`], by the first of several hosts. One that not all of them see, whole and the same, is a `ValueError`
-    on all.
-    """
-    checkpoint, error = None, None
-    try:
-        if hosts.index == 0:
-            checkpoint = find_checkpoint(resume_from_checkpoint, output_dir)
-    except ValueError as raised:
-        error = raised
-    hosts.raise_together("the search for a checkpoint", error)
-    checkpoint = hosts.of_first("the checkpoint to resume from", checkpoint)
-    if checkpoint is not None:
-        check_all_see(checkpoint, hosts)
-    return checkpoint
+def find_for_all(resume_from_checkpoint: str | bool | None, output_dir: str, processes: Processes) -> str | None:
+    """As [`find_checkpoint`], by the first of several processes: what it raises, all raise."""
+    find = partial(find_checkpoint, resume_from_checkpoint, output_dir)
+    return processes.by_first("the search for a checkpoint", find)
 
 
-def check_all_see(checkpoint: str, hosts: Hosts) -> None:
-    """Refuse (`ValueError` on all) a checkpoint that other hosts of a slice do not see as the first does."""
-    if hosts.count == 1:
+def check_all_see(checkpoint: str, processes: Processes, each_writes: bool = False) -> None:
+    """
+    Refuse (`ValueError` on all) a checkpoint that other hosts do not see as the first does, whole and the same. Of one that
+    `each_writes` for itself (`save_on_each_node`), files of a process's own are other ones.
+    """
+    if processes.hosts == 1:
         return
-    of_first, *others = hosts.exchange("a look at the checkpoint", _seen(checkpoint))
+    seen = _seen(checkpoint)
+    if each_writes and seen is not None:
+        # What is compared with the others' is whether it is whole.
+        damage = find_damage(Path(checkpoint))
+        seen = {} if damage is None else {f"checkpoint: {damage}": 0}
+    of_first, *others = processes.exchange("a look at the checkpoint", seen)
     differing = [
-        f"host {host} {_difference(of_first, other)}" for host, other in enumerate(others, 1) if other != of_first
+        f"{processes.word} {index} {_difference(of_first, other)}"
+        for index, other in enumerate(others, 1)
+        if other != of_first
     ]
     if differing:
         raise HostsDisagree(
@@ -348,17 +347,19 @@ def check_all_see(checkpoint: str, hosts: Hosts) -> None:
         )
 
 
-def check_shared(output_dir: str, hosts: Hosts) -> None:
+def check_shared(output_dir: str, processes: Processes) -> None:
     """Refuse (`ValueError` on all) to load the best checkpoint at the end from a directory that not all hosts see."""
-    if hosts.count == 1:
+    if processes.hosts == 1:
         return
-    with tempfile.TemporaryDirectory(dir=output_dir if hosts.index == 0 else None) as probe:
-        name = hosts.of_first("a look for output_dir", str(Path(probe).absolute()))
-        blind = [host for host, sees in enumerate(hosts.exchange("the look", os.path.isdir(name))) if not sees]
+    with tempfile.TemporaryDirectory(dir=output_dir if processes.index == 0 else None) as probe:
+        name = processes.of_first("a look for output_dir", str(Path(probe).absolute()))
+        blind = [index for index, sees in enumerate(processes.exchange("the look", os.path.isdir(name))) if not sees]
     if blind:
+        word, each = processes.word, "set save_on_each_node=True, " * processes.own_rows
         raise HostsDisagree(
-            f"load_best_model_at_end=True needs an output_dir that all hosts see, and host {', '.join(map(str, blind))} does not "
-            f"see {output_dir!r} of host 0. Put output_dir on storage that all hosts share, or leave load_best_model_at_end out."
+            f"load_best_model_at_end=True needs an output_dir that all hosts see, and {word} {', '.join(map(str, blind))} does not "
+            f"see {output_dir!r} of {word} 0. Put output_dir on storage that all hosts share, {each}or leave load_best_model_at_end "
+            "out."
         )
 
 
@@ -378,7 +379,7 @@ def _seen(checkpoint: str) -> dict[str, Any] | None:
 def _difference(of_first: dict[str, Any], other: dict[str, Any] | None) -> str:
     if other is None:
         return "does not see it"
-    name = next(name for name in [*of_first, *other] if of_first.get(name) != other.get(name))
+    name = next(name for name in [*of_first, *other] if of_first.get(name, "") != other.get(name, ""))
     return f"has another {name}"
 
 

@@ -4,7 +4,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ...callbacks.preemption import EvaluationCut
 from ...errors import UserError
 from ...step.optimizer import LazyAdamW
 from .base_record import find_frozen
-from .files import check_all_see, check_shared, find_on_hosts, read_run_state, remove_leftovers
+from .files import check_all_see, check_shared, find_for_all, read_run_state, remove_leftovers
 from .renamed_weights import load_other_weights, saves_other_weights
 
 
@@ -98,11 +97,13 @@ class ResumptionMixin:
         self._check_best_metric()
         if self._writes_run:
             remove_leftovers(self.args.output_dir)
-        hosts = self.backend.hosts
-        if self.args.load_best_model_at_end:
-            check_shared(self.args.output_dir, hosts)
-        find = partial(find_on_hosts, resume_from_checkpoint, self.args.output_dir, hosts)
-        self._resumed_from = self.averaging.resumed_from = checkpoint = self.backend.ranks.by_first(find)
+        processes = self.backend.processes
+        if self.args.load_best_model_at_end and self.backend.unknown_upstream and not self.args.save_on_each_node:
+            check_shared(self.args.output_dir, processes)
+        checkpoint = find_for_all(resume_from_checkpoint, self.args.output_dir, processes)
+        if checkpoint is not None and self.backend.unknown_upstream:
+            check_all_see(checkpoint, processes, self.args.save_on_each_node)
+        self._resumed_from = self.averaging.resumed_from = checkpoint
         self._saved, self._evaluation_due = None, False
         self._names_of_base = find_frozen(self.model)
         self._made_up_at = self._random_state = None
@@ -170,7 +171,8 @@ class ResumptionMixin:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        check_all_see(self.state.best_model_checkpoint, self.backend.hosts)
+        if self.backend.unknown_upstream:
+            check_all_see(self.state.best_model_checkpoint, self.backend.processes, self.args.save_on_each_node)
         with self._loading_weights():
             if self._loads_other_weights:
                 load_other_weights(self.model, self.state.best_model_checkpoint)

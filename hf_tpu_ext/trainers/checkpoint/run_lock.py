@@ -11,8 +11,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from ...backends.hosts import Hosts
-from ...backends.ranks import Ranks
+from ...backends.processes import Processes
 from ...errors import UserError
 
 
@@ -27,7 +26,7 @@ _held: set[int] = set()
 
 
 @contextmanager
-def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool, ranks: Ranks | None = None) -> Iterator[None]:
+def only_run_in(output_dir: str | Path, processes: Processes) -> Iterator[None]:
     """
     Context of a run that writes to an output directory. Raises `ValueError`, in all of its processes, if another run is in
     such a context.
@@ -38,26 +37,19 @@ def only_run_in(output_dir: str | Path, hosts: Hosts, writes: bool, ranks: Ranks
     Args:
         output_dir (`str` or `Path`):
             The directory; it is created if need be.
-        hosts ([`Hosts`]):
-            The hosts of the run.
-        writes (`bool`):
-            Whether this process is the one that writes to the directory, and so takes the lock.
-        ranks ([`Ranks`], *optional*):
-            The processes of the run, where each drives one device. By default there is one.
+        processes ([`Processes`]):
+            The processes of the run, of which the first takes the lock.
     """
     with ExitStack() as stack:
         in_use = None
-        if writes:
+        if processes.index == 0:
             try:
                 fix = "Set output_dir to another directory, or wait until that run has ended."
                 what = f"Another run writes to output_dir={str(output_dir)!r}"
                 stack.enter_context(locked(Path(output_dir, LOCK_NAME), what, fix))
             except ValueError as error:
                 in_use = error
-        hosts.raise_together("the look for another run in output_dir", in_use)
-        for error in [] if ranks is None else ranks.of_each(in_use):
-            if error is not None:
-                raise error
+        processes.exchange("the look for another run in output_dir", error=in_use)
         yield
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ... import __version__
 from ...atomic_write import move_into_place, remove_temporary
 from ...backends.detect import TPU_BACKENDS, tpu_chips
-from ...backends.hosts import HostsDisagree
+from ...backends.processes import HostsDisagree
 from ...backends.streamed import read_all
 from ...callbacks.preemption import METADATA_URL, Preemption
 from ...errors import SaveError, UserError
@@ -50,9 +50,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def _arrange_saving(self) -> None:
         """Before upstream's `__init__`."""
         on_tpu = self.backend.name in TPU_BACKENDS and tpu_chips() > 0
-        ranks = self.backend.ranks
-        asked = ranks.stops if ranks.count > 1 else self.backend.hosts
-        self.preemption = Preemption(METADATA_URL if on_tpu else None, asked)
+        self.preemption = Preemption(METADATA_URL if on_tpu else None, self.backend.processes)
         self._resumption = Resumption(self._begin_resumed)
         # Where a checkpoint is written before it has its place.
         self._unfinished: Path | None = None
@@ -71,7 +69,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     @property
     def _writes_run(self) -> bool:
         """Whether this process, of all that train together, has the output directory in its keeping."""
-        return self.backend.hosts.index == 0 and self.is_world_process_zero()
+        return self.args.should_save
 
     @contextmanager
     def _settings(self, **settings) -> Iterator[None]:
@@ -111,7 +109,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def _determine_best_metric(self, metrics, trial) -> bool:
         self._find_best_metric(metrics)
         # Some are of a host's own clock, or of code that draws random numbers.
-        metrics = self.backend.hosts.of_first("the metrics of an evaluation", metrics)
+        metrics = self.backend.processes.of_first("the metrics of an evaluation", metrics)
         return super()._determine_best_metric(metrics, trial)
 
     # ---- Saving ----
@@ -119,12 +117,14 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     @property
     def _gives_parts(self) -> bool:
         """Whether another host or process writes what is saved, to which this one gives its parts of split tensors."""
-        return self.backend.hosts.index > 0 or (self.backend.splits_weights and self.backend.ranks.index > 0)
+        processes = self.backend.processes
+        return processes.index > 0 and (processes.one_program or self.backend.splits_weights)
 
     @property
     def _is_for_first_host(self) -> bool:
         """Whether another host writes the checkpoint under way."""
-        return self._unfinished is not None and self.backend.hosts.index > 0
+        processes = self.backend.processes
+        return self._unfinished is not None and processes.one_program and processes.index > 0
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.backend.fetching_for_first():
@@ -161,7 +161,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
             raise
         except Exception as error:
             failed = self._not_saved(str(checkpoint), checkpoint.parent, error) if is_of_disk(error) else error
-        self.backend.hosts.raise_together("the end of a checkpoint", failed)
+        self.backend.processes.raise_together("the end of a checkpoint", failed)
         self.accelerator.wait_for_everyone()
         if not self.args.save_only_model:
             self._saved = (self.state.global_step, self._evaluation_due)
@@ -209,8 +209,8 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         if self.state.best_global_step:
             best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             # On the disk of the first host there may be what others do not see.
-            first = self.backend.hosts.index == 0
-            if self.backend.hosts.of_first("the best checkpoint", first and (best == checkpoint or best.exists())):
+            first = self.backend.processes.index == 0
+            if self.backend.processes.of_first("the best checkpoint", first and (best == checkpoint or best.exists())):
                 self.state.best_model_checkpoint = str(best)
 
     def _not_saved(self, what: str, run_dir: Path, error: Exception) -> SaveError:
@@ -253,8 +253,15 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def write_model(self, output_dir: str, state_dict) -> None:
         # Upstream pickles the arguments as they are, hub_token too.
         texts = {name: value for name, value in vars(self.args).items() if isinstance(value, str | dict | list)}
-        with self._settings(**redact(texts)):
-            super()._save(output_dir, state_dict)
+        of_model = vars(unwrap_peft_model(self.model))
+        if self.args.save_on_each_node:
+            # Upstream's model is written by the first process of all, whatever it is told.
+            of_model["should_save_on_this_rank"] = lambda is_main_process: is_main_process
+        try:
+            with self._settings(**redact(texts)):
+                super()._save(output_dir, state_dict)
+        finally:
+            of_model.pop("should_save_on_this_rank", None)
         if self.args.should_save:
             self.averaging.save(output_dir)
         names = find_frozen(self.model) if self._names_of_base is None else self._names_of_base
@@ -272,7 +279,7 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         if self._is_for_first_host:
             return
         super()._save_rng_state(output_dir)
-        if self._unfinished is not None and self.backend.ranks.index > 0:
+        if self._unfinished is not None and not self.args.should_save:
             return
         rows = {"train_rows": len(self.train_dataset)} if has_length(self.train_dataset) else {}
         state = {

@@ -41,7 +41,7 @@ class Place:
     def of(cls, backend: Backend, args: TrainingArguments, split_by: str | None) -> "Place":
         """The place that a backend is for some arguments, where upstream splits training by `split_by`."""
         xla, chips = backend.static_shapes, backend.num_chips
-        processes = backend.ranks.count if xla else 1
+        processes = backend.processes.row_shards if xla else 1
         splits = processes > 1 and resolve_mesh(vars(args).get("mesh"), processes * chips)["fsdp"] > 1
         return cls(backend.name, xla, backend.traces_steps, chips, processes, splits, split_by)
 

@@ -17,7 +17,7 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
     if backend.unknown_upstream:
         AcceleratorState._reset_state(reset_partial_state=True)
         # Before, for accelerate to find those that have met. It exchanges on the host what the trainers do not.
-        several = backend.ranks.count > 1
+        several = backend.processes.own_rows
         args.distributed_state = PartialState(cpu=True)
         args.distributed_state.device = backend.device
         if several:
@@ -25,7 +25,7 @@ def bind_device(args: TrainingArguments, backend: Backend) -> None:
             vars(args.distributed_state)["wait_for_everyone"] = torch.distributed.barrier
         else:
             # Of hosts one logs and saves. There are not several to divide batches between: each has the batch of all chips.
-            args.distributed_state.process_index = args.distributed_state.local_process_index = backend.hosts.index
+            args.distributed_state.process_index = args.distributed_state.local_process_index = backend.processes.index
         args._n_gpu = 0
         # `TrainingArguments.device` is a cached property of this name.
         vars(args)["_setup_devices"] = backend.device

@@ -58,12 +58,12 @@ class RolloutCheckpoints:
 
     @property
     def _rows_of_micro_step(self) -> int:
-        return self._train_batch_size * self.backend.ranks.count
+        return self._train_batch_size * self.backend.processes.row_shards
 
     def _rows_of_all(self, batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """What this process and the others are trained on in a micro-step."""
-        gather = self.backend.ranks.gather
-        if self.backend.ranks.count > 1:
+        gather = self.backend.processes.gather
+        if self.backend.processes.own_rows:
             # Each has padded its own to the longest.
             if self.backend.static_shapes:
                 batch = self._pad_batch(batch, self.lengths[-1])
@@ -120,7 +120,7 @@ class RolloutCheckpoints:
         parts: dict[str, list[torch.Tensor]] = {}
         for name in sorted(tensors, key=lambda name: int(name.partition(".")[0])):
             parts.setdefault(name.partition(".")[2], []).append(tensors[name])
-        count, rows, ranks = self.generation_batches, self.generation_rows, self.backend.ranks
+        count, rows, processes = self.generation_batches, self.generation_rows, self.backend.processes
         batches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         for key, of_key in parts.items():
             # A number of the whole generation is in all of them.
@@ -131,7 +131,7 @@ class RolloutCheckpoints:
                 # Where batches are padded, they wait on the host.
                 whole = whole.to(self.args.device)
             for batch, value in zip(batches, whole.chunk(count) if whole.ndim else [whole] * count, strict=True):
-                batch[key] = value.chunk(ranks.count)[ranks.index] if value.ndim else value
+                batch[key] = value.chunk(processes.row_shards)[processes.row_shard] if value.ndim else value
         for batch in batches:
             for key in [key for key in batch if key.endswith(_COLUMNS)]:
                 columns, name = int(batch.pop(key).max()), key.removesuffix(_COLUMNS)

@@ -92,7 +92,7 @@ class EntropyBonusMixin:
         fetched = self.backend.fetch(self._entropy_sums.tensors)
         self._entropy_sums.reset()
         of_process = [fetched[name].item() for name in ("entropy", "tokens")]
-        total, tokens = self.backend.ranks.total(of_process)
+        total, tokens = self.backend.processes.total(of_process)
         entropy = total / max(tokens, 1.0)
         args, coef = self.args, self.entropy_coef
         if entropy <= args.entropy_target:

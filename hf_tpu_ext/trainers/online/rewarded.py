@@ -51,7 +51,7 @@ class RewardedMixin(RolloutMixin):
         super()._arrange_batches()
         self.passes = Passes(self.programs)
         if self.backend.static_shapes:
-            count_rows_of_chips(self.compiled.args, self.backend.num_chips * self.backend.ranks.count)
+            count_rows_of_chips(self.compiled.args, self.backend.num_chips * self.backend.processes.row_shards)
 
     def _finish_set_up(self) -> None:
         super()._finish_set_up()
@@ -246,10 +246,10 @@ class RewardedMixin(RolloutMixin):
             yield
 
     def _arrange_rows(self, batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        if self.backend.hosts.count > 1:
+        if self.backend.processes.one_program:
             # Rewards may be drawn, asked for elsewhere, or depend on what a host has time for.
             own = batch["advantages"]
-            agreed = self.backend.hosts.of_first("the rewards of completions", own.tolist())
+            agreed = self.backend.processes.of_first("the rewards of completions", own.tolist())
             batch = {**batch, "advantages": torch.tensor(agreed, dtype=own.dtype)}
         self._check_groups(batch)
         return batch
@@ -283,7 +283,7 @@ class RewardedMixin(RolloutMixin):
         if entropies.device.type in ("cpu", "cuda"):
             # By where they are: upstream's works on an object that is no trainer yet.
             return super().get_high_entropy_mask(entropies, mask, threshold)
-        chosen, gather = mask.bool(), self.backend.ranks.gather
+        chosen, gather = mask.bool(), self.backend.processes.gather
         quantile = quantile_of_chosen(gather(entropies.float()), gather(mask).bool(), threshold)
         return (entropies >= quantile) & chosen
 

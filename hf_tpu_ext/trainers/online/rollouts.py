@@ -221,7 +221,7 @@ class RolloutMixin(RolloutCheckpoints):
         columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
         beside = {**self.by_length.data(columns), **(beside or {})}
         # As long for all processes.
-        (width,) = self.backend.ranks.most([self._width_of(batch)])
+        (width,) = self.backend.processes.most([self._width_of(batch)])
         batch = self._pad_batch(self._arrange_rows(batch), width)
         self._count_tokens(batch)
         rows, prompt = batch["prompt_ids"].shape
@@ -241,7 +241,7 @@ class RolloutMixin(RolloutCheckpoints):
         kept = [(state["device"], state["process_index"]) for state in states], names["_setup_devices"]
         for state in states:
             # Hosts of a slice have the rows of all chips each, and take what the first process takes.
-            state["device"], state["process_index"] = torch.device("cpu"), self.backend.ranks.index
+            state["device"], state["process_index"] = torch.device("cpu"), self.backend.processes.row_shard
         # What `args.device` is.
         names["_setup_devices"] = torch.device("cpu")
         try:
@@ -299,7 +299,7 @@ class RolloutMixin(RolloutCheckpoints):
         """
         for row, prompt in enumerate(prompts):
             self._declared_for(len(prompt), f"The prompt of row {row} of a generation")
-        of_process = self.generation_rows // self.backend.ranks.count
+        of_process = self.generation_rows // self.backend.processes.row_shards
         wanted = of_process if self.model.training else self.args.eval_batch_size
         # The last batch of an evaluation is the same program.
         copies = self.num_generations if self.model.training else 1
@@ -347,7 +347,7 @@ class RolloutMixin(RolloutCheckpoints):
         # Upstream takes a batch of prompts for a full one, but for the last, by the number of prompts.
         last, most = state.remainder if state.end_of_dataloader else 0, self.args.eval_batch_size
         # Rows of all processes, of which this one has the next after those of the processes before it.
-        return min(max(last - self.backend.ranks.index * most, 0), most) if last > 0 else most
+        return min(max(last - self.backend.processes.row_shard * most, 0), most) if last > 0 else most
 
 
 def join_completions(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -81,9 +81,9 @@ class ReferenceLogProbsMixin:
         starts = range(0, len(dataset), rows * _BATCHES_OF_A_FILE)
         # The number of rows is in the name: a batch size that has changed cuts the data elsewhere.
         files = {start: directory / f"{start}-{min(start + starts.step, len(dataset))}.arrow" for start in starts}
-        # What one host lacks, all compute.
+        # What one lacks, all compute.
         absent = [start for start, path in files.items() if not path.is_file()]
-        absent = self.backend.hosts.exchange(f"reference log-probs of the {name} dataset", absent)
+        absent = self.backend.processes.exchange(f"reference log-probs of the {name} dataset", absent)
         missing = {start: path for start, path in files.items() if any(start in lacked for lacked in absent)}
         known = len(dataset) - sum(_rows_of(path) for path in missing.values())
         with (

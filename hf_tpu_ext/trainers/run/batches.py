@@ -205,11 +205,11 @@ class BatchesMixin(ImagesMixin):
 
     def _agree_on_shape(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Give a batch on the host the shape that those of other processes have: the greatest of their declared lengths."""
-        if self.backend.ranks.count == 1:
+        if self.backend.processes.row_shards == 1:
             return batch
         rows = count_rows(batch)
         has_length = bool(self.lengths) and "input_ids" in batch
-        most, least, length = self.backend.ranks.most([rows, -rows, length_of(batch) if has_length else 0])
+        most, least, length = self.backend.processes.most([rows, -rows, length_of(batch) if has_length else 0])
         if most != -least:
             raise UserError(
                 f"Processes have batches of {-least} to {most} rows for the same step, and this one of {rows}, but all need the same "
@@ -329,7 +329,7 @@ class BatchesMixin(ImagesMixin):
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         if isinstance(inputs, CollatedBatch) and inputs.num_tokens is not None:
-            (tokens,) = self.backend.ranks.total([inputs.num_tokens])
+            (tokens,) = self.backend.processes.total([inputs.num_tokens])
             self.state.num_input_tokens_seen += int(tokens)
         else:
             with self.chips.summed(self.accelerator):

@@ -88,7 +88,7 @@ class Chips:
     def __init__(self, backend: Backend, args: TrainingArguments, mesh: str):
         self._backend, self._args = backend, args
         # Elsewhere upstream shares the rows out, and knows no mesh.
-        processes = backend.ranks.count if backend.unknown_upstream else 1
+        processes = backend.processes.row_shards if backend.unknown_upstream else 1
         #: Size of each axis.
         self.mesh = resolve_mesh(mesh, backend.num_chips * processes)
         backend.use_mesh(self.mesh)
@@ -173,8 +173,8 @@ class Chips:
                 logger.warning_once(
                     f"Gradients are all-reduced at every micro-step, not once per optimizer step: {reason}."
                 )
-        ranks = self._backend.ranks
-        return AccumulatedGradients(model, earlier, ranks) if accumulates else StepGradients(model, ranks)
+        processes = self._backend.processes
+        return AccumulatedGradients(model, earlier, processes) if accumulates else StepGradients(model, processes)
 
     def tokens_stay_on_chips(self) -> AbstractContextManager:
         """Context in which TRL's fused language model head scores each token on the chip that has it."""
@@ -190,9 +190,9 @@ class Chips:
         gathers = {}
         if self.local_gradients is not None:
             gathers = {"gather_for_metrics": self.over_chips}
-        elif self._backend.unknown_upstream and self._backend.ranks.count > 1:
+        elif self._backend.unknown_upstream and self._backend.processes.own_rows:
             # On the device, and of all rows: upstream leaves values of a last batch out by their number.
-            gather = partial(recursively_apply, self._backend.ranks.gather)
+            gather = partial(recursively_apply, self._backend.processes.gather)
             gathers = {"gather_for_metrics": gather, "gather": gather, "reduce": self._reduce}
         kept = {name: vars(accelerator)[name] for name in gathers if name in vars(accelerator)}
         vars(accelerator).update(gathers)
@@ -204,7 +204,7 @@ class Chips:
             vars(accelerator).update(kept)
 
     def _reduce(self, value: torch.Tensor, reduction: str) -> torch.Tensor:
-        gathered = self._backend.ranks.gather(value[None])
+        gathered = self._backend.processes.gather(value[None])
         return gathered.mean(0) if reduction == "mean" else gathered.sum(0)
 
     # ---- Rows of an optimizer step ----
@@ -277,8 +277,8 @@ class Chips:
         found = []
         if self._backend.num_chips > 1 or self._backend.splits_weights:
             found.append(describe_mesh(self.mesh))
-        if self._backend.hosts.count > 1:
-            found.append(describe_hosts(self.mesh, self._backend.hosts.count))
+        if self._backend.unknown_upstream and self._backend.processes.hosts > 1:
+            found.append(describe_hosts(self.mesh, self._backend.processes.hosts))
         memory = self._backend.memory_per_chip
         if memory is not None:
             advice = advise_sharding(model, self.mesh, memory, averaged)

@@ -130,7 +130,7 @@ class EagerSteps(TrainerCallback):
         trainer.log_step_loss(loss, closing)
         if closing and not self._backend.splits_weights:
             # Split ones are exchanged in the backward pass, a layer at a time.
-            average_gradients(model, self._backend.ranks)
+            average_gradients(model, self._backend.processes)
         return loss
 
     def on_substep_end(self, args, state, control, **kwargs):

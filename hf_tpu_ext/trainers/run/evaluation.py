@@ -120,7 +120,7 @@ class CompiledEvaluation:
         if self.backend.static_shapes:
             # It may be another dataset than before, or another batch size.
             self.expect_batches("eval")
-        together = self.backend.hosts.together("evaluation")
+        together = self.backend.processes.together("evaluation")
         same_weights = self.model_generate.from_same_weights() if self.backend.static_shapes else nullcontext()
         with together, self.models_as_run(), self.averaging.in_evaluation(), same_weights:
             if not self.backend.metrics_on_device:
@@ -149,7 +149,7 @@ class CompiledEvaluation:
         self.take_metrics("eval", fetched["metrics"])
         metrics = {}
         own = [fetched["loss"][name].item() for name in ("losses", "rows", "loss")]
-        losses, rows, loss = self.backend.ranks.total(own)
+        losses, rows, loss = self.backend.processes.total(own)
         if losses:
             metrics[f"{metric_key_prefix}_loss"] = loss / rows if rows else math.nan
         # As upstream asks: a loader of the user's need not have one.
@@ -187,7 +187,7 @@ class CompiledEvaluation:
             replaying = self.evaluations.under_way(model, preprocess=self._preprocess_on_device)
             predict = partial(self._predict, model, ignore_keys=ignore_keys)
             # Metrics of each batch ask the dataloader whether it is the last one.
-            several = self.backend.ranks.count > 1
+            several = self.backend.processes.own_rows
             most = 1 if self.args.batch_eval_metrics or several else self.args.eval_accumulation_steps
             dataloader = _PredictedAhead(dataloader, self._made_ahead, predict, self._read_predictions, most)
             # Upstream asks the dataloader which batch is the last one and has fewer rows. It may have been asked for by now.

@@ -14,7 +14,7 @@ from transformers import TrainerControl, TrainingArguments
 
 from ...backends.base import Backend
 from ...backends.compile_cache import compiler_settings
-from ...backends.hosts import HostsDisagree
+from ...backends.processes import HostsDisagree
 from ...backends.random_state import read_random_state, set_random_state
 from ...redaction import redact
 from ..checkpoint.base_record import sample_of
@@ -31,9 +31,9 @@ _DECISIONS = ("should_training_stop", "should_epoch_stop", "should_save", "shoul
 def check_same_settings(backend: Backend, args: TrainingArguments) -> None:
     """
     Compare package versions, arguments and the compiler's environment variables between hosts, before anything is done
-    on the chips. A difference is named on all hosts ([`~hf_tpu_ext.backends.hosts.HostsDisagree`], a `ValueError`).
+    on the chips. A difference is named on all hosts ([`~hf_tpu_ext.backends.processes.HostsDisagree`], a `ValueError`).
     """
-    if backend.hosts.count == 1:
+    if not backend.processes.one_program:
         return
     mine = {
         "package": find_versions(),
@@ -44,7 +44,7 @@ def check_same_settings(backend: Backend, args: TrainingArguments) -> None:
 
 
 def _compare(backend: Backend, what: str, mine: dict[str, dict[str, Any]]) -> None:
-    of_hosts = backend.hosts.exchange(what, mine)
+    of_hosts = backend.processes.exchange(what, mine)
     differing = []
     for kind in mine:
         for name in dict.fromkeys(name for found in of_hosts for name in found[kind]):
@@ -86,7 +86,7 @@ class HostAgreement:
 
     @property
     def _several(self) -> bool:
-        return self._backend.hosts.count > 1
+        return self._backend.processes.one_program
 
     def note_model(self, name: str, model: nn.Module) -> None:
         """Note the weights of a model, while they are on the host."""
@@ -106,7 +106,7 @@ class HostAgreement:
         """
         if not self._several:
             return
-        set_random_state(self._backend.hosts.of_first("the random state of the first host", read_random_state()))
+        set_random_state(self._backend.processes.of_first("the random state of the first host", read_random_state()))
 
     def check_beginning(self, datasets: Mapping[str, Any]) -> None:
         """Compare what a run begins with: models, datasets by their names, and the random state of the host."""
@@ -127,8 +127,8 @@ class HostAgreement:
             self._compare_sent("the first batch", None)
 
     def _compare_sent(self, what: str, decisions: list[bool] | None) -> list[bool] | None:
-        hosts = self._backend.hosts
-        of_hosts = hosts.exchange(what, [decisions, hosts.sent])
+        processes = self._backend.processes
+        of_hosts = processes.exchange(what, [decisions, processes.sent])
         sums = [sent for _, sent in of_hosts]
         if len(set(sums)) > 1:
             odd = [str(host) for host, sent in enumerate(sums) if sent != sums[0]]

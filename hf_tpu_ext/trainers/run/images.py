@@ -141,7 +141,7 @@ class ImagesMixin:
             collator, family, room, processor.tokenizer, self._config_name, args.max_length, text_field
         )
         self.some_without_images = any(counts is None or counts[0] == 0 for counts in found)
-        if self.some_without_images and max(self.backend.ranks.count, self.backend.hosts.count) > 1:
+        if self.some_without_images and self.backend.processes.count > 1:
             raise UserError(
                 "Some rows may have no image, and a batch of such rows is another program, but all hosts and processes run the same one at "
                 "a time. Leave these rows out: dataset.filter(lambda row: row['images']), of a Dataset and no stream."

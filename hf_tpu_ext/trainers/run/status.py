@@ -33,12 +33,12 @@ class StatusMixin(RunFactsMixin):
 
     def start_status(self) -> None:
         """Time the steps of the runs to come."""
-        over_processes = self._sum_over_processes if self.backend.ranks.count > 1 else None
+        over_processes = self._sum_over_processes if self.backend.processes.own_rows else None
         self.status = StepStatus(self.backend, self._kind_of_step, self._flops_of_batch(), over_processes)
         self.add_callback(self.status)
 
     def _sum_over_processes(self, numbers: list[int]) -> list[int]:
-        return [int(number) for number in self.backend.ranks.total(numbers)]
+        return [int(number) for number in self.backend.processes.total(numbers)]
 
     def keep_record(self, args: TrainingArguments, lines: RunLines) -> None:
         """Keep a record of the runs to come, with the arguments as they were given, and make a report of each."""
@@ -115,7 +115,7 @@ class StatusMixin(RunFactsMixin):
         if not self.backend.unknown_upstream:
             super().store_flos()
             return
-        (flos,) = self.backend.ranks.total([self.current_flos])
+        (flos,) = self.backend.processes.total([self.current_flos])
         self.state.total_flos += flos
         self.current_flos = 0
 

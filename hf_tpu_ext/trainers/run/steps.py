@@ -146,7 +146,7 @@ class StepsMixin:
             self._log_loss(loss, closing)
 
     def _log_loss(self, loss: torch.Tensor, closing: bool) -> None:
-        (loss,) = self.backend.ranks.mean([loss])
+        (loss,) = self.backend.processes.mean([loss])
         self.loss_log.add(loss, closing)
 
     @property

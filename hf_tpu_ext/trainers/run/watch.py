@@ -38,7 +38,7 @@ class WatchMixin:
         """Watch the runs to come. The data collator is not wrapped yet. `max_recompiles` is as in [`ExtensionArguments`]."""
         self.watch = ProgramWatch(
             self.backend,
-            quiet=self.args.disable_tqdm or self.backend.ranks.index > 0,
+            quiet=self.args.disable_tqdm or self.backend.processes.index > 0,
             find_facts=self._facts_of_program,
             batch_source=_source_of(self.data_collator),
             note_python=self._note_python if self.backend.static_shapes else None,

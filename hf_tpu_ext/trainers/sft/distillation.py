@@ -50,9 +50,9 @@ class DistillationMixin:
     def _prepare_teacher(self) -> None:
         args = self.args
         self._check_loss()
-        if self.backend.unknown_upstream and self.backend.ranks.count > 1 and args.kd_cache is not None:
+        if self.backend.unknown_upstream and self.backend.processes.own_rows and args.kd_cache is not None:
             raise UserError(
-                f"kd_cache={args.kd_cache!r} is read by one process only with torch_tpu, and here are {self.backend.ranks.count}. Set "
+                f"kd_cache={args.kd_cache!r} is read by one process only with torch_tpu, and here are {self.backend.processes.count}. Set "
                 "num_chips=1, or set kd_teacher=MODEL and leave kd_cache out."
             )
         self._distillation = Distillation(args.kd_temperature, args.kd_loss, args.kd_beta, args.kd_top_k)
@@ -204,14 +204,14 @@ class DistillationMixin:
         if isinstance(num_tokens, Tensor):
             num_tokens = num_tokens.clamp(min=1)
         # Of all processes, as upstream counts them, whose gradients are averaged.
-        processes = self.backend.ranks.count
+        processes = self.backend.processes.row_shards
         shares = processes if num_items_in_batch is not None and self.args.average_tokens_across_devices else 1
         # Upstream's loss holds the cross-entropy in full.
         mixed = loss + alpha * shares * (temperature**2 * kd - ce) / num_tokens
         sums = (ce, kd, total(terms.coverage), total(terms.agreement), scored.sum())
         *sums, tokens = (self.chips.over_chips(value.detach()) for value in sums)
         if processes > 1:
-            *sums, tokens = (mean * processes for mean in self.backend.ranks.mean([*sums, tokens]))
+            *sums, tokens = (mean * processes for mean in self.backend.processes.mean([*sums, tokens]))
         for name, value in zip(KD_METRICS, sums, strict=True):
             mean = value / tokens.clamp(min=1)
             self._metrics[mode][name].append(mean if self.backend.metrics_on_device else mean.item())
