@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import os
 import re
 import sys
@@ -75,6 +76,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def command() -> int:
     """The `hf-tpu` of the shell: [`main`], where an unexpected error has an exit status that no answer has, `70` (`EX_SOFTWARE`)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file or a pipe has each line when it is written, also those of a run that is killed.
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         return main()
     except Exception:

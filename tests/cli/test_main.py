@@ -194,3 +194,9 @@ def test_help_of_a_training_command(command, capsys):
     # The keys that only this package has come first.
     assert help_text.index("examples:") < help_text.index("\n  --length_buckets") < help_text.index("\n  --max_steps")
     assert "--max-steps" not in help_text
+
+
+def test_a_file_has_each_line_when_it_is_written():
+    program = "import sys; from hf_tpu_ext.cli import main as cli; cli.main = lambda: sys.stdout.line_buffering; print(cli.command())"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "True\n", result.stderr

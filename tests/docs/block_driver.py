@@ -18,7 +18,7 @@ BLOCK = re.compile(
 
 def make_world():
     """What pages take from the hub or from an earlier run, by the same names: a local directory counts more than the hub."""
-    for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "runs/sft_lora_qwen3", "runs/quickstart"):
+    for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "runs/sft_lora_qwen3", "runs/mine"):
         make_model(name)
     make_arithmetic("trl-lib/Capybara", num_rows=32)
     make_vision_model("HuggingFaceTB/SmolVLM-256M-Instruct", "smolvlm")
