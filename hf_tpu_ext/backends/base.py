@@ -1,7 +1,7 @@
 """The seam between the trainers and an accelerator: what every accelerator answers, a file or a folder for each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -269,13 +269,6 @@ class Backend(ABC):
     def separate(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same tensors, past which the compiler does not look: what uses them waits until all are there."""
         return tensors
-
-    def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
-        """
-        Trace a function of nested tensors, and compile it for the shapes of these `arguments`. It may change them in place.
-        Only where `compiles_functions`.
-        """
-        raise NotImplementedError
 
     def compile_module(self, module: nn.Module) -> Callable[[], None]:
         """Have calls of a module compiled, in place. Returns what undoes that. Only where `compiles_functions`."""

@@ -136,6 +136,8 @@ class CompiledFunction(ABC):
         self._fingerprint, self._copies, self._draws_on_host, self._warn = fingerprint, copies, draws_on_host, warn
         self._known: dict[Hashable, Any] = {}
         self._changes = 0
+        # Whether what programs depend on is compared at the next call, and at those after it.
+        self._compares = self._compares_again = True
         fingerprint.note()
 
     @abstractmethod
@@ -144,6 +146,15 @@ class CompiledFunction(ABC):
         Call the function, or run its program. `run(run=...)` runs what was traced by calling its argument, and tells those who
         watch.
         """
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context of calls between which nothing changes that programs depend on: it is compared at the first of them."""
+        self._compares_again = False
+        try:
+            yield
+        finally:
+            self._compares = self._compares_again = True
 
     def refuse(self, reason: str) -> None:
         """Trace each call from now on, and say why: `reason` is half a sentence."""
@@ -163,6 +174,9 @@ class CompiledFunction(ABC):
 
     def _follow(self) -> None:
         """Forget all programs where something has changed that they depend on."""
+        if not self._compares:
+            return
+        self._compares = self._compares_again
         change = self._agree("the beginning of a step", self._fingerprint.change())
         if change is None:
             return

@@ -1,7 +1,7 @@
 """Completions of prompts: a program for each declared length of prompts, and one for all tokens after them."""
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
@@ -20,6 +18,7 @@ from ..backends.program import CompiledFunction
 from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.static_cache import StaticKeyValueCache, pad_positions
+from ..step.fingerprint import StepFingerprint
 from ..step.python_state import PythonState
 from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights, find_room
@@ -71,8 +70,9 @@ class Generator:
         run (`Callable`, *optional*):
             Runs what was traced, called with the name of the program, the shape of its tokens and `run=`, which does so. By
             default that is called.
-        compiles (`bool`, *optional*, defaults to `True`):
-            Whether programs are compiled whole where a device can run the operators one by one as well.
+        compile (`Callable`, *optional*):
+            Makes the [`CompiledFunction`] of a function and of what lists the tensors that it reads and writes besides the model,
+            always in the same order. By default it depends on the model alone.
 
     Raises:
         `ValueError`: A setting cannot work in a program of static shapes; the message names it.
@@ -85,7 +85,7 @@ class Generator:
         config: GenerationConfig,
         prompt_lengths: Sequence[int],
         run: Callable[..., Any] | None = None,
-        compiles: bool = True,
+        compile: Callable[[Callable, Callable[[], list[Tensor]]], CompiledFunction] | None = None,
     ):
         self._model, self._backend = model, backend
         plain = unwrap_peft_model(model)
@@ -107,17 +107,12 @@ class Generator:
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
         self._cache_argument = cache_argument(plain)
         self._run = run
-        self._compiles = compiles and backend.compiles_functions
-        # What was compiled whole, the weights that it is given, and what the model computed by then.
-        self._programs: dict[Hashable, Callable] = {}
-        self._weights: dict[str, Tensor] = {}
-        self._python_state: PythonState | None = None
-        #: Runs [`~Generator.trace`] as compiled programs, where these are kept. Its state is [`~Generator.tensors`].
-        self.compiled: CompiledFunction | None = None
         self._state: list[Tensor] = []
+        self._compile_function = compile or self._compile
+        self._compiled: CompiledFunction | None = None
 
     def tensors(self) -> list[Tensor]:
-        """What programs read and change besides the model; always in the same order."""
+        """What the second program reads and changes besides the model: rows, their cache, and copies of weights."""
         return self._state
 
     def copied_weights(self) -> list[Tensor]:
@@ -194,83 +189,57 @@ class Generator:
         return copies if are_in_groups(ids, mask, copies) else 1
 
     @contextmanager
-    def _released(self):
+    def _released(self) -> Iterator[None]:
         """Context after which the cache is free, for training to have its memory."""
         try:
             yield
         finally:
             self._backend.flush()
-            self._state, self._weights = [], {}
+            self._state = []
+
+    def _compile(self, function: Callable, state: Callable[[], list[Tensor]]) -> CompiledFunction:
+        """Compile for the model as it stands, outside of a trainer."""
+        programs, model = self._backend.programs, self._model
+        fingerprint = StepFingerprint(
+            [model],
+            lambda given: PythonState({"model": model}, {}, {}, given, programs.memory_of),
+            settings=dict,
+            why_not=lambda: None,
+            training=False,
+        )
+        return programs.compile(
+            function, lambda: [*fingerprint.tensors, *state()], fingerprint, programs.real_copies()
+        )
 
     # ---- The two programs ----
 
     def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
-        # What the first program hands to the second. Tensors of another shape stand for it till then.
+        if self._compiled is None:
+            self._compiled = self._compile_function(self._run_program, self.tensors)
         self._copied = CopiedWeights(self._model, self._backend)
-        count = len(_Rows._fields) + 2 * self._num_layers + len(self._copied)
-        self._state = self._backend.send([torch.zeros(1) for _ in range(count)])
         rows = len(ids) * copies
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
         seed = self._backend.send(seed)
-        if self._compiles:
-            self._follow_model()
-        made = self._call(PREFILL, tuple(ids.shape), {**prompts, "seed": seed, "copies": copies})
-        if self._new_tokens > 1:
-            shape = (rows, self._new_tokens)
-            made += self._call(DECODE, shape, {"seed": seed, "rows": rows})
-        return made
+        with self._compiled.unchanged():
+            made, self._state = self._call(PREFILL, tuple(ids.shape), {**prompts, "seed": seed, "copies": copies})
+            if self._new_tokens == 1:
+                return made
+            if self._backend.loops.in_programs:
+                return made + self._call(DECODE, (rows, self._new_tokens), {"seed": seed, "rows": rows})
+            return made + self._decode_one_by_one(seed, rows)
 
-    def _call(self, name: str, shape: tuple[int, int], data: dict[str, Any]) -> list[Tensor]:
-        run = (lambda run: run()) if self._run is None else partial(self._run, name, shape)
-        if self.compiled is not None:
-            return self.compiled(data, run, name=name)
-        made = self.trace(data, name)
-        run(run=self._backend.end_step)
-        return made
+    def _call(self, name: str, shape: tuple[int, int], data: dict[str, Any]) -> Any:
+        run = (lambda run=None: run and run()) if self._run is None else partial(self._run, name, shape)
+        return self._compiled(data, run, name=name)
 
-    def trace(self, data: dict[str, Any], name: str) -> list[Tensor]:
-        """One of the two programs, as a function."""
-        return (self._prefill if name == PREFILL else self._decode)(**data)
+    def _run_program(self, data: dict[str, Any], name: str) -> Any:
+        """What is compiled."""
+        if name == PREFILL:
+            return self._prefill(**data)
+        return self._decode(**data) if self._backend.loops.in_programs else self._decode_next(**data)
 
-    def _follow_model(self) -> None:
-        """Take the weights of now. What was compiled is forgotten where the model computes by other settings, or another adapter."""
-        self._weights = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        if self._python_state is None or self._python_state.change() is not None:
-            self._python_state = PythonState({"model": self._model}, {}, {})
-            self._programs.clear()
-
-    def _call_whole(self, function: Callable, *given: Any, **fixed: int) -> Any:
-        """Call a function of nested tensors, of the weights and of `fixed` numbers, compiled whole where that is possible."""
-        if not self._compiles:
-            return function(*given, **fixed)
-        key = function.__name__, *fixed.items(), *(tensor.shape for tensor in tree_leaves(given))
-        if key not in self._programs:
-
-            def traced(weights: dict[str, Tensor], *given: Any) -> Any:
-                with _reparametrize_module(self._model, weights, tie_weights=True):
-                    return function(*given, **fixed)
-
-            self._programs[key] = self._backend.compile_function(traced, [self._weights, *given])
-        return self._programs[key](self._weights, *given)
-
-    def _put_state(self, rows: "_Rows", cache: Sequence[Tensor]) -> None:
-        values = *rows, *cache
-        for tensor, value in zip(self._state[: len(values)], values, strict=True):
-            tensor.data = value
-            # Each chip has its own rows.
-            self._backend.shard(tensor, (("data", "fsdp"), *[None] * (value.ndim - 1)))
-
-    def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
-        made, rows, kept = self._call_whole(self._read_prompts, ids, attention, seed, copies=copies)
-        self._put_state(rows, kept)
-        for tensor, value in zip(self.copied_weights(), self._copied.make(), strict=True):
-            tensor.data = value
-            self._backend.shard(tensor, (None,) * value.ndim)
-        return made
-
-    def _read_prompts(
-        self, ids: Tensor, attention: Tensor, seed: Tensor, copies: int
-    ) -> tuple[list[Tensor], tuple, tuple]:
+    def _prefill(self, ids: Tensor, attention: Tensor, seed: Tensor, copies: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The first token of each row and its log-probability, and the state of the second program."""
         end = self.prompt_lengths[-1]
         cache = StaticKeyValueCache(self._backend, self._num_layers, ids.shape[1])
         # Padding has any position, and is on the left.
@@ -292,16 +261,27 @@ class Generator:
             pad(pad(attention, (before, 0)), (0, self._new_tokens), value=1),
             torch.cat([ids[:, -1:].expand(-1, before), history, ids[:, -1:].expand(-1, self._new_tokens)], 1),
         )
-        # That of the state is for the second program.
-        kept = pad_positions(cache.tensors, end, self._cache_lengths(cache.tensors)[0])
-        return [token.clone(), log_prob], rows, kept
+        state = [*rows, *pad_positions(cache.tensors, end, self._cache_lengths(cache.tensors)[0])]
+        self._shard_rows(state)
+        copied = self._copied.make()
+        for tensor in copied:
+            self._backend.shard(tensor, (None,) * tensor.ndim)
+        # The token of the state is the next program's.
+        return [token.clone(), log_prob], [*state, *copied]
+
+    def _shard_rows(self, tensors: Sequence[Tensor]) -> None:
+        """Each chip has its own rows."""
+        for tensor in tensors:
+            self._backend.shard(tensor, (("data", "fsdp"), *[None] * (tensor.ndim - 1)))
+
+    def _rows_and_cache(self) -> tuple["_Rows", list[Tensor]]:
+        count = len(_Rows._fields)
+        return _Rows(*self._state[:count]), self._state[count:][: 2 * self._num_layers]
 
     def _decode(self, seed: Tensor, rows: int) -> list[Tensor]:
-        state = _Rows(*self._state[: len(_Rows._fields)])
-        cache = self._state[len(_Rows._fields) :][: 2 * self._num_layers]
+        """All further tokens of the `rows` rows, in loops: tokens and log-probabilities, of shape `(new, rows)`."""
+        state, cache = self._rows_and_cache()
         carry = (_all(state.finished), state, tuple(cache))
-        if not self._backend.loops.in_programs:
-            return self._decode_one_by_one(seed, carry)
         turn, lengths = partial(self._decode_token, seed), self._cache_lengths(cache)
         made, first = [], 1
         with self._copied.read(self.copied_weights()):
@@ -311,12 +291,46 @@ class Generator:
                 carry, tokens = self._backend.loops.scan(turn, carry, (numbers,), until=True)
                 if not made:
                     # In place of what it has been given, which has the same shape.
-                    self._put_state(*carry[1:])
+                    for tensor, value in zip([*state, *cache], [*carry[1], *carry[2]], strict=True):
+                        tensor.data = value
+                    self._shard_rows([*state, *cache])
                 made.append(tokens)
                 first = end
                 if length != lengths[-1]:
                     carry = (*carry[:2], pad_positions(carry[2], length, lengths[len(made)]))
         return [torch.cat(each) for each in zip(*made, strict=True)]
+
+    def _decode_one_by_one(self, seed: Tensor, rows: int) -> list[Tensor]:
+        """As [`~Generator._decode`], by a program for a token, in a loop of the host."""
+        turns = self._new_tokens - 1
+        # Of turns that do not run, zeros.
+        made = {
+            name: torch.zeros(turns, rows, dtype=dtype, device=seed.device)
+            for name, dtype in (("tokens", torch.int64), ("log_probs", torch.float32))
+        }
+        # On the device: a Python number would be part of the program.
+        number, ended = torch.ones_like(seed), None
+        for turn in range(turns):
+            if turn and turn % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(ended):
+                break
+            data = {"seed": seed, "number": number, "rows": rows, **made}
+            ended, number, made = self._call(DECODE, (rows, self._new_tokens), data)
+        return list(made.values())
+
+    def _decode_next(
+        self, seed: Tensor, number: Tensor, rows: int, **made: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Whether all rows have ended, the number of the next token, and those that there are with the one of `number`."""
+        state, cache = self._rows_and_cache()
+        carry, new = self._decode_token(seed, (None, state, cache), (number,))
+        for tensor, value in zip([*state, *cache], [*carry[1], *carry[2]], strict=True):
+            if value is not tensor:
+                tensor.copy_(value)
+        put = self._backend.loops.put_rows
+        made = {
+            name: put(each, number - 1, value[None]) for (name, each), value in zip(made.items(), new, strict=True)
+        }
+        return carry[0], number + 1, made
 
     def _cache_lengths(self, cache: Sequence[Tensor]) -> list[int]:
         """Lengths of the cache, one after the other. A program for a token has one."""
@@ -324,24 +338,6 @@ class Generator:
         if not self._backend.loops.in_programs:
             return [prompt + new]
         return choose_cache_lengths(cache, self._model, prompt, new, chips, find_room(self._backend))
-
-    def _decode_one_by_one(self, seed: Tensor, carry: tuple) -> list[Tensor]:
-        turns, rows = self._new_tokens - 1, len(carry[1].token)
-        # Of turns that do not run, zeros.
-        made = [torch.zeros(turns, rows, dtype=dtype, device=seed.device) for dtype in (torch.int64, torch.float32)]
-        # On the device: a Python number would be part of the program.
-        number = torch.ones_like(seed)
-        for turn in range(turns):
-            if turn and turn % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(carry[0]):
-                break
-            number, carry, made = self._call_whole(self._decode_next, seed, number, carry, made)
-        return made
-
-    def _decode_next(self, seed: Tensor, number: Tensor, carry: tuple, made: list[Tensor]) -> tuple:
-        carry, new = self._decode_token(seed, carry, (number,))
-        put = self._backend.loops.put_rows
-        made = [put(all_turns, number - 1, value[None]) for all_turns, value in zip(made, new, strict=True)]
-        return number + 1, carry, made
 
     def _decode_token(self, seed: Tensor, carry: tuple, entries: tuple) -> tuple[tuple, tuple]:
         _, (finished, token, position, attention, history), kept = carry

@@ -208,8 +208,9 @@ def test_copies_of_a_prompt_are_read_once(qwen):
     shifted = generator.generate(prompts[1:] + prompts[:1], seed=2, copies=4)
     assert shifted == generator.generate(prompts[1:] + prompts[:1], seed=2)
     rows = len(prompts)
+    # The fourth is run by the handle of the program that the first and the third have traced.
     read = [shape for name, shape in shapes if name == "prefill"]
-    assert read == [(rows, 16), (rows // 4, 16), (rows, 16), (rows, 16)]
+    assert read == [(rows, 16), (rows // 4, 16), (rows, 16)]
 
 
 def test_samples_follow_the_seed(qwen):

@@ -273,6 +273,7 @@ class TorchTPUBackend(Backend):
         return list(torch.ops.tpu._optimization_barrier(tensors))
 
     def compile_function(self, function: Callable, arguments: Sequence[Any]) -> Callable:
+        """Trace a function of nested tensors, and compile it for the shapes of these `arguments`. It may change them in place."""
         given, structure = tree_flatten(arguments)
         structure_of_results = None
 
