@@ -106,7 +106,7 @@ class Generator:
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
         self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
         self._cache_argument = cache_argument(plain)
-        self._run = run
+        self._run = run or _run_alone
         self._state: list[Tensor] = []
         self._compile_function = compile or self._compile
         self._compiled: CompiledFunction | None = None
@@ -221,16 +221,17 @@ class Generator:
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
         seed = self._backend.send(seed)
         with self._compiled.unchanged():
-            made, self._state = self._call(PREFILL, tuple(ids.shape), {**prompts, "seed": seed, "copies": copies})
+            made, self._state = self._compiled(
+                {**prompts, "seed": seed, "copies": copies},
+                partial(self._run, PREFILL, tuple(ids.shape)),
+                name=PREFILL,
+            )
             if self._new_tokens == 1:
                 return made
+            run = partial(self._run, DECODE, (rows, self._new_tokens))
             if self._backend.loops.in_programs:
-                return made + self._call(DECODE, (rows, self._new_tokens), {"seed": seed, "rows": rows})
-            return made + self._decode_one_by_one(seed, rows)
-
-    def _call(self, name: str, shape: tuple[int, int], data: dict[str, Any]) -> Any:
-        run = (lambda run=None: run and run()) if self._run is None else partial(self._run, name, shape)
-        return self._compiled(data, run, name=name)
+                return made + self._compiled({"seed": seed, "rows": rows}, run, name=DECODE)
+            return made + self._decode_one_by_one(seed, rows, run)
 
     def _run_program(self, data: dict[str, Any], name: str) -> Any:
         """What is compiled."""
@@ -300,7 +301,7 @@ class Generator:
                     carry = (*carry[:2], pad_positions(carry[2], length, lengths[len(made)]))
         return [torch.cat(each) for each in zip(*made, strict=True)]
 
-    def _decode_one_by_one(self, seed: Tensor, rows: int) -> list[Tensor]:
+    def _decode_one_by_one(self, seed: Tensor, rows: int, run: Callable) -> list[Tensor]:
         """As [`~Generator._decode`], by a program for a token, in a loop of the host."""
         turns = self._new_tokens - 1
         # Of turns that do not run, zeros.
@@ -314,7 +315,7 @@ class Generator:
             if turn and turn % _TOKENS_BETWEEN_READS == 0 and self._backend.fetch(ended):
                 break
             data = {"seed": seed, "number": number, "rows": rows, **made}
-            ended, number, made = self._call(DECODE, (rows, self._new_tokens), data)
+            ended, number, made = self._compiled(data, run, name=DECODE)
         return list(made.values())
 
     def _decode_next(
@@ -385,6 +386,11 @@ class _Rows(NamedTuple):
     position: Tensor
     attention: Tensor
     history: Tensor
+
+
+def _run_alone(name: str, shape: tuple[int, int], run: Callable[[], Any] | None = None) -> Any:
+    """Run what was traced, outside of a trainer. Operators that were run one by one have run."""
+    return None if run is None else run()
 
 
 def are_in_groups(ids: Tensor, mask: Tensor, group: int) -> bool:

@@ -29,7 +29,7 @@ class Passes:
 
     def __init__(self, programs: TrainerPrograms):
         self._programs = programs
-        self._compiled: dict[Hashable, CompiledFunction | None] = {}
+        self._compiled: dict[Hashable, CompiledFunction] = {}
         # What computes the pass under way.
         self._trace: Callable[[dict[str, Tensor]], Any] | None = None
 
@@ -64,14 +64,8 @@ class Passes:
         key = kind, model.training
         if key not in self._compiled:
             self._compiled[key] = self._compile(model)
-        compiled = self._compiled[key]
         self._trace = trace
-        data = {**batch, **beside_batch({"seed": seed})}
-        if compiled is not None:
-            return compiled(data, run_traced, kind=kind)
-        made = self._compute(data, kind)
-        run_traced()
-        return made
+        return self._compiled[key]({**batch, **beside_batch({"seed": seed})}, run_traced, kind=kind)
 
     def _compute(self, data: dict[Hashable, Tensor], kind: str) -> Any:
         """What is compiled."""
@@ -79,13 +73,12 @@ class Passes:
         with RandomNumbers(numbers["seed"]):
             return self._trace(batch)
 
-    def _compile(self, model: nn.Module) -> CompiledFunction | None:
-        """What runs passes of a model; `None` where every pass is to be traced."""
+    def _compile(self, model: nn.Module) -> CompiledFunction:
         why_not = partial(self._programs.why_traced, [model], _METHODS_OF_A_PASS)
-        if self._programs.step_replay is False or why_not() is not None:
-            # A line has said so of the steps.
-            return None
-        # They change nothing.
-        return self._programs.compile(
+        # It changes nothing.
+        compiled = self._programs.compile(
             self._compute, [model], _METHODS_OF_A_PASS, state=list, why_not=why_not, training=model.training
         )
+        # A line has said so of the steps.
+        compiled.traced = "step_replay=False" if self._programs.step_replay is False else why_not()
+        return compiled

@@ -23,9 +23,8 @@ class TextGeneration:
     """
     Generates completions with the weights that a trainer's model has now, in programs of static shape.
 
-    They are run by their handle from the third time on, as steps are. Where functions are compiled, they are compiled whole. Both,
-    unless code of the user's runs in the model. Where shapes are not static, upstream's
-    `generate` makes the tokens, and no log-probabilities.
+    They are compiled as steps are, unless code of the user's runs in the model. Where shapes are not static, upstream's `generate`
+    makes the tokens, and no log-probabilities.
 
     Args:
         trainer ([`TPUTrainerMixin`]):
@@ -95,13 +94,12 @@ class TextGeneration:
     def _compile(self, function: Callable, state: Callable[[], list[torch.Tensor]]) -> CompiledFunction:
         models = [self._model]
         why_not = partial(self._programs.why_traced, models, _METHODS)
-        reason = why_not()
-        if reason is not None:
-            self._programs.warn_traced(reason, training=False)
         compiled = self._programs.compile(function, models, _METHODS, state=state, why_not=why_not)
         if self._programs.step_replay is False:
-            reason = "step_replay=False"
-        elif self._trainer.compile_step == "off":
-            reason = "compile_step='off'"
-        compiled.traced = reason
+            compiled.traced = "step_replay=False"
+        elif self._trainer.compile_step == "off" and self._backend.compiles_functions:
+            compiled.traced = "compile_step='off'"
+        elif (reason := why_not()) is not None:
+            self._programs.warn_traced(reason, training=False)
+            compiled.traced = reason
         return compiled
