@@ -11,7 +11,7 @@ QUICKSTART := .cache/quickstart
 UPSTREAM := trl transformers accelerate peft
 UPSTREAM_PATTERN := $(subst $() ,|,$(UPSTREAM))
 
-.PHONY: setup quickstart test test-slow test-gpu test-torch-tpu test-bounds quality style benchmark wheel docs clean help
+.PHONY: setup quickstart test test-slow test-gpu test-torch-tpu test-torch-tpu-slow test-bounds quality style benchmark wheel docs clean help
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,7 +51,10 @@ $(VENV)-torch-tpu/.installed: setup.cfg pyproject.toml
 	@touch $@
 
 test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu, in an environment of its own
-	$(VENV)-torch-tpu/bin/python -m pytest -q tests/torch_tpu
+	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/torch_tpu
+
+test-torch-tpu-slow: $(VENV)-torch-tpu/.installed  ## The slow tests of torch_tpu too
+	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' tests/torch_tpu
 
 test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
 
