@@ -80,7 +80,8 @@ def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipePa
         if stays_here and (args.num_processes or 1) > 1:
             raise UserError(
                 f"--num_processes {args.num_processes}: accelerate would start one process on this machine, which has "
-                f"{torch.cuda.device_count()} GPUs. Leave it out; or for {args.num_processes} processes on the CPU add --multi_gpu --use_cpu"
+                f"{torch.cuda.device_count()} GPUs. Leave it out; or for {args.num_processes} processes on the CPU add --multi_gpu "
+                "--use_cpu, or multi_gpu: true and use_cpu: true in the recipe"
             )
         if not stays_here:
             start_one(args)

@@ -189,9 +189,9 @@ def read_run(directory: str | Path) -> Run:
         except (ValueError, TypeError, KeyError, AttributeError):
             # Half a line, as a run leaves that is killed while it writes; or one that somebody has edited.
             run.unreadable += 1
-    run.samples = run.samples or _read_completions(Path(directory, "completions"))
     if not run.sessions:
         raise UserError(f"{path} is damaged: it has no line about the start of the run. Train again to have a report.")
+    run.samples = run.samples or _read_completions(Path(directory, "completions"), run.steps)
     for totals in [session.totals for session in run.sessions if session.totals]:
         run.phases.update(totals["phases"])
         for phase, classes in totals["step_times"].items():
@@ -202,9 +202,11 @@ def read_run(directory: str | Path) -> Run:
     return run
 
 
-def _read_completions(directory: Path) -> list[dict[str, Any]]:
-    """Some of the first and the last completions that TRL wrote, with `log_completions`."""
+def _read_completions(directory: Path, steps: int) -> list[dict[str, Any]]:
+    """Some of the first and the last completions that TRL wrote in so many steps, with `log_completions`."""
     files = sorted(directory.glob("completions_*.parquet"))
+    # Those of a longer run before this one stay there.
+    files = [file for file in files if int(file.stem.rpartition("_")[2]) <= steps]
     rows = []
     for file in dict.fromkeys([*files[:1], *files[-1:]]):
         import pyarrow.parquet

@@ -229,7 +229,7 @@ def test_completions_are_shown(write_run, tmp_path):
     """The files are TRL's, see `log_completions`."""
     run = write_run(tmp_path / "run", logs={"reward": 0.5, "reward_std": 0.25})
     (run / "completions").mkdir()
-    for step in (5, 10, 40):
+    for step in (5, 10, 40, 80):
         messages = [[{"role": "user", "content": "3+4="}], [{"role": "assistant", "content": f"{step}"}]]
         table = {"step": step, "prompt": messages[0], "completion": messages[1], "is_right": 0.0}
         pyarrow.parquet.write_table(
