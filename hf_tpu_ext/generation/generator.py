@@ -104,7 +104,9 @@ class Generator:
         #: What follows the end of a row, and precedes a prompt.
         self.pad_token_id = (self._sampler.ends or [0])[0] if pads is None else pads
         self._num_layers = plain.config.get_text_config(decoder=True).num_hidden_layers
-        self._cuts_logits = "logits_to_keep" in inspect.signature(plain.forward).parameters
+        takes = inspect.signature(plain.forward).parameters
+        settings = {"logits_to_keep": 1, "output_router_logits": False}
+        self._settings = {name: value for name, value in settings.items() if name in takes}
         self._cache_argument = cache_argument(plain)
         self._run = run or _run_alone
         self._state: list[Tensor] = []
@@ -357,14 +359,13 @@ class Generator:
 
     def _logits(self, ids: Tensor, attention: Tensor, positions: Tensor, cache: StaticKeyValueCache) -> Tensor:
         """The logits of the last position: `(rows, vocabulary)`."""
-        cut = {"logits_to_keep": 1} if self._cuts_logits else {}
         output = self._model(
             input_ids=ids,
             attention_mask=attention,
             position_ids=positions,
             use_cache=True,
             **{self._cache_argument: cache},
-            **cut,
+            **self._settings,
         )
         return output.logits[:, -1]
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..backends.base import Backend
 from .autocast import current_autocast
 from .random_numbers import RandomNumbers
+from .router_logits import are_collected, collect_apart, give_to_model
 
 
 # Products with weights. Those of attention, `bmm`, are as large as the square of the length, and computed again.
@@ -190,7 +191,7 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
     ]
     tensors = [leaves[place] for place in places]
     others = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-    structure_of_outputs = None
+    structure_of_outputs, collects = None, are_collected()
 
     def call(*inputs: Tensor) -> tuple:
         nonlocal structure_of_outputs
@@ -202,18 +203,22 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
             values[place] = copy(store)
             values[place].update(content)
         args, keywords = tree_unflatten(values[:num_leaves], structure)
-        result = function(*args, **dict(keywords))
+        # Collected without a graph, logits would have no gradient.
+        with collect_apart(collects) as logits:
+            result = function(*args, **dict(keywords))
         left = [
             {key: value for key, value in values[place].items() if content.get(key) is not value}
             for place, content in zip(empty, before, strict=True)
         ]
-        outputs, structure_of_outputs = tree_flatten((result, left))
+        outputs, structure_of_outputs = tree_flatten((result, left, logits))
         return tuple(outputs)
 
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     anchor = torch.empty(0, requires_grad=is_trained)
     outputs = _Recomputed.apply(call, backend, keeps_dots, anchor, *tensors)
-    result, left = tree_unflatten(outputs, structure_of_outputs)
+    result, left, logits = tree_unflatten(outputs, structure_of_outputs)
+    if collects:
+        give_to_model(logits)
     for store, content in zip(stores.values(), left, strict=True):
         store.update(content)
     return result

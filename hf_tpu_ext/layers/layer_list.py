@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -168,10 +169,11 @@ def why_no_turns(layers: Sequence[nn.Module], hook: Callable | None = None) -> s
             ]
             if any(registered != hook and registered.__module__ != _CAPTURES for registered in hooks):
                 return f"a hook is registered on {name or 'the whole'} of layer {index}"
-            if any(True for _ in module.buffers(recurse=False)):
-                return f"{name or 'the whole'} of layer {index} has buffers"
+            if any(buffer.dtype == torch.bool for buffer in module.buffers(recurse=False)):
+                # In a loop of torch_xla, they become int64.
+                return f"{name or 'the whole'} of layer {index} has buffers of bool"
             if any(isinstance(value, Tensor) for value in vars(module).values()):
-                return f"{name or 'the whole'} of layer {index} has tensors that are no parameters"
+                return f"{name or 'the whole'} of layer {index} has tensors that are neither parameters nor buffers"
     return None
 
 
@@ -205,7 +207,10 @@ def _traits(layer: nn.Module) -> dict[str, tuple]:
             {key: value for key, value in vars(module).items() if _is_setting(value) and key != "layer_idx"},
             [
                 (key, weight.shape, weight.dtype, weight.requires_grad)
-                for key, weight in module.named_parameters(recurse=False)
+                for key, weight in (
+                    *module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False, remove_duplicate=False),
+                )
             ],
         )
         for name, module in layer.named_modules()

@@ -25,6 +25,7 @@ class LayerRun(NamedTuple):
     Args:
         call (`Callable`):
             Called as `call(hidden, weights, arguments, number)`, with what `in_turn` returned and the number of the block of rows.
+            Returns hidden states, and what of a layer the model collects besides: of each row its own part.
         in_turn (`Callable`):
             Called as `in_turn(hidden, weights)`, at the begin of each layer. Returns what it computes with.
         arguments (`Any`):
@@ -46,19 +47,20 @@ class LayerLoop(torch.autograd.Function):
     """
     Runs the layers of a turn one after the other, and turn after turn. Stacked tensors are `(layers of all turns, ...)`. The backward
     pass is a loop over them in reverse, which computes each layer anew from its input, and from its matrix products where they
-    were kept. Each layer goes through blocks of rows.
+    were kept. Each layer goes through blocks of rows. Returned are hidden states, and what is collected of the layers of each run:
+    `(layers of all turns, ...)`.
     """
 
     @staticmethod
     def forward(
         ctx, layers: Sequence[LayerRun], keeps_dots: bool, blocks: RowBlocks, hidden: Tensor, *weights: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         ctx.layers, ctx.blocks, ctx.keeps_dots = layers, blocks, keeps_dots
         ctx.autocast = current_autocast(hidden.device.type)
         loops = blocks.backend.loops
         ctx.constants = _Constants(layers, blocks)
         shared, own = ctx.constants.take_tensors()
-        ctx.num_kept = [0] * len(layers)
+        ctx.num_kept, ctx.num_collected = [0] * len(layers), [0] * len(layers)
 
         def turn(carry: tuple, _) -> tuple:
             rows, hidden, weights = carry
@@ -73,13 +75,16 @@ class LayerLoop(torch.autograd.Function):
                         number, hidden, *own = entries
                         shared, weights = carry
                         with Dots() if keeps_dots else torch.no_grad() as dots:
-                            output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
+                            arguments = ctx.constants.restore(place, shared, own)
+                            output, *collected = layer.call(hidden, weights, arguments, number)
                         assert output.dtype == hidden.dtype
-                        return carry, (output, *(dots.results if keeps_dots else ()))
+                        ctx.num_collected[place] = len(collected)
+                        return carry, (output, *collected, *(dots.results if keeps_dots else ()))
 
-                    _, (output, *kept) = blocks.loop(of_block, (shared, of_turn), (hidden, *own))
+                    _, (output, *results) = blocks.loop(of_block, (shared, of_turn), (hidden, *own))
+                    collected, kept = _cut(results, (ctx.num_collected[place], len(results)))
                     ctx.num_kept[place] = len(kept)
-                    return (output, shared, own), (), (hidden, *kept)
+                    return (output, shared, own), (), (hidden, *kept, *map(blocks.join, collected))
 
                 hidden, rows[place], _, found = loops.scan_rows(of_layer, hidden, stacked, rows[place], layer.count)
                 results += found
@@ -90,35 +95,43 @@ class LayerLoop(torch.autograd.Function):
             carry = (blocks.cut(hidden.detach()), tuple(shared), tuple(blocks.cut(tensor) for tensor in own))
             zero = torch.zeros((), dtype=torch.int32, device=hidden.device)
             turns = _turns(layers, weights)
-            (_, (output, *_), _), inputs = loops.scan(turn, ((zero,) * len(layers), carry, weights_only), (turns,))
-            inputs = tuple(tensor.flatten(0, 1) for tensor in inputs)
+            (_, (output, *_), _), results = loops.scan(turn, ((zero,) * len(layers), carry, weights_only), (turns,))
+            results = (tensor.flatten(0, 1) for tensor in results)
+        inputs, collected = _take_in_turns(results, [1 + count for count in ctx.num_kept], ctx.num_collected)
         ctx.counts = (len(inputs), len(shared), len(own))
         ctx.save_for_backward(*inputs, *shared, *own, *weights)
-        return blocks.join(output)
+        return blocks.join(output), *collected
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple:
+    def backward(ctx, gradient: Tensor, *of_collected: Tensor) -> tuple:
         layers, saved = ctx.layers, iter(ctx.saved_tensors)
         inputs, shared, own = (tuple(islice(saved, count)) for count in ctx.counts)
         weights = tuple(weight.detach() for weight in saved)
         needed, blocks, backend = ctx.needs_input_grad[4:], ctx.blocks, ctx.blocks.backend
         needed_of = list(_split(layers, needed))
+        # Of each run of layers, what they are computed anew from, and the gradients of what was collected of them.
+        num_inputs = [1 + count for count in ctx.num_kept]
+        pairs = zip(_cut(inputs, num_inputs), _cut(of_collected, ctx.num_collected), strict=True)
+        inputs = tuple(chain.from_iterable(chain.from_iterable(pairs)))
+        num_given = [sum(counts) for counts in zip(num_inputs, ctx.num_collected, strict=True)]
 
         def turn(carry: tuple, _) -> tuple:
             rows, gradient, inputs, weights, found = carry
             rows, found = list(rows), list(found)
-            inputs_of, weights_of = _cut(inputs, (1 + count for count in ctx.num_kept)), _split(layers, weights)
+            inputs_of, weights_of = _cut(inputs, num_given), _split(layers, weights)
             stacked_of = [(*tensors, *own) for tensors, own in zip(inputs_of, weights_of, strict=True)]
             for place in reversed(range(len(layers))):
 
                 def of_layer(carry: tuple, entries: tuple, layer=layers[place], place=place) -> tuple:
                     gradient, shared, own = carry
                     needed, num_kept = needed_of[place], ctx.num_kept[place]
-                    tensors, weights = [gradient, *entries[: 1 + num_kept]], entries[1 + num_kept :]
+                    tensors, weights = [gradient, *entries[: num_given[place]]], entries[num_given[place] :]
                     if len(layers) > 1:
                         # Several layers of one turn would be computed anew at once, and all of that kept.
                         tensors = backend.separate(tensors)
-                    gradient, hidden, *kept = tensors
+                    gradient, hidden, *given = tensors
+                    kept, of_collected = given[:num_kept], map(blocks.cut, given[num_kept:])
+                    gradients_of = [gradient, *of_collected]
                     with ctx.autocast():
                         of_turn = layer.in_turn(hidden, weights)
                     # What is made of them in a turn gets no gradient.
@@ -127,8 +140,8 @@ class LayerLoop(torch.autograd.Function):
 
                     def of_block(carry: tuple, entries: tuple) -> tuple:
                         shared, weights, sums = carry
-                        number, gradient, hidden, *entries = entries
-                        kept, own = entries[:num_kept], entries[num_kept:]
+                        number, hidden, *entries = entries
+                        kept, gradients, own = _cut(entries, (num_kept, len(gradients_of), len(entries)))
                         # On this thread: autograd's own holds on to its last tensors for a moment longer, and on XLA those of
                         # a loop's body have no data.
                         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
@@ -138,13 +151,16 @@ class LayerLoop(torch.autograd.Function):
                                 for weight, needs in zip(weights, is_needed, strict=True)
                             ]
                             with ctx.autocast(), Dots(kept) if ctx.keeps_dots else torch.enable_grad():
-                                output = layer.call(hidden, weights, ctx.constants.restore(place, shared, own), number)
+                                arguments = ctx.constants.restore(place, shared, own)
+                                outputs = layer.call(hidden, weights, arguments, number)
                             wanted = [hidden, *compress(weights, needed)]
-                            gradient, *found = torch.autograd.grad(output, wanted, gradient)
+                            pairs = zip(outputs, gradients, strict=True)
+                            outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+                            gradient, *found = torch.autograd.grad(outputs, wanted, gradients)
                         return (shared, carry[1], blocks.add(sums, found)), (gradient,)
 
                     carry = (shared, of_turn, blocks.zeros(trained))
-                    (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (gradient, hidden, *kept, *own))
+                    (_, _, sums), (gradient,) = blocks.loop(of_block, carry, (hidden, *kept, *gradients_of, *own))
                     found = (
                         _summed(backend, total.to(weight.dtype)) for total, weight in zip(sums, trained, strict=True)
                     )
@@ -188,9 +204,15 @@ def _split(layers: Sequence[LayerRun], entries: Sequence) -> Iterable[tuple]:
     return _cut(entries, (layer.num_weights for layer in layers))
 
 
-def _cut(entries: Sequence, counts: Iterable[int]) -> Iterable[tuple]:
+def _cut(entries: Iterable, counts: Iterable[int]) -> Iterable[tuple]:
     entries = iter(entries)
     return (tuple(islice(entries, count)) for count in counts)
+
+
+def _take_in_turns(entries: Iterable, counts: Sequence[int], others: Sequence[int]) -> tuple[list, list]:
+    """Entries of two kinds, in turns so many of the one and of the other."""
+    cut = list(_cut(entries, chain.from_iterable(zip(counts, others, strict=True))))
+    return list(chain.from_iterable(cut[::2])), list(chain.from_iterable(cut[1::2]))
 
 
 class _Place(NamedTuple):

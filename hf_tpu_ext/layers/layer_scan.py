@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..backends.base import Backend
 from .layer_list import CalledLayers, Pattern
-from .pattern_loop import MadeInTurn, PatternLoop, Template
+from .pattern_loop import MadeInTurn, PatternLoop, Template, place_of
 from .static_cache import StaticKeyValueCache
 
 
@@ -23,8 +23,8 @@ _AT_ONCE = 2**28
 class LayerStack(CalledLayers):
     """
     Stands in for the layers of a model. Those of a [`Pattern`] are a loop; the rest runs as before. Of the layers in the same run
-    of a pattern, there is one parameter for each name: `(layers, ...)`. A host has as few tensors to handle as for one layer of each
-    run.
+    of a pattern, there is one parameter or buffer for each name: `(layers, ...)`. A host has as few tensors to handle as for one layer
+    of each run.
 
     Its state dict has the names and the tensors of the layers, and so can be saved and loaded. The model calls the layers one by
     one: the loop runs when it calls the last of them.
@@ -70,10 +70,10 @@ class LayerStack(CalledLayers):
         for number, layer in enumerate(self._layers):
             if number in first or number not in self._loop_of:
                 self.add_module(str(number), layer)
-        # Those of the layers by the name of the stacked one. They have no values while the stack is in use.
-        self._parts: dict[str, list[nn.Parameter]] = {}
-        #: The parameters by their names in the stack.
-        self.stacked: dict[str, nn.Parameter] = {}
+        # Those of the layers by the name of the stacked one. Parameters have no values while the stack is in use.
+        self._parts: dict[str, list[Tensor]] = {}
+        #: The parameters and buffers by their names in the stack.
+        self.stacked: dict[str, Tensor] = {}
         # What each layer reads in place of its parameters.
         self._read: Sequence[Tensor] | None = None
         # For layers that are unrolled, while the model calls them: what they read, by the name of the stacked parameter.
@@ -117,17 +117,22 @@ class LayerStack(CalledLayers):
         for template in self._templates:
             layers = [self._layers[number] for number in template.numbers]
             for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
-                self._parts[stacked_name] = parts = [layer.get_parameter(name) for layer in layers]
+                places = [place_of(layer, name) for layer in layers]
+                self._parts[stacked_name] = parts = [tensors[attribute] for tensors, attribute in places]
                 whole, is_trained = torch.stack(parts), parts[0].requires_grad
+                is_parameter = isinstance(parts[0], nn.Parameter)
                 if stacked_name in self.stacked and self.stacked[stacked_name].dtype == whole.dtype:
                     self.stacked[stacked_name].data = whole
                     self.stacked[stacked_name].requires_grad_(is_trained)
                 else:
-                    self.stacked[stacked_name] = nn.Parameter(whole, is_trained)
-                for layer, part in zip(layers, parts, strict=True):
-                    part.data = nothing
-                    _put(layer, name, None)
-                _put(template.layer, name, self.stacked[stacked_name])
+                    self.stacked[stacked_name] = nn.Parameter(whole, is_trained) if is_parameter else whole
+                for (tensors, attribute), part in zip(places, parts, strict=True):
+                    if is_parameter:
+                        # A buffer may be another one, too.
+                        part.data = nothing
+                    tensors[attribute] = None
+                tensors, attribute = places[0]
+                tensors[attribute] = self.stacked[stacked_name]
                 pending = self._flushed(pending + whole.nbytes)
             # The loop computes the layer again by itself.
             template.checkpoints = template.layer.gradient_checkpointing
@@ -148,7 +153,8 @@ class LayerStack(CalledLayers):
                 for layer, part, value in zip(layers, parts, stacked.unbind(), strict=True):
                     part.data = value.clone()
                     part.requires_grad_(stacked.requires_grad)
-                    _put(layer, name, part)
+                    tensors, attribute = place_of(layer, name)
+                    tensors[attribute] = part
                 pending = self._flushed(pending + stacked.nbytes)
                 stacked.data = nothing.to(stacked.dtype)
         self._backend.flush()
@@ -202,11 +208,6 @@ class LayerStack(CalledLayers):
 
     def _parts_of_weights(self) -> Iterator[Tensor]:
         return chain.from_iterable(weight.unbind() for template in self._templates for weight in template.weights())
-
-
-def _put(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    module, _, attribute = name.rpartition(".")
-    layer.get_submodule(module)._parameters[attribute] = parameter
 
 
 def _names_of_layers(template: Template, name: str) -> list[str]:

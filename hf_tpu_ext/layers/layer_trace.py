@@ -100,6 +100,9 @@ class _Recorder(CalledLayers):
 
     def __init__(self, layers: nn.ModuleList, backend: Backend):
         super().__init__(layers)
+        # transformers registers its hooks when a model first collects something.
+        for number, layer in enumerate(layers):
+            self.add_module(str(number), layer)
         self._seed = torch.zeros((), dtype=torch.int32, device=backend.device)
         self.refused: str | None = None
         # For each layer what it is called with, and what it computes.
@@ -121,8 +124,10 @@ class _Recorder(CalledLayers):
         given: dict[str, Any] = {"structure of arguments": structure}
         operators = _Operators(self._seed.device)
         operators.name(hidden, "hidden")
-        for name, parameter in self._layers[number].named_parameters():
+        layer = self._layers[number]
+        for name, parameter in (*layer.named_parameters(), *layer.named_buffers()):
             operators.name(parameter, name)
+        buffers = _versions(layer)
         for path, leaf in leaves:
             name = keystr(path[1:]).strip("[]'").replace("']", "").replace("[", ".")
             given[name] = _Identity(leaf) if isinstance(leaf, Tensor) else leaf
@@ -130,11 +135,13 @@ class _Recorder(CalledLayers):
                 operators.name(leaf, f"argument {name}")
         with self.draws(), operators:
             # Not its own `__call__`, which checkpoints activations.
-            self._output = nn.Module.__call__(self._layers[number], *args, **kwargs)
+            self._output = nn.Module.__call__(layer, *args, **kwargs)
         self.functions.append((given, operators.found))
         self._alive += operators.alive
         if not isinstance(self._output, Tensor):
             self.refused = f"layers return a {type(self._output).__name__}, not hidden states alone"
+        elif changed := next((name for name, was in _versions(layer).items() if was != buffers.get(name)), None):
+            self.refused = f"layer {number} changes its buffer {changed}"
         if self.refused is not None or number == len(self) - 1:
             raise _LayersDone
         return self._output
@@ -147,6 +154,11 @@ class _Recorder(CalledLayers):
         if number and args[0] is not self._output:
             return f"the model computes something between layers {number - 1} and {number}"
         return None
+
+
+def _versions(layer: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensors the buffers of a layer are, and how often they were written."""
+    return {name: (id(buffer), buffer._version) for name, buffer in layer.named_buffers()}
 
 
 class _Identity:

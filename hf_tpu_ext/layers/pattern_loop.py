@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .autocast import matmul_dtype
 from .layer_list import Pattern
 from .layer_loop import LayerLoop, LayerRun
 from .random_numbers import RandomNumbers
+from .router_logits import are_collected, collect_apart, give_to_model
 from .row_blocks import RowBlocks
 from .static_cache import StaticKeyValueCache
 
@@ -29,7 +30,7 @@ MadeInTurn = Mapping[str, tuple[Callable, Sequence[str]]]
 class Template:
     """
     The first of the layers that are the same and in the same run of each period, which computes for all of them. In place of each
-    of its parameters it has all of theirs, stacked.
+    of its parameters and buffers it has all of theirs, stacked.
 
     Args:
         numbers (`list[int]`):
@@ -42,14 +43,17 @@ class Template:
 
     def __init__(self, numbers: list[int], layer: nn.Module, made: MadeInTurn):
         self.numbers, self.layer, self.made = numbers, layer, made
-        self.names = [name for name, _ in layer.named_parameters()]
+        buffers = layer.named_buffers(remove_duplicate=False)
+        self.names = [name for name, _ in (*layer.named_parameters(), *buffers)]
         self.stacked_names = [f"{numbers[0]}.{name}" for name in self.names]
         # Whether it checkpoints by itself.
         self.checkpoints = False
+        #: How many logits of routers are collected of each layer: none of those without experts.
+        self.num_logits = 0
 
     def weights(self) -> list[Tensor]:
-        """The stacked parameters, or what stands in their place."""
-        return [_get(self.layer, name) for name in self.names]
+        """The stacked parameters and buffers, or what stands in their place."""
+        return [tensors[name] for tensors, name in (place_of(self.layer, name) for name in self.names)]
 
 
 class PatternLoop:
@@ -144,10 +148,23 @@ class PatternLoop:
             template.layer.gradient_checkpointing = False
             # For a step, others may stand in their place.
             own = [*template.weights(), *([seeds[place].flatten(0, 1)] if is_training else [])]
-            call, in_turn = partial(self._call, template, blocks), partial(self._in_turn, template)
+            call = partial(self._call, template, blocks, are_collected())
+            in_turn = partial(self._in_turn, template)
             layers.append(LayerRun(call, in_turn, arguments, len(own), runs[place]))
             weights += own
-        return LayerLoop.apply(layers, self._keeps_dots, blocks, hidden, *weights)
+        hidden, *logits = LayerLoop.apply(layers, self._keeps_dots, blocks, hidden, *weights)
+        if logits:
+            self._give_logits(iter(logits))
+        return hidden
+
+    def _give_logits(self, logits: Iterator[Tensor]) -> None:
+        """Let the model have collected logits of all layers, in their order."""
+        of_layers: dict[int, list[Tensor]] = {number: [] for number in self.places}
+        for template in self.templates:
+            for stacked in islice(logits, template.num_logits):
+                for number, part in zip(template.numbers, stacked.unbind(), strict=True):
+                    of_layers[number].append(part)
+        give_to_model(chain.from_iterable(part for _, part in sorted(of_layers.items())))
 
     def _run_prompt(
         self, hidden: Tensor, called: Sequence[tuple[tuple, dict[str, Any]]], cache: StaticKeyValueCache
@@ -214,11 +231,12 @@ class PatternLoop:
         self,
         template: Template,
         blocks: RowBlocks,
+        collects: bool,
         hidden: Tensor,
         weights: Sequence[Tensor],
         arguments: tuple[tuple, dict[str, Any]],
         number: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         weights, others = weights[: len(template.names)], weights[len(template.names) :]
         num_seeds = len(others) - len(template.made)
         seeds, made = others[:num_seeds], others[num_seeds:]
@@ -226,16 +244,19 @@ class PatternLoop:
             seed, chip = seeds[0].unbind()
             # To random numbers, a block is what a chip is: one of several with as many rows.
             seeds = (seed, blocks.number_over_chips(chip, number))
-        with RandomNumbers(*seeds) if seeds else nullcontext():
+        with RandomNumbers(*seeds) if seeds else nullcontext(), collect_apart(collects) as logits:
             parts = dict(zip((*template.names, *template.made), (*weights, *made), strict=True))
             args, kwargs = arguments
-            return functional_call(template.layer, parts, (hidden, *args), kwargs)
+            hidden = functional_call(template.layer, parts, (hidden, *args), kwargs)
+        template.num_logits = len(logits)
+        return hidden, *logits
 
 
-def _get(layer: nn.Module, name: str) -> Tensor:
-    """What a layer has under the name of a parameter."""
-    module, _, attribute = name.rpartition(".")
-    return layer.get_submodule(module)._parameters[attribute]
+def place_of(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    """Where a layer has a parameter or a buffer: the dictionary of its module, and the name in it."""
+    path, _, attribute = name.rpartition(".")
+    module = layer.get_submodule(path)
+    return (module._parameters if attribute in module._parameters else module._buffers), attribute
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import DefaultFlowCallback, GenerationConfig, PreTrainedModel
-from transformers.trainer_utils import unwrap_peft_model
 from transformers.training_args import OptimizerNames
 
 from ..backends import select_backend
@@ -25,7 +24,7 @@ from ..step.host_io import save_from_host
 from ..step.metrics import LossLog
 from ..step.optimizer import LazyAdamW, check_optimizer, follow_placed, place_loaded
 from ..step.running_code import is_known
-from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES, set_gradient_checkpointing
+from .checks.adaptations import ADAMW_NAMES, FULL_STATE_NAMES
 from .checks.answers import Place
 from .checks.device import bind_device
 from .checks.fields import adapt
@@ -206,7 +205,6 @@ class SetUpMixin:
         # After upstream's own, which says whether a step is logged, and before all that may evaluate.
         assert isinstance(callbacks[0], DefaultFlowCallback)
         if self.compiles_steps:
-            self._checkpoint_activations()
             self._override_returns_loss = not is_known(owner_of(type(self), "training_step").__module__)
             if self._override_returns_loss:
                 # What is logged is what it returns to upstream's loop.
@@ -238,19 +236,6 @@ class SetUpMixin:
         for mode in ("train", "eval"):
             self.expect_batches(mode)
         self._flos_per_token: float | None = None
-
-    def _checkpoint_activations(self) -> None:
-        model = unwrap_peft_model(self.model)
-        if not isinstance(model, PreTrainedModel) or self.compiled.rematerialization == "none":
-            return
-        if self._balances_experts or vars(model.config.get_text_config()).get("output_router_logits"):
-            # XLA's checkpoint runs the layers without a graph first, and that is when the router's logits are collected.
-            self.compiled.rematerialization = "none"
-            set_gradient_checkpointing(self.args, False)
-            self.compiled.changes.append(
-                "gradient_checkpointing is off: the load-balancing loss would have no gradient through it on XLA; "
-                "router_aux_loss_coef=0 allows it"
-            )
 
     # ---- Placement, precision, optimizer ----
 

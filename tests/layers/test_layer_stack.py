@@ -48,6 +48,21 @@ def load_alternating(load):
     return load_alternating
 
 
+@pytest.fixture
+def load_scaled(load, monkeypatch):
+    """Layers whose functions depend on a buffer, another number in each."""
+    forward = Qwen3MLP.forward
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda module, x: forward(module, x) * module.scale)
+
+    def load_scaled():
+        model = load()
+        for index, layer in enumerate(model.model.layers):
+            layer.mlp.register_buffer("scale", torch.tensor(1.0 + index))
+        return model
+
+    return load_scaled
+
+
 def patterns_of(xla, model):
     parent, name = find_layers(model)
     traces = LayerTraces(model, (parent, name), xla, None)
@@ -81,7 +96,7 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
         prefix = "model.layers."
         runs = [pattern.numbers(run) for pattern in stack.patterns for run in range(len(pattern.runs))]
         numbers_of = {numbers[0]: numbers for numbers in runs}
-        for name in stack.stacked:
+        for name in (name for name, stacked in stack.stacked.items() if isinstance(stacked, torch.nn.Parameter)):
             first, _, rest = name.partition(".")
             for number, part in zip(numbers_of[int(first)], gradients.pop(prefix + name), strict=True):
                 gradients[f"{prefix}{number}.{rest}"] = part
@@ -98,6 +113,34 @@ def test_loss_and_gradients_are_those_of_the_layers(xla, load, policy, dtype):
     assert gradients.keys() == again_gradients.keys()
     for name, gradient in gradients.items():
         assert (gradient - again_gradients[name]).norm() < tolerance * gradient.norm(), name
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "dots"])
+def test_routers_have_the_gradient_of_their_load(xla, load, policy):
+    def routed():
+        return load(family="qwen3_moe", output_router_logits=True, router_aux_loss_coef=10.0)
+
+    loss, gradients, _ = forward_and_backward(xla, routed())
+    without, _, _ = forward_and_backward(xla, load(family="qwen3_moe"))
+    assert loss > without + 1
+    found, again, program = forward_and_backward(xla, routed(), policy)
+    assert (" while(" in program) == (policy != "none")
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        assert (gradient - again[name]).norm() < 1e-6 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_layers_have_their_own_buffers(xla, load_scaled, policy):
+    loss, gradients, _ = forward_and_backward(xla, load_scaled())
+    model = load_scaled()
+    layers = model.model.layers
+    found, again, _ = forward_and_backward(xla, model, policy)
+    model.model.layers.unstack()
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        assert (gradient - again[name]).norm() < 1e-6 * gradient.norm(), name
+    assert [layer.mlp.scale.item() for layer in layers] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
@@ -228,6 +271,9 @@ def test_what_differs_is_named(load):
     layers = load().model.layers
     layers[1].register_forward_hook(print)
     assert why_no_turns(layers) == "a hook is registered on the whole of layer 1"
+    layers = load().model.layers
+    layers[2].register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    assert why_no_turns(layers) == "the whole of layer 2 has buffers of bool"
 
 
 # ---- Layers that repeat in a pattern ----
@@ -317,6 +363,13 @@ def test_layers_are_compared_by_what_they_compute(xla, load, monkeypatch):
 
     monkeypatch.setattr(Qwen3MLP, "forward", by_number)
     assert reason_of(xla, load(), number) == "layer 1 computes something else than layer 0"
+
+
+def test_layers_that_change_their_buffers_are_no_loop(xla, load_scaled, monkeypatch):
+    assert reason_of(xla, load_scaled()) is None
+    forward = Qwen3MLP.forward
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda module, x: forward(module, x) + module.scale.add_(1))
+    assert reason_of(xla, load_scaled()) == "layer 0 changes its buffer mlp.scale"
 
 
 def test_a_model_that_needs_other_inputs_is_no_loop(xla, load, monkeypatch):

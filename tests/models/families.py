@@ -33,6 +33,8 @@ KINDS = ("full", "lora")
 EXACTLY, BY_SGD = " in float64", " by SGD"
 #: Only how the layers run is found out.
 LAYERS = ", its layers"
+#: Two periods of layers, in the two ways that they can run.
+LOOPED, UNROLLED = " looped", " unrolled"
 #: Of one run, the imports apart: seconds of a processor, and of the clock, since others may have the machine.
 MOST_SECONDS, MOST_WAITED, MOST_BYTES = 240, 1800, 12 * 2**30
 MOST_PARAMETERS = 20 * 10**6
@@ -43,7 +45,11 @@ MOST_PARAMETERS = 20 * 10**6
 
 def train(task: str, model_type: str, lora: bool, recipe: str, *, ours: bool, output_dir: str) -> dict:
     """Train a tiny model, and say what was logged and what the device did."""
-    trainer = make_trainer(task, model_type, lora, recipe, ours=ours, output_dir=output_dir)
+    settings = {}
+    for suffix, scan_layers in ((LOOPED, "on"), (UNROLLED, "off")):
+        if recipe.endswith(suffix):
+            recipe, settings = recipe.removesuffix(suffix), {"scan_layers": scan_layers, "periods": 2}
+    trainer = make_trainer(task, model_type, lora, recipe, ours=ours, output_dir=output_dir, **settings)
     # Not the class of PEFT.
     model = type(trainer.model.get_base_model() if lora else trainer.model).__name__
     found = _count(trainer) if ours else {}
@@ -332,6 +338,18 @@ def run_part(runs: list[list], directory: Path) -> dict[str, dict]:
             )
             found[_key(run)]["by_sgd"] = {"stock": of_stock, "ours": of_ours}
     return found
+
+
+def compare_loops(runs: list[list], directory: Path) -> dict[str, tuple[dict, dict]]:
+    """Results of some runs of two periods of layers, as a loop and unrolled, by their names."""
+    recipes = [read_results()[_key(run)]["stock"]["recipe"] for run in runs]
+    looped, unrolled = (
+        _start(
+            True, directory / way.strip(), [[*run, [of_run + way]] for run, of_run in zip(runs, recipes, strict=True)]
+        )
+        for way in (LOOPED, UNROLLED)
+    )
+    return {_key(run): pair for run, pair in zip(runs, zip(looped, unrolled, strict=True), strict=True)}
 
 
 def run_all(

@@ -89,11 +89,13 @@ def test_training_is_upstreams(runs, looped, same_logs, make, config):
         ("qwen3_moe", dict(num_hidden_layers=4, decoder_sparse_step=2), [Pattern(0, (1, 1), 2)]),
         # A dense one before those with experts.
         ("qwen3_moe", dict(num_hidden_layers=4, mlp_only_layers=[0]), [Pattern(1, (1,), 3)]),
+        # With the load of the experts in the loss.
+        ("gpt_oss", dict(num_hidden_layers=4, router_aux_loss_coef=0.5), [Pattern(0, (1, 1), 2)]),
         ("gpt_neox", dict(num_hidden_layers=3), [Pattern(0, (1,), 3)]),
     ],
 )
 def test_other_patterns_train_as_upstreams(runs, looped, same_logs, make, family, sizes, patterns):
-    config = dict(max_steps=3, warmup_steps=1, router_aux_loss_coef=0.0)
+    config = dict(max_steps=3, warmup_steps=1, router_aux_loss_coef=sizes.get("router_aux_loss_coef", 0.0))
     same_logs(looped(make(family, **sizes), patterns, **config), runs.stock(model=make(family, **sizes), **config))
 
 

@@ -217,7 +217,7 @@ class LayerScan:
 
     def _why_no_turns(self, layers: nn.ModuleList) -> str | None:
         config = unwrap_peft_model(self._model).config
-        for setting in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        for setting in ("output_hidden_states", "output_attentions"):
             if vars(config).get(setting):
                 return f"{setting}=True needs an output of every layer"
         if self._backend.programs.aliased(list(layers.parameters())):
