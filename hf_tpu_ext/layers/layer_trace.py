@@ -36,26 +36,40 @@ class LayerTraces:
             The backend in use.
         dtype (`torch.dtype`, *optional*):
             What autocast computes in.
+        routed (`bool`, *optional*, defaults to `False`):
+            Whether the model will be asked for the logits of its routers, whatever its configuration says.
 
     Attributes:
         refused (`str`, *optional*): Why there is nothing to compare.
     """
 
     def __init__(
-        self, model: PreTrainedModel, place: tuple[nn.Module, str], backend: Backend, dtype: torch.dtype | None
+        self,
+        model: PreTrainedModel,
+        place: tuple[nn.Module, str],
+        backend: Backend,
+        dtype: torch.dtype | None,
+        routed: bool = False,
     ):
         parent, name = place
         self._recorder = _Recorder(parent._modules[name], backend)
-        self.refused = self._record(model, parent, name, backend, dtype)
+        self.refused = self._record(model, parent, name, backend, dtype, routed)
 
     def _record(
-        self, model: PreTrainedModel, parent: nn.Module, name: str, backend: Backend, dtype: torch.dtype | None
+        self,
+        model: PreTrainedModel,
+        parent: nn.Module,
+        name: str,
+        backend: Backend,
+        dtype: torch.dtype | None,
+        routed: bool,
     ) -> str | None:
         takes = inspect.signature(model.forward).parameters
         if "input_ids" not in takes:
             return f"{type(model).__name__} takes other inputs than text"
         rows = torch.zeros((backend.num_chips, _LENGTH), dtype=torch.int64, device=backend.device)
-        inputs = {"input_ids": rows, **({"use_cache": False} if "use_cache" in takes else {})}
+        settings = {"use_cache": False, **({"output_router_logits": True} if routed else {})}
+        inputs = {"input_ids": rows, **{name: value for name, value in settings.items() if name in takes}}
         layers, parent._modules[name] = parent._modules[name], self._recorder
         try:
             with ExitStack() as contexts:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parts import VISION, cycles_by_part
+from parts import VISION, cycles_by_part, cycles_of_a_layer
 from tables import make_parser, write_block
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
@@ -61,6 +61,38 @@ _GEMMA3_4B = _LARGER_GEMMA3 | {
     "num_hidden_layers": 34,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
+}
+_QWEN3_5 = {
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+}
+# Layers of a model that is planned for what one of them takes.
+_FEW = 8
+_GRANITE4 = {
+    "vocab_size": 32768,
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "shared_intermediate_size": 4096,
+    "num_hidden_layers": _FEW,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_local_experts": 0,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
 }
 # The sizes that these models were published with (their `config.json`); without images, those of the text model.
 MODELS = {
@@ -110,24 +142,21 @@ MODELS = {
     "Gemma-3-1B": ("gemma3_text", GEMMA3 | {"sliding_window": 512}),
     "Qwen3 of these widths": ("qwen3", GEMMA3),
     "Gemma-3-4B": ("gemma3_text", _GEMMA3_4B),
-    "Qwen3.5-0.8B": (
-        "qwen3_5_text",
-        {
-            "vocab_size": 248320,
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "max_position_embeddings": 262144,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "Qwen3.5-0.8B": ("qwen3_5_text", _QWEN3_5),
+    **{
+        f"Qwen3.5-0.8B of 8 layers, {kind.replace('_', ' ')} in each": (
+            "qwen3_5_text",
+            {**_QWEN3_5, "vocab_size": 32768, "num_hidden_layers": _FEW, "layer_types": [kind] * _FEW},
+        )
+        for kind in ("linear_attention", "full_attention")
+    },
+    **{
+        f"Granite-4.0-H-1B of 8 layers, {kind} in each": (
+            "granitemoehybrid",
+            {**_GRANITE4, "layer_types": [kind] * _FEW},
+        )
+        for kind in ("mamba", "attention")
+    },
     "Gemma-3-12B": (
         "gemma3_text",
         _LARGER_GEMMA3
@@ -353,6 +382,12 @@ ALTERNATING = [
     _gemma3("full, dtype: bfloat16, 1 x 8192", 1, 8192, dtype="bfloat16"),
     _gemma3("LoRA, 4 x 1024", 4, 1024, "Qwen3.5-0.8B", **LORA),
 ]
+# Layers that carry a state over the row, and attention between the same other parts.
+STATES = [
+    _gemma3("full, dtype: bfloat16, 4 x 1024", 4, 1024, name, dtype="bfloat16")
+    for name in MODELS
+    if name.endswith("in each")
+]
 # What rounding adds to a step.
 _INSIDE = {**LORA, "lora_r": "32", "qat_weight_dtype": "int4"}
 ROUNDED = [
@@ -377,6 +412,7 @@ TABLES = {
     "tpu_plans": (DOCUMENT, CASES),
     "slice_plans": (DOCUMENT, SLICES),
     "alternating_plans": (DOCUMENT, ALTERNATING),
+    "state_plans": (DOCUMENT, STATES),
     "preference_plans": (DOCUMENT, PREFERENCES),
     "image_plans": (ROOT / "docs" / "images.md", IMAGES),
     "qlora_plans": (ROOT / "docs" / "quantization.md", FEW_BITS),
@@ -441,12 +477,13 @@ def plan(
 
 
 def plan_parts(case: Case, directory: Path) -> dict:
-    """Plan a run with images, whose step names the cycles of its vision tower."""
+    """Plan a run with images, whose step names the cycles of its vision tower, or one whose cycles of a layer are counted."""
     named = str(Path(__file__).with_name("trace_parts.py"))
     planned, _ = plan(case, directory, "--hlo", str(directory), program=[named])
     if planned["programs"][-1]["error"] is None:
         (text,) = directory.glob("training_step_*.txt")
-        planned["of_images"] = cycles_by_part(text.read_text(encoding="utf-8"))[VISION]
+        program = text.read_text(encoding="utf-8")
+        planned["of_part"] = cycles_by_part(program)[VISION] if case in IMAGES else cycles_of_a_layer(program, _FEW)
     return planned
 
 
@@ -466,8 +503,8 @@ def make_row(case: Case, planned: dict) -> str:
             f"{1000 * derived['step']['seconds'][1]:.0f} ms",
             f"{program['cost']['cycles'] / 1e6:.0f} M",
         ]
-        if "of_images" in planned:
-            cells.append(f"{planned['of_images'] / 1e6:.0f} M")
+        if "of_part" in planned:
+            cells.append(f"{planned['of_part'] / 1e6:.{0 if case in IMAGES else 1}f} M")
     return f"| {' | '.join(cells)} |"
 
 
@@ -489,12 +526,13 @@ def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
         "|---|---|---|---:|---|---:|---:|---:|---:|---:|",
     ]
 
-    if cases[0] in IMAGES:
-        lines = [f"{line} {cell} |" for line, cell in zip(lines, ("of them vision tower", "---:"), strict=True)]
+    if cases[0] in IMAGES or cases[0] in STATES:
+        part = "of them vision tower" if cases[0] in IMAGES else "of them a layer"
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, (part, "---:"), strict=True)]
 
     def plan_alone(case: Case) -> dict:
         with tempfile.TemporaryDirectory() as directory:
-            return plan_parts(case, Path(directory)) if case in IMAGES else plan(case, Path(directory))[0]
+            return plan_parts(case, Path(directory)) if case in IMAGES + STATES else plan(case, Path(directory))[0]
 
     measured = []
     with ThreadPoolExecutor(jobs) as pool:

@@ -261,7 +261,8 @@ class LayerScan:
         layers = getattr(*found)
         if (reason := self._why_no_turns(layers)) is not None:
             return reason
-        traces = LayerTraces(model, found, self._backend, self._compiled.compute_dtype)
+        dtype, routed = self._compiled.compute_dtype, self._trainer.balances_experts
+        traces = LayerTraces(model, found, self._backend, dtype, routed)
         if traces.refused is not None:
             return traces.refused
         groups = _groups_of_layers(layers, optimizer)

@@ -74,7 +74,7 @@ class StepsMixin:
             self.current_gradient_accumulation_steps = number
 
     @property
-    def _balances_experts(self) -> bool:
+    def balances_experts(self) -> bool:
         """Whether upstream's loss has a part for the load of the experts."""
         return bool(vars(self).get("aux_loss_enabled"))
 
@@ -96,7 +96,7 @@ class StepsMixin:
         if self.evaluations.data is not None:
             return self.evaluations.data
         # SFT divides the load-balancing loss by the number of the step before, which there may not have been.
-        steps = self._balances_experts and "current_gradient_accumulation_steps" in vars(self)
+        steps = self.balances_experts and "current_gradient_accumulation_steps" in vars(self)
         return self.backend.send(self.step_data()) if steps else {}
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
