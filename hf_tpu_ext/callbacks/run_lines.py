@@ -54,18 +54,18 @@ class RunLines(TrainerCallback):
             args.gradient_accumulation_steps,
             self._backend.processes.hosts,
         )
-        # There may be several processes of one chip each.
-        workers = chips * args.world_size
+        # There may be several processes of one chip each. A CPU is none, and a GPU is not called so.
+        workers, kind = chips * args.world_size, "chip" if self._backend.static_shapes else "device"
         where = f" in {args.world_size} processes" * (args.world_size > 1) + f" on {hosts} hosts" * (hosts > 1)
         local, total = facts.rows // chips, facts.rows * args.world_size * accumulation
         shape = " or ".join(f"{local} x {length}" for length in facts.lengths) or str(local)
         parts = [
             f"{self._backend.name} ({self._backend.device_name}): {self._backend.reason}",
-            count(workers, "chip") + where,
+            count(workers, kind) + where,
             facts.precision,
-            f"local batch size {shape} per chip",
-            f"global batch size {total} ({local} per chip x {count(accumulation, 'gradient accumulation step')} x "
-            f"{count(workers, 'chip')})",
+            f"local batch size {shape} per {kind}",
+            f"global batch size {total} ({local} per {kind} x {count(accumulation, 'gradient accumulation step')} x "
+            f"{count(workers, kind)})",
         ]
         if facts.lengths:
             tokens = total * max(facts.lengths)

@@ -311,7 +311,8 @@ def test_several_processes_are_counted_together(tiny_model, tmp_path):
     outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert (
-        "2 chips in 2 processes" in outputs[0] and "8 per chip x 1 gradient accumulation step x 2 chips" in outputs[0]
+        "2 devices in 2 processes" in outputs[0]
+        and "8 per device x 1 gradient accumulation step x 2 devices" in outputs[0]
     )
     assert "Training on" not in outputs[1]
     events = [json.loads(line) for line in (tmp_path / "run/run.jsonl").read_text().splitlines()]
