@@ -67,6 +67,12 @@ def start() -> None:
     # Flash attention is a kernel for TPU.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
+    # The plug-in cannot read its program: the plug-in's StableHLO is older than torch_tpu's.
+    cumsum = torch.Tensor.cumsum
+    torch.Tensor.cumsum = lambda tensor, dim, **more: (
+        _cumsum(tensor, dim, **more) if tensor.device.type == "tpu" else cumsum(tensor, dim, **more)
+    )
+    torch.cumsum = torch.Tensor.cumsum
     if "WORLD_SIZE" in os.environ:
         # The plug-in connects no chips. Each process learns that it is on its own when its runtime is started, and speaks to the
         # others by the host. Upstream's arguments would have them meet by tpu_dist.
@@ -77,6 +83,14 @@ def start() -> None:
         import collectives_by_host
 
         torch.distributed.init_process_group(collectives_by_host.NAME)
+
+
+def _cumsum(tensor, dim, dtype=None):
+    import torch
+
+    places = torch.arange(tensor.shape[dim], device=tensor.device)
+    terms = tensor.transpose(dim, -1).unsqueeze(-2) * (places[:, None] >= places)
+    return terms.sum(-1, dtype=dtype).transpose(dim, -1)
 
 
 def _add_output_kinds(plugin: Path) -> None:

@@ -221,6 +221,7 @@ def test_a_process_without_torch_xla_reads_what_was_saved(runs, tmp_path, monkey
     assert_logits_close(logits["adapter"], trained_logits(adapter))
 
 
+@pytest.mark.torch_xla
 def test_an_optimizer_of_ones_own_is_saved_from_the_host(runs, xla):
     """Made for the model on the device."""
     model = AutoModelForCausalLM.from_pretrained(runs.model_dir, dtype=torch.float32)
@@ -249,7 +250,8 @@ def test_checkpoint_of_stock_on_cpu_resumes_on_xla(runs, same_logs, tmp_path, mo
     resumed = runs.ours(lora=lora, optim=optim, train=False, output_dir=str(tmp_path / "resumed"))
     before = resumed.backend.counters()
     resume(resumed, runs.output_dir / "checkpoint-4")
-    assert (resumed.backend.counters() - before).reads == 4 + 1
+    if resumed.backend.traces_steps:
+        assert (resumed.backend.counters() - before).reads == 4 + 1
     assert resumed.watch.recompiles == 0
     # The file of the optimizer, whose tensors go to the device one by one; of what is loaded else, none.
     assert mapped.count(True) == 2 and not mapped[-1]

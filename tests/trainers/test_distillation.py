@@ -110,11 +110,12 @@ def test_learning_from_the_teacher_alone(distil, teacher):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, teacher, accumulation):
+def test_executions_and_reads_are_those_of_plain_fine_tuning(runs, xla, teacher, accumulation):
     _, steps = train_and_count(
         runs, kd_teacher=teacher, max_steps=5, logging_steps=100, gradient_accumulation_steps=accumulation
     )
-    assert {step.executions for step in steps} == {accumulation}
+    # torch_tpu makes what a step needs by operators, in the first one.
+    assert {step.executions for step in steps[0 if xla.traces_steps else 1 :]} == {accumulation}
     assert {step.reads for step in steps[:-1]} == {0}
     assert sum(step.compiles for step in steps[1:]) == 0
 
@@ -175,13 +176,13 @@ def test_a_loss_of_ones_own_has_no_room_for_a_teacher(distil, teacher):
         trainer.train()
 
 
-def test_more_tokens_than_the_vocabulary_has(distil, runs, teacher):
+def test_more_tokens_than_the_vocabulary_has(distil, runs, xla, teacher):
     vocab_size = AutoConfig.from_pretrained(runs.model_dir).vocab_size
     message = (
         rf"kd_top_k={vocab_size + 1}, but the vocabulary of '.+' has {vocab_size} tokens. Set kd_top_k to 1\.\.\."
     )
     for config in (dict(kd_teacher=teacher), dict(kd_teacher="base", lora={})):
-        for backend in ("cpu", "xla"):
+        for backend in ("cpu", xla.name):
             with pytest.raises(ValueError, match=message):
                 distil(backend, kd_top_k=vocab_size + 1, **config)
             assert distil(backend, kd_top_k=vocab_size, train=False, **config).teacher is not None

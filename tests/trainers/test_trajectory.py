@@ -1,4 +1,4 @@
-"""On XLA the losses, gradient norms and metrics are those of upstream's trainer on eager CPU."""
+"""On XLA, by torch_xla or torch_tpu, the losses, gradient norms and metrics are those of upstream's trainer on eager CPU."""
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ EVERY_METRIC = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_acc
 
 
 @pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
-def test_twenty_steps_with_evaluation(runs, same_logs, lora):
+def test_twenty_steps_with_evaluation(runs, xla, same_logs, lora):
     config = dict(max_steps=20, warmup_steps=5, eval_strategy="steps", eval_steps=10)
     ours = runs.ours(lora=lora, **config)
+    assert {ours.args.device.type, ours.accelerator.device.type, ours.model.device.type} == {xla.name}
     same_logs(ours, runs.stock(lora=lora, **config))
     assert EVERY_METRIC <= set(ours.state.log_history[0])
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"} <= set(
