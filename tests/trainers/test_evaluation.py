@@ -150,6 +150,7 @@ def reads_of(evaluate, backend):
     return metrics, (backend.counters() - before).reads
 
 
+@pytest.mark.torch_xla
 def test_an_evaluation_reads_once(general):
     """Whatever it reads: the loss, or the predictions of all batches. 10 rows are 3 batches."""
     dataset = token_rows(LENGTHS)
@@ -167,6 +168,7 @@ def test_an_evaluation_reads_once(general):
         assert mine.keys() >= {key for key in other if "time" not in key}
 
 
+@pytest.mark.torch_xla
 def test_predictions_are_read_before_they_take_too_much_memory(general, monkeypatch):
     ours = general(eval_dataset=token_rows(LENGTHS), compute_metrics=accuracy_of_logits)
     whole = ours.evaluate()
@@ -194,6 +196,8 @@ def shifted(logits, labels):
     return logits[:, :-1].argmax(-1)
 
 
+# Also of padding, whose values are others with torch_tpu.
+@pytest.mark.torch_xla
 @pytest.mark.parametrize(
     "settings",
     [{}, {"batch_eval_metrics": True}, {"eval_do_concat_batches": False}],
@@ -228,6 +232,7 @@ def test_metrics_are_computed_of_upstreams_columns(general, preprocess, settings
             np.testing.assert_allclose(value, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.torch_xla
 def test_classes_are_no_columns(runs):
     """As many of a row as it is padded to, and the hidden states of its tokens."""
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
