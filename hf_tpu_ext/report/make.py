@@ -14,7 +14,7 @@ from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
 from .planned import compare_if_planned, compare_with_plan, describe_in_lines, read_plan
 from .record import read_run
-from .sections import describe_run
+from .sections import describe_run, headline
 
 
 # In each file, for the next report to know that it may take the place of that one.
@@ -95,6 +95,15 @@ def make_report(
             f"{path} cannot be written ({error.strerror}). Make room or name another directory: {command} --output_dir DIR"
         ) from error
     return page
+
+
+def in_card(output_dir: str | Path) -> str:
+    """The numbers to see first of a run, as a table for the card of its model; nothing where there is no record of it."""
+    try:
+        numbers = headline(read_run(output_dir), read_prices())
+    except UserError:
+        return ""
+    return "\n| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in numbers.items())
 
 
 def describe_ended_run(output_dir: str | Path) -> str:

@@ -79,4 +79,4 @@ def test_pushes_at_saves_and_at_the_end(hub, tmp_path):
         assert files[name] == (tmp_path / "run" / name).read_bytes(), name
     card = ModelCard(files["README.md"].decode())
     assert {"trl", "sft", "hf_tpu_ext"} <= set(card.data.tags)
-    assert "[report](report.md)" in card.text
+    assert "[report](report.md)" in card.text and "| steps | 4 of 4 |" in card.text

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from hf_tpu_ext import TPUSFTTrainer
+from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.trainers.checkpoint.average_file import EMA_FILE
 from hf_tpu_ext.trainers.checkpoint.saved_model import whole_model
 
@@ -118,6 +119,16 @@ def test_only_our_average_is_removed(tmp_path):
     with whole_model(tmp_path) as written:
         save_file({}, written / "model.safetensors")
     assert (tmp_path / EMA_FILE).is_file()
+
+
+def test_the_card_names_this_package_and_has_figures(runs):
+    """With an adapter, whose card PEFT writes once more."""
+    settings = dict(max_steps=2, save_strategy="steps", save_steps=2, run_report=True, config_cls=TPUSFTConfig)
+    trainer = runs.ours(lora={}, **settings)
+    trainer.save_model()
+    card = ModelCard.load(runs.output_dir / "README.md")
+    assert {"trl", "sft", "lora", "hf_tpu_ext"} <= set(card.data.tags)
+    assert "| steps | 2 of 2 |" in card.text and "on CPU, compiled by XLA, 1 chip" in card.text
 
 
 def test_the_card_of_a_run_is_kept(runs):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length, unwrap_peft_model
 from transformers.utils import logging
@@ -22,6 +23,7 @@ from ...errors import SaveError, UserError
 from ...formatting import count
 from ...quantization.bitsandbytes import find_config
 from ...redaction import redact
+from ...report.make import in_card
 from ...step.running_code import is_known
 from .base_record import find_frozen, write_base
 from .files import checkpoints_by_step, delete_old, find_damage, seal, temporary_dir, write_run_state
@@ -31,6 +33,9 @@ from .stopping import StoppingMixin
 
 
 logger = logging.get_logger(__name__)
+
+# Of models that were trained with this package.
+_TAG = "hf_tpu_ext"
 
 #: What an evaluation of upstream's trainer gives.
 UPSTREAM_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
@@ -65,6 +70,9 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
     def _add_saving_callbacks(self) -> None:
         for callback in (self.preemption, self._resumption):
             self.add_callback(callback)
+        if isinstance(base := unwrap_peft_model(self.model), PreTrainedModel):
+            # PEFT writes a card of its own, with these.
+            base.add_model_tags([_TAG])
 
     @property
     def _writes_run(self) -> bool:
@@ -198,10 +206,11 @@ class SavingMixin(ResumptionMixin, StoppingMixin):
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / "README.md"
             card = ModelCard.load(path)
-            card.data.tags = [*(card.data.tags or ()), "hf_tpu_ext"]
-            figures = ": [report](report.md)" if path.with_name("report.md").is_file() else ""
-            on = f"{self.backend.device_name}, {count(self.backend.num_chips, 'chip')}"
-            card.text += f"\n\nTrained with hf_tpu_ext {__version__} on {on}{figures}.\n"
+            card.data.tags = list(dict.fromkeys([*(card.data.tags or ()), _TAG]))
+            report = ": [report](report.md)" if path.with_name("report.md").is_file() else ""
+            chips = self.backend.num_chips * self.args.world_size
+            on = f"{self.backend.device_name}, {count(chips, 'chip' if self.backend.static_shapes else 'device')}"
+            card.text += f"\n\nTrained with hf_tpu_ext {__version__} on {on}{report}.\n{in_card(path.parent)}"
             card.save(path)
 
     def _note_best(self, checkpoint: Path) -> None:
