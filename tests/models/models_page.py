@@ -33,7 +33,6 @@ _RECIPES = {
 # What was found out about a family of a task otherwise.
 _KNOWN = {
     "image_text/paligemma": "beside upstream's eager attention: with SDPA, tokens of a batch without padding see later ones there",
-    "seq2seq/prophetnet": "its program was not compiled in four minutes",
 }
 
 
