@@ -123,7 +123,8 @@ def checkpoint_activations(run: Run) -> None:
     wanted = run["rematerialization"]
     compiled.rematerialization = wanted or ("full" if args.gradient_checkpointing else "none")
     if isinstance(args, ExtensionArguments):
-        compiled.step_replay = args.step_replay
+        # Weights in parts are put together by collectives, which are between programs.
+        compiled.step_replay = False if run.place.splits_weights else args.step_replay
     if not run.place.traced:
         if wanted is not None:
             set_gradient_checkpointing(args, wanted == "full")

@@ -69,8 +69,8 @@ class TrainerPrograms:
 
     @property
     def step_replay(self) -> bool | None:
-        """As in [`ExtensionArguments`]; never where weights are in parts, which are put together by collectives between programs."""
-        return False if self._trainer.backend.splits_weights else self._trainer.compiled.step_replay
+        """As in [`ExtensionArguments`]."""
+        return self._trainer.compiled.step_replay
 
     @property
     def done(self) -> int:
