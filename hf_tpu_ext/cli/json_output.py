@@ -6,15 +6,24 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from ..atomic_write import write_atomically
+from ..errors import UserError
 
 
 @contextmanager
 def json_output(path: Path | None) -> Iterator[Callable[[str], None]]:
     """
     Within this context, what a command prints goes to stderr if `path` is `-`, so that stdout has the JSON alone. Yields what writes
-    the JSON to where the option says, if anywhere.
+    the JSON to where the option says, if anywhere. A directory that is missing is made before.
     """
     if path != Path("-"):
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"--json {path} cannot be written ({error.strerror}). Give a file in a directory of yours, for example "
+                    "--json found.json"
+                ) from error
         yield lambda text: write_atomically(path, text) if path is not None else None
         return
     stdout = sys.stdout

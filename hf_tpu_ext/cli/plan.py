@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -81,17 +80,10 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise UserError(
                 f"--seq_lengths {length}: a row has at least one token, for example --seq_lengths 512 1024"
             )
-    if options.json is not None and not options.json.parent.is_dir():
-        raise UserError(
-            f"--json {options.json}: there is no directory {options.json.parent}. Create it first: "
-            f"mkdir -p {shlex.quote(str(options.json.parent))}"
-        )
     if options.jobs is not None and options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: at least one graph is compiled at once, for example --jobs 2")
-    if options.hlo is not None and not options.hlo.is_dir():
-        raise UserError(
-            f"--hlo {options.hlo}: there is no such directory. Create it first: mkdir -p {shlex.quote(str(options.hlo))}"
-        )
+    if options.hlo is not None:
+        options.hlo.mkdir(parents=True, exist_ok=True)
     return options, rest
 
 

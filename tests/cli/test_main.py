@@ -135,13 +135,13 @@ def test_a_bug_has_an_exit_status_of_its_own(monkeypatch, capsys):
 
 
 def test_json_has_the_screen_alone(capsys, tmp_path):
-    for path in (Path("-"), tmp_path / "found.json", None):
+    for path in (Path("-"), tmp_path / "not/there/found.json", None):
         with json_output(path) as write_json:
             print("a page")
             write_json("{}")
     told = capsys.readouterr()
     assert (told.out, told.err) == ("{}\na page\na page\n", "a page\n")
-    assert (tmp_path / "found.json").read_text() == "{}"
+    assert (tmp_path / "not/there/found.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("option", ["--group-size", "--group_size"])

@@ -173,7 +173,10 @@ BAD_INPUT = {
     "no_tokens": (["--seq_lengths", "0"], ["--seq_lengths 0", "at least one token"]),
     "no_shapes": ([], ["names no data", "--seq_lengths"]),
     "chips": (["--seq_lengths", "64", "--num_chips", "4"], ["num_chips=4", "8"]),
-    "json": (["--seq_lengths", "64", "--json", "/nowhere/plan.json"], ["/nowhere"]),
+    "json": (
+        ["--seq_lengths", "64", "--json", "/dev/null/plan.json"],
+        ["--json /dev/null/plan.json cannot be written"],
+    ),
     "optimizer": (["--seq_lengths", "64", "--optim", "sgd"], ["not replayed"]),
     "jobs": (["--seq_lengths", "64", "--jobs", "0"], ["--jobs 0", "--jobs 2"]),
     "search": (["--seq_lengths", "64", "--search", "batch"], ["'batch'", "'rematerialization', 'mesh'"]),

@@ -151,8 +151,8 @@ def test_a_failure_is_the_status_and_marks_are_plain_where_they_have_to_be():
 
 
 def test_bad_arguments(tmp_path, capsys):
-    assert main(["doctor", "--json", str(tmp_path / "absent" / "found.json")]) == 2
-    assert "a directory that exists" in capsys.readouterr().err
+    assert main(["doctor", "--json", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         main(["doctor", "--smoke"])
     assert stop.value.code == 2
