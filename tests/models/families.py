@@ -340,16 +340,23 @@ def run_part(runs: list[list], directory: Path) -> dict[str, dict]:
     return found
 
 
-def compare_loops(runs: list[list], directory: Path) -> dict[str, tuple[dict, dict]]:
-    """Results of some runs of two periods of layers, as a loop and unrolled, by their names."""
-    recipes = [read_results()[_key(run)]["stock"]["recipe"] for run in runs]
-    looped, unrolled = (
-        _start(
-            True, directory / way.strip(), [[*run, [of_run + way]] for run, of_run in zip(runs, recipes, strict=True)]
+def compare_loops(runs: list[list], directory: Path) -> dict[str, dict]:
+    """Results of some runs of two periods of layers, as a loop (`ours`) and unrolled (`stock`), by their names."""
+    known = read_results()
+
+    def start(runs: list[list], way: str) -> list[dict]:
+        recipes = [[known[_key(run)]["stock"]["recipe"] + way] for run in runs]
+        return _start(
+            True, directory / way.strip(), [[*run, of_run] for run, of_run in zip(runs, recipes, strict=True)]
         )
-        for way in (LOOPED, UNROLLED)
-    )
-    return {_key(run): pair for run, pair in zip(runs, zip(looped, unrolled, strict=True), strict=True)}
+
+    looped, unrolled = start(runs, LOOPED), start(runs, UNROLLED)
+    found = {_key(run): dict(ours=ours, stock=stock) for run, ours, stock in zip(runs, looped, unrolled, strict=True)}
+    # As above: rounding decides.
+    differ = [run for run in runs if not is_equal(found[_key(run)])]
+    for run, exact in zip(differ, start(differ, EXACTLY + UNROLLED) if differ else [], strict=True):
+        found[_key(run)]["exact"] = exact
+    return found
 
 
 def run_all(
