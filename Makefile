@@ -50,11 +50,14 @@ $(VENV)-torch-tpu/.installed: setup.cfg pyproject.toml
 	$(VENV)-torch-tpu/bin/python -m pip install --quiet -e '.[test_torch_tpu]'
 	@touch $@
 
+# Tests of torch_tpu alone, and those of trainers, whose backend is torch_tpu in its environment.
+TORCH_TPU_TESTS := tests/torch_tpu $(patsubst %,tests/trainers/test_%.py,trajectory checkpoints resumption distillation evaluation)
+
 test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu, in an environment of its own
-	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile tests/torch_tpu
+	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(TORCH_TPU_TESTS)
 
 test-torch-tpu-slow: $(VENV)-torch-tpu/.installed  ## The slow tests of torch_tpu too
-	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' tests/torch_tpu
+	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' $(TORCH_TPU_TESTS)
 
 test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
 

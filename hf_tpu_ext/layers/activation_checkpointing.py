@@ -204,7 +204,7 @@ def recompute(module: nn.Module, backend: Backend, keeps_dots: bool, function: C
             values[place].update(content)
         args, keywords = tree_unflatten(values[:num_leaves], structure)
         # Collected without a graph, logits would have no gradient.
-        with collect_apart(collects) as logits:
+        with collect_apart() if collects else nullcontext([]) as logits:
             result = function(*args, **dict(keywords))
         left = [
             {key: value for key, value in values[place].items() if content.get(key) is not value}

@@ -244,7 +244,8 @@ class PatternLoop:
             seed, chip = seeds[0].unbind()
             # To random numbers, a block is what a chip is: one of several with as many rows.
             seeds = (seed, blocks.number_over_chips(chip, number))
-        with RandomNumbers(*seeds) if seeds else nullcontext(), collect_apart(collects) as logits:
+        collected = collect_apart() if collects else nullcontext([])
+        with RandomNumbers(*seeds) if seeds else nullcontext(), collected as logits:
             parts = dict(zip((*template.names, *template.made), (*weights, *made), strict=True))
             args, kwargs = arguments
             hidden = functional_call(template.layer, parts, (hidden, *args), kwargs)

@@ -16,11 +16,11 @@ def are_collected() -> bool:
 
 
 @contextmanager
-def collect_apart(wanted: bool) -> Iterator[list[Tensor]]:
-    """Within this context they go into the list that it returns, if they are wanted, and not to the model."""
+def collect_apart() -> Iterator[list[Tensor]]:
+    """Within this context they go into the list that it returns, and not to the model."""
     found: list[Tensor] = []
     collector = output_capturing._active_collector
-    token = collector.set({**(collector.get() or {}), **({_NAME: found} if wanted else {})})
+    token = collector.set({**(collector.get() or {}), _NAME: found})
     try:
         yield found
     finally:
