@@ -114,6 +114,8 @@ class LayerLoop(torch.autograd.Function):
         pairs = zip(_cut(inputs, num_inputs), _cut(of_collected, ctx.num_collected), strict=True)
         inputs = tuple(chain.from_iterable(chain.from_iterable(pairs)))
         num_given = [sum(counts) for counts in zip(num_inputs, ctx.num_collected, strict=True)]
+        # What only chooses, as an indexer of attention, gets no gradient, and no optimizer may decay it.
+        used: list[list[bool]] = [[]] * len(layers)
 
         def turn(carry: tuple, _) -> tuple:
             rows, gradient, inputs, weights, found = carry
@@ -156,7 +158,12 @@ class LayerLoop(torch.autograd.Function):
                             wanted = [hidden, *compress(weights, needed)]
                             pairs = zip(outputs, gradients, strict=True)
                             outputs, gradients = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
-                            gradient, *found = torch.autograd.grad(outputs, wanted, gradients)
+                            gradient, *found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+                        used[place] = [tensor is not None for tensor in found]
+                        found = [
+                            torch.zeros_like(weight) if tensor is None else tensor
+                            for weight, tensor in zip(wanted[1:], found, strict=True)
+                        ]
                         return (shared, carry[1], blocks.add(sums, found)), (gradient,)
 
                     carry = (shared, of_turn, blocks.zeros(trained))
@@ -183,8 +190,9 @@ class LayerLoop(torch.autograd.Function):
         (_, (hidden_grad, *_), *_, found), _ = backend.loops.scan(
             turn, (last, carry, inputs, weights, found), (turns,)
         )
-        found = iter(chain.from_iterable(found))
-        return *[None] * 3, blocks.join(hidden_grad), *(next(found) if is_needed else None for is_needed in needed)
+        pairs = zip(chain.from_iterable(found), chain.from_iterable(used), strict=True)
+        gradients = (gradient if is_used else None for gradient, is_used in pairs)
+        return *[None] * 3, blocks.join(hidden_grad), *(next(gradients) if is_needed else None for is_needed in needed)
 
 
 def _summed(backend: Backend, gradient: Tensor) -> Tensor:

@@ -89,14 +89,14 @@ def forward_and_backward(xla, model, policy=None, dtype=None):
     with static_masks(), xla.autocast(dtype):
         loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     program = torch_xla._XLAC._get_xla_tensors_hlo([loss, *gradients.values()])
     loss, gradients = xla.fetch([loss, gradients])
     if stack is not None:
         prefix = "model.layers."
         runs = [pattern.numbers(run) for pattern in stack.patterns for run in range(len(pattern.runs))]
         numbers_of = {numbers[0]: numbers for numbers in runs}
-        for name in (name for name, stacked in stack.stacked.items() if isinstance(stacked, torch.nn.Parameter)):
+        for name in (name for name in stack.stacked if prefix + name in gradients):
             first, _, rest = name.partition(".")
             for number, part in zip(numbers_of[int(first)], gradients.pop(prefix + name), strict=True):
                 gradients[f"{prefix}{number}.{rest}"] = part
@@ -126,6 +126,34 @@ def test_routers_have_the_gradient_of_their_load(xla, load, policy):
     found, again, program = forward_and_backward(xla, routed(), policy)
     assert (" while(" in program) == (policy != "none")
     torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        assert (gradient - again[name]).norm() < 1e-6 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "dots"])
+def test_weights_that_only_choose_have_no_gradient(xla, load, monkeypatch, policy):
+    """As those of an indexer of attention: an optimizer leaves them alone, and does not decay them."""
+    forward = Qwen3MLP.forward
+
+    def forward_chosen(module, x):
+        with torch.no_grad():
+            chosen = module.chooser(x) > 0
+        return forward(module, x) * chosen
+
+    def choosing():
+        model = load()
+        for index, layer in enumerate(model.model.layers):
+            torch.manual_seed(index)
+            layer.mlp.chooser = torch.nn.Linear(32, 1)
+        return model
+
+    monkeypatch.setattr(Qwen3MLP, "forward", forward_chosen)
+    loss, gradients, _ = forward_and_backward(xla, choosing())
+    found, again, program = forward_and_backward(xla, choosing(), policy)
+    assert (" while(" in program) == (policy != "none")
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    assert not any("chooser" in name for name in gradients)
+    assert gradients.keys() == again.keys()
     for name, gradient in gradients.items():
         assert (gradient - again[name]).norm() < 1e-6 * gradient.norm(), name
 
