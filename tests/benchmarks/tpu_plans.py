@@ -79,21 +79,6 @@ _QWEN3_5 = {
 }
 # Layers of a model that is planned for what one of them takes.
 _FEW = 8
-_GRANITE4 = {
-    "vocab_size": 32768,
-    "hidden_size": 1536,
-    "intermediate_size": 4096,
-    "shared_intermediate_size": 4096,
-    "num_hidden_layers": _FEW,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "num_local_experts": 0,
-    "mamba_n_heads": 48,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-}
 # The sizes that these models were published with (their `config.json`); without images, those of the text model.
 MODELS = {
     "Qwen3-0.6B": ("qwen3", QWEN3),
@@ -149,13 +134,6 @@ MODELS = {
             {**_QWEN3_5, "vocab_size": 32768, "num_hidden_layers": _FEW, "layer_types": [kind] * _FEW},
         )
         for kind in ("linear_attention", "full_attention")
-    },
-    **{
-        f"Granite-4.0-H-1B of 8 layers, {kind} in each": (
-            "granitemoehybrid",
-            {**_GRANITE4, "layer_types": [kind] * _FEW},
-        )
-        for kind in ("mamba", "attention")
     },
     "Gemma-3-12B": (
         "gemma3_text",
