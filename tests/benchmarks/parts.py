@@ -46,18 +46,6 @@ def cycles_by_part(text: str) -> dict[str, int]:
     return dict(cycles.most_common())
 
 
-def cycles_of_a_layer(text: str, layers: int) -> float:
-    """The cycles that the compiler estimates for a layer of a program in which so many are a loop."""
-    module = parse_module(text)
-    looped = [
-        (times, line)
-        for (computation, fused), times in count_runs(module)[0].items()
-        if times >= layers and not fused
-        for line in module.computations[computation].values()
-    ]
-    return sum(times * estimated_cycles(line) for times, line in looped) / layers
-
-
 def _class(line: Instruction, module: Module) -> str:
     fused = list(_fused(line, module))
     kind = _kind({line.opcode, *(inner.opcode for inner, _ in fused)})

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parts import VISION, cycles_by_part, cycles_of_a_layer
+from parts import VISION, cycles_by_part
 from tables import make_parser, write_block
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
@@ -77,8 +77,6 @@ _QWEN3_5 = {
     "max_position_embeddings": 262144,
     "tie_word_embeddings": True,
 }
-# Layers of a model that is planned for what one of them takes.
-_FEW = 8
 # The sizes that these models were published with (their `config.json`); without images, those of the text model.
 MODELS = {
     "Qwen3-0.6B": ("qwen3", QWEN3),
@@ -131,7 +129,7 @@ MODELS = {
     **{
         f"Qwen3.5-0.8B of 8 layers, {kind.replace('_', ' ')} in each": (
             "qwen3_5_text",
-            {**_QWEN3_5, "vocab_size": 32768, "num_hidden_layers": _FEW, "layer_types": [kind] * _FEW},
+            {**_QWEN3_5, "vocab_size": 32768, "num_hidden_layers": 8, "layer_types": [kind] * 8},
         )
         for kind in ("linear_attention", "full_attention")
     },
@@ -455,13 +453,12 @@ def plan(
 
 
 def plan_parts(case: Case, directory: Path) -> dict:
-    """Plan a run with images, whose step names the cycles of its vision tower, or one whose cycles of a layer are counted."""
+    """Plan a run with images, whose step names the cycles of its vision tower."""
     named = str(Path(__file__).with_name("trace_parts.py"))
     planned, _ = plan(case, directory, "--hlo", str(directory), program=[named])
     if planned["programs"][-1]["error"] is None:
         (text,) = directory.glob("training_step_*.txt")
-        program = text.read_text(encoding="utf-8")
-        planned["of_part"] = cycles_by_part(program)[VISION] if case in IMAGES else cycles_of_a_layer(program, _FEW)
+        planned["of_images"] = cycles_by_part(text.read_text(encoding="utf-8"))[VISION]
     return planned
 
 
@@ -481,8 +478,8 @@ def make_row(case: Case, planned: dict) -> str:
             f"{1000 * derived['step']['seconds'][1]:.0f} ms",
             f"{program['cost']['cycles'] / 1e6:.0f} M",
         ]
-        if "of_part" in planned:
-            cells.append(f"{planned['of_part'] / 1e6:.{0 if case in IMAGES else 1}f} M")
+        if "of_images" in planned:
+            cells.append(f"{planned['of_images'] / 1e6:.0f} M")
     return f"| {' | '.join(cells)} |"
 
 
@@ -504,13 +501,12 @@ def make_table(cases: list[Case], jobs: int) -> tuple[str, list[dict]]:
         "|---|---|---|---:|---|---:|---:|---:|---:|---:|",
     ]
 
-    if cases[0] in IMAGES or cases[0] in STATES:
-        part = "of them vision tower" if cases[0] in IMAGES else "of them a layer"
-        lines = [f"{line} {cell} |" for line, cell in zip(lines, (part, "---:"), strict=True)]
+    if cases[0] in IMAGES:
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, ("of them vision tower", "---:"), strict=True)]
 
     def plan_alone(case: Case) -> dict:
         with tempfile.TemporaryDirectory() as directory:
-            return plan_parts(case, Path(directory)) if case in IMAGES + STATES else plan(case, Path(directory))[0]
+            return plan_parts(case, Path(directory)) if case in IMAGES else plan(case, Path(directory))[0]
 
     measured = []
     with ThreadPoolExecutor(jobs) as pool:
