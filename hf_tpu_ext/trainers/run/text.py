@@ -88,7 +88,7 @@ class TextGeneration:
         ends = find_ends(unwrap_peft_model(model)._prepare_generation_config(config)[0])
         return Generated([row[: count_until_end(row, ends)] for row in made.tolist()], [])
 
-    def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Any]) -> Any:
+    def _run(self, name: str, shape: tuple[int, int], run: Callable[[], Any] | None = None) -> Any:
         return self._programs.end(name, f"{name} after step {self._programs.done}", run=run, shape=shape)
 
     def _compile(self, function: Callable, state: Callable[[], list[torch.Tensor]]) -> CompiledFunction:
