@@ -46,7 +46,8 @@ class Processes:
         Give all processes the value of each, in the order of their indices. All have to be there; `what` says where that is,
         for messages. Hosts of a slice exchange JSON, and raise [`HostsDisagree`] where another is elsewhere, or does not come.
 
-        A process that cannot come there gives its `error`, which all raise.
+        A process that cannot come there gives its `error`, for which none goes on: it raises that, and others the same or one that
+        names it.
         """
         if error is not None:
             raise error

@@ -182,7 +182,7 @@ class CompiledFunction(ABC):
             return
         self.change = change
         self._changes += 1
-        reason = self._fingerprint.why_not()
+        reason = self._agree("what has changed before a step", self._fingerprint.why_not())
         if reason is None and self._changes > _MOST_CHANGES:
             reason = f"{change}, and there were {_MOST_CHANGES} such changes before"
         if reason is not None:

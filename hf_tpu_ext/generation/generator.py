@@ -66,7 +66,7 @@ class Generator:
             What is generated. It needs `max_new_tokens`, and a `pad_token_id` or an `eos_token_id`. As in `generate`, the model's
             own settings stand in for those that are left out.
         prompt_lengths (`Sequence[int]`):
-            Declared lengths of prompts, ascending.
+            Declared lengths of prompts.
         run (`Callable`, *optional*):
             Runs what was traced, called with the name of the program, the shape of its tokens and `run=`, which does so. By
             default that is called.
@@ -97,7 +97,7 @@ class Generator:
                 "for example max_new_tokens=256."
             )
         #: Declared lengths of prompts, ascending.
-        self.prompt_lengths = list(prompt_lengths)
+        self.prompt_lengths = sorted(set(prompt_lengths))
         self._new_tokens = self.config.max_new_tokens
         self._sampler = Sampler(plain, self.config, backend)
         pads = self.config.pad_token_id
@@ -149,7 +149,7 @@ class Generator:
             masks = static_masks(sdpa=not self._backend.traces_steps)
             with torch.no_grad(), masks, self._backend.as_written(), self._released():
                 made = self._backend.fetch(
-                    self._generate(ids[::copies], mask[::copies], torch.tensor(seed, dtype=torch.int32), copies)
+                    self._generate(ids[::copies], mask[::copies], torch.tensor(seed).to(torch.int32), copies)
                 )
         finally:
             self._model.train(was_training)

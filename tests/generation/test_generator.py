@@ -213,6 +213,12 @@ def test_copies_of_a_prompt_are_read_once(qwen):
     assert read == [(rows, 16), (rows // 4, 16), (rows, 16)]
 
 
+def test_lengths_in_any_order_and_any_seed(qwen):
+    config = GenerationConfig(max_new_tokens=4, do_sample=True)
+    made = Generator(qwen.model, qwen.backend, config, [8, 16]).generate(PROMPTS, seed=7)
+    assert Generator(qwen.model, qwen.backend, config, [16, 8]).generate(PROMPTS, seed=7 + 2**32) == made
+
+
 def test_samples_follow_the_seed(qwen):
     generator = Generator(qwen.model, qwen.backend, GenerationConfig(max_new_tokens=8, do_sample=True), [16])
     first, again, other = (generator.generate(PROMPTS, seed=seed) for seed in (1, 1, 2))
