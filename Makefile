@@ -50,14 +50,16 @@ $(VENV)-torch-tpu/.installed: setup.cfg pyproject.toml
 	$(VENV)-torch-tpu/bin/python -m pip install --quiet -e '.[test_torch_tpu]'
 	@touch $@
 
-# Tests of torch_tpu alone, and those of trainers, whose backend is torch_tpu in its environment.
-TORCH_TPU_TESTS := tests/torch_tpu $(patsubst %,tests/trainers/test_%.py,trajectory checkpoints resumption distillation evaluation)
+# What CI runs of torch_tpu: its programs, its choice of a device, a step and text.
+TORCH_TPU_SHORT := $(patsubst %,tests/torch_tpu/test_torch_tpu_%.py,contract selection compiled generation)
+# All tests of it, and those of trainers, whose backend is torch_tpu in its environment.
+TORCH_TPU_ALL := tests/torch_tpu $(patsubst %,tests/trainers/test_%.py,trajectory checkpoints resumption distillation evaluation)
 
-test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu, in an environment of its own
-	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(TORCH_TPU_TESTS)
+test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu that CI runs, in an environment of its own
+	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(TORCH_TPU_SHORT)
 
-test-torch-tpu-slow: $(VENV)-torch-tpu/.installed  ## The slow tests of torch_tpu too
-	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' $(TORCH_TPU_TESTS)
+test-torch-tpu-slow: $(VENV)-torch-tpu/.installed  ## All tests of torch_tpu
+	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' $(TORCH_TPU_ALL)
 
 test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
 
