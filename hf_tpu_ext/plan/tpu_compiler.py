@@ -47,17 +47,24 @@ def read_program(module: bytes, donated: list[int], shardings: dict[int, str]) -
     computation = xla_client.XlaComputation(module)
     with mlir.make_ir_context():
         program = ir.Module.parse(xla_client._xla.mlir.xla_computation_to_mlir_module(computation))
-        main = next(function for function in program.body.operations if function.name.value == "main")
-        if "arg_attrs" in main.attributes:
-            arguments = [{entry.name: entry.attr for entry in argument} for argument in main.attributes["arg_attrs"]]
-        else:
-            arguments = [{} for _ in main.regions[0].blocks[0].arguments]
-        for index in donated:
-            arguments[index]["jax.buffer_donor"] = ir.BoolAttr.get(True)
-        for index, sharding in shardings.items():
-            arguments[index]["mhlo.sharding"] = ir.StringAttr.get(sharding)
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
+        mark_arguments(program, donated, shardings)
         return mlir.module_to_bytecode(program)
+
+
+def mark_arguments(program, donated: list[int], shardings: dict[int, str]) -> None:
+    """Say in a module of StableHLO what [`read_program`] is told of its arguments. In the context of the module."""
+    from jaxlib.mlir import ir
+
+    main = next(function for function in program.body.operations if function.name.value == "main")
+    if "arg_attrs" in main.attributes:
+        arguments = [{entry.name: entry.attr for entry in argument} for argument in main.attributes["arg_attrs"]]
+    else:
+        arguments = [{} for _ in main.regions[0].blocks[0].arguments]
+    for index in donated:
+        arguments[index]["jax.buffer_donor"] = ir.BoolAttr.get(True)
+    for index, sharding in shardings.items():
+        arguments[index]["mhlo.sharding"] = ir.StringAttr.get(sharding)
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
 
 
 def compile_program(program: bytes, topology: dict):

@@ -95,7 +95,7 @@ def capture(directory: Path, checkpointing: bool) -> None:
 def compile_ahead_of_time(directory: Path) -> None:
     """Compile the program of a directory for one v5e, and write what the compiler says of its memory."""
     from hf_tpu_ext.hardware.topologies import find_topology
-    from hf_tpu_ext.plan.tpu_compiler import compile_program, set_environment, write_compiled
+    from hf_tpu_ext.plan.tpu_compiler import compile_program, mark_arguments, set_environment, write_compiled
 
     set_environment()
     from jax._src.interpreters import mlir
@@ -103,11 +103,8 @@ def compile_ahead_of_time(directory: Path) -> None:
 
     with mlir.make_ir_context():
         program = ir.Module.parse((directory / PROGRAM).read_text(encoding="utf-8"))
-        main = next(function for function in program.body.operations if function.name.value == "main")
-        arguments = [{} for _ in main.regions[0].blocks[0].arguments]
-        for index in json.loads((directory / FACTS).read_text(encoding="utf-8"))["donated"]:
-            arguments[index]["jax.buffer_donor"] = ir.BoolAttr.get(True)
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
+        donated = json.loads((directory / FACTS).read_text(encoding="utf-8"))["donated"]
+        mark_arguments(program, donated, shardings={})
         write_compiled(lambda: compile_program(program, find_topology("v5e-1").compiler_options), directory)
 
 
