@@ -142,13 +142,13 @@ class PatternLoop:
         if is_training:
             seeds = RandomNumbers.current(self._backend.device).seeds(turns * self.pattern.period)
             seeds = seeds.unflatten(0, (turns, -1)).split(runs, 1)
-        layers, weights = [], []
+        layers, weights, collects = [], [], are_collected()
         for place, (template, arguments) in enumerate(zip(self.templates, called, strict=True)):
             # The loop computes the layer again by itself. A callback may have switched checkpointing off and on.
             template.layer.gradient_checkpointing = False
             # For a step, others may stand in their place.
             own = [*template.weights(), *([seeds[place].flatten(0, 1)] if is_training else [])]
-            call = partial(self._call, template, blocks, are_collected())
+            call = partial(self._call, template, blocks, collects)
             in_turn = partial(self._in_turn, template)
             layers.append(LayerRun(call, in_turn, arguments, len(own), runs[place]))
             weights += own
