@@ -68,6 +68,14 @@ def test_a_step_that_is_not_compiled_whole_is_not_replayed(runs, compile_step):
     assert not adapt(runs.config(TPUSFTConfig, step_replay=True), place).changes
 
 
+def test_weights_in_parts_are_not_replayed(runs):
+    place = Place("tpu", traced=False, processes=2, splits_weights=True)
+    run = adapt(runs.config(TPUSFTConfig, step_replay=True, mesh="fsdp"), place)
+    assert run.step_replay is False
+    assert "step_replay has no effect: weights in parts are put together between programs" in run.changes
+    assert not any("step_replay" in line for line in adapt(runs.config(TPUSFTConfig, mesh="fsdp"), place).changes)
+
+
 def test_values_are_shown_as_they_are_typed(runs):
     place = Place("tpu", traced=False, processes=2, splits_weights=True)
     with pytest.raises(ValueError, match="^optim='sgd' does not work with mesh='fsdp'"):

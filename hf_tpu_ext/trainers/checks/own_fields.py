@@ -101,6 +101,7 @@ WEIGHTS_IN_PARTS = (
             _IN_PARTS + "Leave it out, or set mesh='data'.",
             when=is_set,
         ),
+        without_effect("step_replay", "weights in parts are put together between programs", when=_is_on),
         refused(
             "optimizers",
             _IN_PARTS + "Leave it out, or set mesh='data'.",
