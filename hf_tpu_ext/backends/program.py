@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from transformers.utils import logging
 
 
@@ -31,8 +32,16 @@ class Form(NamedTuple):
 
 
 def describe_batch(batch: Mapping[Hashable, Any]) -> dict[Hashable, Hashable]:
-    """What a program depends on of a batch, by its keys: of tensors the form, of other values all."""
-    return {key: _describe(value) for key, value in batch.items()}
+    """
+    What a program depends on of a batch, by its keys: of tensors the form, of other values all. What is in lists and dictionaries
+    has keys such as `images[0]`.
+    """
+    described = {}
+    for key, value in batch.items():
+        leaves, _ = tree_flatten_with_path(value)
+        for path, leaf in leaves or [((), value)]:
+            described[f"{key}{keystr(path)}" if path else key] = _describe(leaf)
+    return described
 
 
 def _describe(value: Any) -> Hashable:

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from datasets import Dataset
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
+from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
 from hf_tpu_ext.examples.tiny import make_model
 
 
@@ -148,3 +151,43 @@ def test_model_family(runs, same_logs, tmp_path, family):
     )
     same_logs(ours, stock)
     assert ("aux_loss" in ours.state.log_history[0]) == (family == "qwen3_moe")
+
+
+class Weighted(nn.Module):
+    """A model whose batches have tensors in a dictionary or a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, input_ids, extra, labels):
+        weights = extra["weights"] if isinstance(extra, dict) else extra[0]
+        logits = self.head(self.embed(input_ids) * weights[..., None])
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("in_list", [False, True], ids=["dictionary", "list"])
+def test_tensors_in_a_dictionary_or_a_list_of_a_batch(tmp_path, same_logs, caplog, in_list):
+    """They are data as others are. Printed, these would be the same in all batches: ones, with an ellipsis between."""
+    torch.manual_seed(0)
+    weights = 2 * torch.rand(12, 1200)
+    weights[:, :8] = weights[:, -8:] = 1.0
+    rows = Dataset.from_dict({"input_ids": torch.randint(32, weights.shape).tolist(), "weights": weights.tolist()})
+
+    def collate(rows):
+        ids, weights = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "weights"))
+        return {"input_ids": ids, "labels": ids, "extra": [weights] if in_list else {"weights": weights}}
+
+    def train(trainer_class, args_class, **more):
+        set_seed(0)
+        args = args_class(
+            str(tmp_path), max_steps=6, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+            remove_unused_columns=False, save_strategy="no", report_to="none", **more,
+        )  # fmt: skip
+        trainer = trainer_class(Weighted(), args, data_collator=collate, train_dataset=rows)
+        trainer.train()
+        return trainer
+
+    ours = train(TPUTrainer, TPUTrainingArguments, step_replay=True)
+    assert "recompilation" not in caplog.text and "sync" not in caplog.text
+    same_logs(ours, train(Trainer, TrainingArguments, use_cpu=True))

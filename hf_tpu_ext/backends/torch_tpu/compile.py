@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base import Backend
 from ..program import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, Programs, describe_batch
@@ -42,7 +42,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
         if self.traced is None:
             self._follow()
         if self.traced is None:
-            tensors = [value for value in data.values() if isinstance(value, Tensor)]
+            tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, Tensor)]
             key = (*fixed.items(), *describe_batch(data).items())
             try:
                 if key not in self._known:
@@ -68,7 +68,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
 
         def traced(of_state: list[Tensor], of_data: list[Tensor]) -> Any:
             arguments = iter(of_data)
-            batch = {key: next(arguments) if isinstance(value, Tensor) else value for key, value in data.items()}
+            batch = tree_map_only(Tensor, lambda _: next(arguments), dict(data))
             with _StateAsArguments(state, of_state), self._fingerprint.trace():
                 made = self._function(batch, **fixed)
             if self._fingerprint.code is not None:

@@ -228,7 +228,7 @@ class XLACompiledFunction(CompiledFunction):
                 self._follow()
             if self.traced is not None:
                 return self._run_traced(data, run, fixed)
-            tensors = [value for value in data.values() if isinstance(value, torch.Tensor)]
+            tensors = [leaf for leaf in tree_leaves(dict(data)) if isinstance(leaf, torch.Tensor)]
             try:
                 state = self._state()
                 key = (*fixed.items(), self._follow_placements(state))
