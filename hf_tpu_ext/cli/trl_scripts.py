@@ -138,7 +138,7 @@ class TRLScript:
         import trl
 
         from .. import trainers
-        from ..trainers.checkpoint.files import leaving_no_empty_dir
+        from ..trainers.checkpoint.directories import leaving_no_empty_dir
         from ..trainers.checks.settings import check_recipe
 
         script = importlib.import_module(f"trl.scripts.{self.command}")

@@ -269,7 +269,7 @@ def test_order_of_a_run(record):
         "log",
         "on_train_end",
     ]
-    # Upstream writes the state last: trainers/checkpoint/files.py takes a checkpoint without it for an incomplete one.
+    # Upstream writes the state last: trainers/checkpoint/verification.py takes a checkpoint without it for an incomplete one.
     checkpoint = Path(trainer.args.output_dir) / "checkpoint-2"
     state = checkpoint / "trainer_state.json"
     assert json.loads(state.read_text())["global_step"] == 2

@@ -7,7 +7,7 @@ from fixes import assert_fixes
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.backends.processes import HostsDisagree, Processes
-from hf_tpu_ext.trainers.checkpoint.files import check_all_see, check_shared
+from hf_tpu_ext.trainers.checkpoint.lookup import check_all_see, check_shared
 from hf_tpu_ext.trainers.run.hosts import HostAgreement, check_same_settings
 
 

@@ -12,7 +12,7 @@ from pretended_slice import TWO, assert_same_log
 from safetensors.torch import load_file
 
 from hf_tpu_ext.backends.slice_hosts import EXIT_STATUS
-from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step
+from hf_tpu_ext.trainers.checkpoint.directories import checkpoints_by_step
 
 
 pytestmark = pytest.mark.slow

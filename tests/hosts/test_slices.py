@@ -11,7 +11,7 @@ from pretended_slice import FOUR, HERE, TWO, assert_same_log
 from safetensors.torch import load_file
 
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
-from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step
+from hf_tpu_ext.trainers.checkpoint.directories import checkpoints_by_step
 
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.examples.tiny_vision import make_vision_model
-from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step
+from hf_tpu_ext.trainers.checkpoint.directories import checkpoints_by_step
 
 
 MAX_STEPS = 8

@@ -17,7 +17,7 @@ from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
-from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step
+from hf_tpu_ext.trainers.checkpoint.directories import checkpoints_by_step
 
 
 MAX_STEPS, SAVE_STEPS = 10, 3

@@ -16,18 +16,16 @@ from transformers import Trainer, TrainerCallback
 
 from hf_tpu_ext import TPUSFTTrainer
 from hf_tpu_ext.atomic_write import move_into_place
-from hf_tpu_ext.trainers.checkpoint.files import (
-    MANIFEST_NAME,
+from hf_tpu_ext.trainers.checkpoint.directories import (
     checkpoints_by_step,
     delete_all_but,
     delete_old,
-    find_checkpoint,
-    find_damage,
     remove_leftovers,
-    seal,
     set_aside,
     temporary_dir,
 )
+from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
+from hf_tpu_ext.trainers.checkpoint.verification import MANIFEST_NAME, find_damage, seal
 
 
 def write_checkpoint(run_dir, step, seed=0):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from hf_tpu_ext.examples.tiny import make_model
-from hf_tpu_ext.trainers.checkpoint.files import find_damage
+from hf_tpu_ext.trainers.checkpoint.verification import find_damage
 
 
 BATCHES_PER_EPOCH = 6  # 22 rows in batches of 4

@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer
 from hf_tpu_ext.quantization.rounding import Rounding
-from hf_tpu_ext.trainers.checkpoint.files import find_damage
+from hf_tpu_ext.trainers.checkpoint.verification import find_damage
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -12,7 +12,7 @@ import pytest
 from processes_driver import KINDS, LEARNS, SAVES, TAUGHT, assert_same, build, in_processes, of_test, taught_rows
 from safetensors.torch import load_file
 
-from hf_tpu_ext.trainers.checkpoint.files import find_damage
+from hf_tpu_ext.trainers.checkpoint.verification import find_damage
 
 
 # Process 0 has rows 0 and 1, process 1 rows 2 and 3.

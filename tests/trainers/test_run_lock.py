@@ -12,8 +12,9 @@ from transformers import TrainerCallback
 from hf_tpu_ext import TPUSFTConfig, TrainingPreempted
 from hf_tpu_ext.backends import select_backend
 from hf_tpu_ext.backends.processes import ALONE, Processes
-from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step, find_damage
+from hf_tpu_ext.trainers.checkpoint.directories import checkpoints_by_step
 from hf_tpu_ext.trainers.checkpoint.run_lock import LOCK_NAME, only_run_in
+from hf_tpu_ext.trainers.checkpoint.verification import find_damage
 
 
 SAVES = dict(max_steps=6, save_strategy="steps", save_steps=2)

@@ -16,7 +16,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_tpu_ext import TPUSFTConfig, TPUSFTTrainer, TrainingPreempted
-from hf_tpu_ext.trainers.checkpoint.files import checkpoints_by_step, find_damage
+from hf_tpu_ext.trainers.checkpoint.directories import checkpoints_by_step
+from hf_tpu_ext.trainers.checkpoint.verification import find_damage
 
 
 BATCHES_PER_EPOCH = 6  # 22 rows in batches of 4

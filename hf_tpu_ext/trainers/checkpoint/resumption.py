@@ -20,8 +20,10 @@ from ...callbacks.preemption import EvaluationCut
 from ...errors import UserError
 from ...step.optimizer import LazyAdamW
 from .base_record import find_frozen
-from .files import check_all_see, check_shared, find_for_all, read_run_state, remove_leftovers
+from .directories import remove_leftovers
+from .lookup import check_all_see, check_shared, find_for_all
 from .renamed_weights import load_other_weights, saves_other_weights
+from .run_state import read_run_state
 
 
 logger = logging.get_logger(__name__)

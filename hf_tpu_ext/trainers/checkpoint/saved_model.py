@@ -15,7 +15,7 @@ from ...formatting import format_bytes
 from ...quantization.trained_for import QUANTIZATION_FILE
 from .average_file import EMA_FILE, is_average
 from .base_record import BASE_FILE
-from .files import next_aside
+from .directories import next_aside
 from .run_lock import locked
 
 

@@ -26,10 +26,12 @@ from ...redaction import redact
 from ...report.make import in_card
 from ...step.running_code import is_known
 from .base_record import find_frozen, write_base
-from .files import checkpoints_by_step, delete_old, find_damage, seal, temporary_dir, write_run_state
+from .directories import checkpoints_by_step, delete_old, temporary_dir
 from .resumption import Resumption, ResumptionMixin
+from .run_state import write_run_state
 from .saved_model import free_space, is_of_disk, whole_model
 from .stopping import StoppingMixin
+from .verification import find_damage, seal
 
 
 logger = logging.get_logger(__name__)

@@ -9,7 +9,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from ...callbacks.preemption import EvaluationCut, TrainingPreempted
 from ...callbacks.samples import ShowSamples
-from .files import delete_all_but
+from .directories import delete_all_but
 
 
 class StoppingMixin:

@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
 from ...errors import UserError
-from ..checkpoint.files import read_run_state
+from ..checkpoint.run_state import read_run_state
 
 
 #: What is padded on the left, to the length of prompts. All else that has a value for each token is of the completion.

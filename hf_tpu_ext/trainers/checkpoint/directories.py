@@ -1,0 +1,181 @@
+"""The checkpoint directories of a run: their names, what is moved out of a run's way, which are deleted."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ...atomic_write import remove_temporary, sync_directory
+from ...errors import UserError
+from ...report.record import RECORD_NAME, RUN_FILES, is_record
+
+
+logger = logging.get_logger(__name__)
+
+# Upstream takes directories `checkpoint-*` for checkpoints, and leaves `_*` out when it pushes the directory of a run.
+_TEMPORARY = "_tmp-"
+# Directories of what a run does not go on from, numbered.
+_ASIDE = "_earlier"
+
+
+def checkpoints_by_step(run_dir: str | Path) -> dict[int, Path]:
+    """List the checkpoint directories of a run by the number in their name, ascending."""
+    found = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir) if path.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def newest_checkpoint(run_dir: str | Path) -> str | None:
+    """The checkpoint directory of a run with the highest number, or `None`."""
+    return next((str(path) for path in reversed(checkpoints_by_step(run_dir).values())), None)
+
+
+def _named_as_checkpoints(run_dir: str | Path) -> list[Path]:
+    paths = Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return [path for path in paths if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
+
+
+def temporary_dir(checkpoint: Path) -> Path:
+    """Name the directory beside a checkpoint's place that it is written in."""
+    return checkpoint.with_name(_TEMPORARY + checkpoint.name)
+
+
+def remove_leftovers(run_dir: str | Path) -> None:
+    """Remove what a process left when it was killed while it wrote or deleted a checkpoint."""
+    for path in Path(run_dir).glob(f"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-*"):
+        if re.fullmatch(rf"{_TEMPORARY}{PREFIX_CHECKPOINT_DIR}-\d+", path.name) and path.is_dir():
+            remove_temporary(path, path.with_name(path.name.removeprefix(_TEMPORARY)))
+
+
+def set_aside(run_dir: str | Path, resumed: str | None, writes_record: bool = True) -> None:
+    """
+    Move what a run does not go on from out of its way, with a line that says so: all checkpoints that are in its
+    directory if it begins anew, those after the one that it resumes, and what has the name of a checkpoint that it may
+    write.
+
+    What is left in the directory is of this run, so its newest checkpoint is the one with the highest number, for
+    upstream's code too, and none of another run is ever replaced or deleted. With the checkpoints of a run goes its
+    record. The record of a run that left no checkpoint is replaced by a run that begins anew. Files by the names of a
+    record that no run has written are moved, if this run `writes_record`.
+    """
+    run_dir = Path(run_dir)
+    # Whatever has such a name would be replaced: a file or a broken link, too.
+    found = {int(path.name.rpartition("-")[2]): path for path in _named_as_checkpoints(run_dir)}
+    last = -1
+    if resumed is not None:
+        # Through links: a checkpoint may be on another disk.
+        last = next((step for step, path in found.items() if path.exists() and path.samefile(resumed)), -1)
+    others = [path for step, path in sorted(found.items()) if step > last]
+    names = [path.name for path in others]
+    record = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+    is_foreign = last < 0 and (bool(others) or resumed is not None)
+    moved_record = record if is_foreign or (writes_record and not is_record(run_dir / RECORD_NAME)) else []
+    if not others and not moved_record:
+        return
+    aside = next_aside(run_dir)
+    listed = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+    begins = "begins anew" if resumed is None else f"goes on from {resumed}"
+    if not others:
+        what = f"{run_dir} holds {', '.join(path.name for path in moved_record)}, not of this run, which {begins}"
+    elif last < 0:
+        what = f"{run_dir} holds checkpoints of another run ({listed}), and this one {begins}"
+    else:
+        what = f"This run goes on from {resumed}, before {listed}"
+    go_on = ""
+    if others:
+        go_on = f" To go on with one of them, stop this run and set resume_from_checkpoint={str(aside / names[-1])!r}."
+    logger.warning(f"{what}. They are moved to {aside}, where nothing deletes them.{go_on}")
+    aside.mkdir()
+    for path in [*others, *moved_record]:
+        os.rename(path, aside / path.name)
+    sync_directory(run_dir)
+
+
+def checkpoints_aside(run_dir: str | Path) -> list[Path]:
+    """Checkpoints that were moved out of a run's way."""
+    return [path for path in Path(run_dir).glob(f"{_ASIDE}-*/{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
+
+
+def next_aside(run_dir: Path) -> Path:
+    """A directory that is not there yet, for what is moved out of a run's way."""
+    number = 1
+    while os.path.lexists(aside := run_dir / f"{_ASIDE}-{number}"):
+        number += 1
+    return aside
+
+
+def delete_old(run_dir: str | Path, newest: Path, limit: int | None, best: str | None) -> None:
+    """
+    Delete the oldest checkpoints, down to `limit` (`save_total_limit`), except the newest, which was just written, and
+    the best.
+
+    Upstream goes by the time of their last change. Here the number in their name counts, whatever the clock does. One that
+    is higher than the newest's is not of this run ([`set_aside`]): it is left alone.
+    """
+    if not limit or limit < 0:
+        return
+    own = _own(run_dir, newest)
+    kept = {newest} if best is None else {newest, Path(best)}
+    surplus = len(own) - max(limit, len(kept))
+    _delete([path for path in own if path not in kept][: max(0, surplus)])
+
+
+def delete_all_but(run_dir: str | Path, newest: Path, best: str) -> None:
+    """Delete the checkpoints of a run that has ended, the newest too, except the best."""
+    own = _own(run_dir, newest)
+    if Path(best) in own:
+        _delete([path for path in own if path != Path(best)])
+
+
+def _own(run_dir: str | Path, newest: Path) -> list[Path]:
+    """Checkpoints of the run that wrote the newest. One that was put elsewhere, with a link in its place, is the user's."""
+    newest_step = int(newest.name.rpartition("-")[2])
+    return [
+        path for step, path in checkpoints_by_step(run_dir).items() if step <= newest_step and not path.is_symlink()
+    ]
+
+
+def _delete(checkpoints: list[Path]) -> None:
+    for path in checkpoints:
+        # Renamed first: half a checkpoint never has the name of one.
+        os.rename(path, temporary_dir(path))
+        shutil.rmtree(temporary_dir(path))
+
+
+@contextmanager
+def leaving_no_empty_dir(output_dir: str) -> Iterator[None]:
+    """
+    Context that makes sure (`ValueError`) that the output directory can be written to, before hours are spent on what
+    goes there. It is created if need be.
+
+    Where the context ends with an error, as of a setting that does not work, the directories that were made for it are
+    removed again, if nothing is in them.
+    """
+    path = Path(output_dir)
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    try:
+        _check_output_dir(output_dir)
+        yield
+    except BaseException:
+        # The deepest is the first.
+        with suppress(OSError):
+            for directory in made:
+                directory.rmdir()
+        raise
+
+
+def _check_output_dir(output_dir: str) -> None:
+    try:
+        os.makedirs(output_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"output_dir={output_dir!r} cannot be written to ({error.strerror}). Set output_dir to a directory that you "
+            "may write to."
+        ) from error
