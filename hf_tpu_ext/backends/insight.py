@@ -1,6 +1,6 @@
 """What a runtime tells about the programs that it compiles: for messages, never on the path of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,10 @@ class Operation:
     place: SourceLine | None = None
 
 
+#: Reads the operations of a program from what was noted of it, in their order.
+Listing = Callable[[], list[Operation]]
+
+
 class Insight:
     """What is known about compiling and about reads of the device. Here nothing is compiled."""
 
@@ -43,9 +47,12 @@ class Insight:
     def note_lines(self, on: bool) -> None:
         """Whether to note, for each operation that is recorded from now on, which line of Python did it."""
 
-    def operations(self, results: Sequence[torch.Tensor]) -> list[Operation]:
-        """The program that was recorded and not run yet, for those of `results` that it computes, in its order."""
-        return []
+    def operations(self, results: Sequence[torch.Tensor]) -> Listing | None:
+        """
+        The program that was recorded and not run yet, for those of `results` that it computes, in its order. It is noted now, and
+        read when it is called, which most are not. `None` where nothing was recorded.
+        """
+        return None
 
     def operators_on_host(self) -> dict[str, int]:
         """How often each operator ran on the host so far because the device has none of them."""

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..backends.base import Backend
-from ..backends.insight import Operation, SourceLine
+from ..backends.insight import Listing, SourceLine
 from ..errors import UserError
 from ..formatting import format_size
 from .recompile_cause import Cause, Facts, cause_of, compare_facts, compare_operations, count_differences
@@ -77,7 +77,13 @@ class _Known:
     find_change: Callable[[], str | None] | None = None
     #: Whether a run has shown since that steps do not change it by themselves.
     is_stable: bool = False
-    operations: list[Operation] = field(default_factory=list)
+    operations: Listing | None = None
+
+    def compare(self, operations: Listing | None) -> Cause | None:
+        """The first operation in which the program before differs from one, where both were noted."""
+        if self.operations is None or operations is None:
+            return None
+        return compare_operations(self.operations(), operations())
 
 
 class ProgramWatch:
@@ -206,9 +212,9 @@ class ProgramWatch:
             self._note_event(kind, shape, seconds, cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._say(known, f"{where}: {again}", cause)
-        elif known.unexplained is not None and operations:
+        elif known.unexplained is not None and operations is not None:
             self._explain_later(kind, known, operations)
-        if operations:
+        if operations is not None:
             known.operations = operations
         return program
 
@@ -258,15 +264,15 @@ class ProgramWatch:
 
     # ---- Causes ----
 
-    def _list_operations(self, known: _Known, is_recorded: bool) -> list[Operation]:
+    def _list_operations(self, known: _Known, is_recorded: bool) -> Listing | None:
         """The program about to run, where it is to be compared with others: listing it takes longer than a step."""
         left = 0 if is_recorded else _FIRST_RUNS - known.runs
         wanted = self._compare > 0 or left > 0
         self._compare = max(0, self._compare - 1)
         self._backend.insight.note_lines(self._compare > 0 or left > 1)
-        return self._backend.insight.operations(self._find_results()) if wanted else []
+        return self._backend.insight.operations(self._find_results()) if wanted else None
 
-    def _find_cause(self, known: _Known, facts: Facts, operations: list[Operation], cut: SourceLine | None) -> Cause:
+    def _find_cause(self, known: _Known, facts: Facts, operations: Listing | None, cut: SourceLine | None) -> Cause:
         if cut is not None:
             return Cause(
                 f"{describe_line(cut)} cuts the graph within the step",
@@ -279,7 +285,7 @@ class ProgramWatch:
         change = None if known.find_change is None else known.find_change()
         causes = [
             None if change is None else cause_of(change),
-            compare_operations(known.operations, operations) if operations and known.operations else None,
+            known.compare(operations),
         ]
         cause = next(filter(None, [cause, *(causes if known.is_stable else reversed(causes))]), None)
         if cause is None:
@@ -293,9 +299,9 @@ class ProgramWatch:
             )
         return cause
 
-    def _explain_later(self, kind: str, known: _Known, operations: list[Operation]) -> None:
+    def _explain_later(self, kind: str, known: _Known, operations: Listing) -> None:
         """Compare a step that runs what was compiled again with the one before."""
-        cause = compare_operations(known.operations, operations)
+        cause = known.compare(operations)
         if cause is None:
             return
         index, known.unexplained = known.unexplained, None

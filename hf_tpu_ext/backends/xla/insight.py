@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from torch.utils._pytree import tree_leaves
 
-from ..insight import Insight, Operation, SourceLine
+from ..insight import Insight, Listing, Operation, SourceLine
 from .compile_cache import metric
 
 
@@ -84,23 +84,19 @@ class XLAInsight(Insight):
     def note_lines(self, on: bool) -> None:
         _XLAC._set_ir_debug(on)
 
-    def operations(self, results: Sequence[torch.Tensor]) -> list[Operation]:
+    def operations(self, results: Sequence[torch.Tensor]) -> Listing | None:
         pending = _XLAC._check_tensor_need_materialization(list(results))
         roots = [tensor for tensor, is_pending in zip(results, pending, strict=True) if is_pending]
         if not roots:
-            return []
+            return None
         # What the last step makes may still be on its way, and the listing asks for its shape.
         xm.wait_device_ops()
-        found = []
         # Lines that were noted are written out only while they are.
         notes_lines = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)
         listed = _XLAC._get_xla_tensors_hlo(roots)
         _XLAC._set_ir_debug(notes_lines)
-        for line in listed.splitlines():
-            if (match := _OPERATION.match(line)) is not None:
-                found.append((int(match["number"] or 0), _operation(match)))
-        return [operation for _, operation in sorted(found, key=lambda entry: entry[0])]
+        return partial(_read_operations, listed)
 
     def operators_on_host(self) -> dict[str, int]:
         names = (name for name in met.counter_names() if name.startswith("aten::") and name != _READS_A_NUMBER)
@@ -128,6 +124,11 @@ class XLAInsight(Insight):
         on_device = any(isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" for leaf in tree_leaves(result))
         # A backward pass returns nothing and copies a lot.
         return now[0] > before[0] or (result is not None and not on_device)
+
+
+def _read_operations(listed: str) -> list[Operation]:
+    matches = filter(None, map(_OPERATION.match, listed.splitlines()))
+    return [_operation(match) for match in sorted(matches, key=lambda match: int(match["number"] or 0))]
 
 
 def _operation(match: re.Match) -> Operation:
