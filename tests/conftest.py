@@ -54,6 +54,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """What a file of tests leaves is not looked at by the next ones."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if ON_TORCH_TPU and item.get_closest_marker("torch_xla") is not None:
