@@ -257,7 +257,7 @@ def test_what_is_the_scripts_own_with_trl_is_so_here(command):
     [
         ("sys.exit(75)", 75),
         # The checkpoint could not be saved.
-        ("sys.exit(2)", 2),
+        pytest.param("sys.exit(2)", 2, marks=pytest.mark.slow),
         # It had not begun to train, so nothing is saved.
         (None, 128 + signal.SIGTERM),
         pytest.param("(time.sleep(33), sys.exit(75))", 75, marks=pytest.mark.slow),

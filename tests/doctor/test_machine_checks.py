@@ -95,7 +95,7 @@ def test_the_backend_of_a_run():
 @pytest.mark.parametrize(
     ("pjrt_device", "text"),
     [
-        ("TPUU", "PJRT_DEVICE='TPUU' is not a supported device"),
+        pytest.param("TPUU", "PJRT_DEVICE='TPUU' is not a supported device", marks=pytest.mark.slow),
         ("TPU", "PJRT_DEVICE=TPU is set but this machine has no TPU"),
     ],
 )

@@ -65,8 +65,14 @@ def short_lengths(monkeypatch):
 MANY = [prompt[::step] for prompt in PROMPTS for step in (1, -1, 2, -2)] * 4
 
 
-@pytest.mark.parametrize("make_model", [place, lambda model, backend: stacked(backend)], ids=["layers", "a loop"])
-@pytest.mark.parametrize("end", [True, False], ids=["ends", "to the full length"])
+@pytest.mark.parametrize(
+    "make_model",
+    [place, pytest.param(lambda model, backend: stacked(backend), marks=pytest.mark.slow)],
+    ids=["layers", "a loop"],
+)
+@pytest.mark.parametrize(
+    "end", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ends", "to the full length"]
+)
 def test_tokens_of_a_growing_cache(xla, short_lengths, make_model, end):
     settings = {**GREEDY, "max_new_tokens": 86} | ({} if end else {"min_new_tokens": 86})
     expected = generate_eagerly(make(), MANY, **settings)

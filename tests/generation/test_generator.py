@@ -267,6 +267,7 @@ def test_samples_follow_the_distribution(xla, settings):
         assert counts.max() < rows
 
 
+@pytest.mark.slow
 def test_unlikely_tokens_are_as_unlikely_in_a_large_vocabulary(xla):
     """2,048 choices among 50,000 tokens, all but one of them improbable."""
     model = make(vocab_size=50_000)

@@ -8,7 +8,7 @@ import torch
 from hf_tpu_ext.layers.counter_rng import gumbel, scramble
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_gumbel_noise_follows_its_distribution(device, request):
     """Counts beyond quantiles, of 60 million numbers: the noise of 1,200 tokens chosen from a vocabulary of 50,000."""
     if device == "xla":

@@ -327,7 +327,9 @@ def test_the_patterns_leave_the_fewest_layers(kinds, patterns):
     assert found == patterns
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("policy", ["none", "full", pytest.param("dots", marks=pytest.mark.slow)])
 def test_alternating_layers_are_a_loop_over_their_period(xla, load_alternating, policy, dtype):
     expected = forward_and_backward(xla, load_alternating(), dtype=dtype)

@@ -25,7 +25,9 @@ import hf_tpu_ext
 
 # State over the row and a system for each chunk of it; a mixer and attention; numbers of two modules that are equal; a mean of what
 # an embedding has made.
-@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "apertus", "cohere"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("qwen3_next", marks=pytest.mark.slow), "bamba", "apertus", "cohere"]
+)
 def test_family_is_replayed_and_equal(xla, tmp_path, model_type):
     run = ["causal", model_type, False, "sft"]
     ours = train(*run, ours=True, output_dir=str(tmp_path / "ours"))

@@ -259,7 +259,7 @@ def test_a_report_that_cannot_be_written(write_run, tmp_path):
     assert make_report([run], tmp_path) == tmp_path / "report.html"
 
 
-@pytest.mark.parametrize("suffix", [".html", ".md"])
+@pytest.mark.parametrize("suffix", [".html", pytest.param(".md", marks=pytest.mark.slow)])
 def test_a_file_that_is_no_report_is_kept(write_run, tmp_path, suffix):
     runs = [write_run(tmp_path / name) for name in "ab"]
     for directories, output_dir, name in ((runs[:1], runs[0], "report"), (runs, tmp_path, "comparison")):

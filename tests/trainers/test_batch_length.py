@@ -373,10 +373,10 @@ def losses_of_rows(runs, cls, make, lengths, declared=None, **collator):
 @pytest.mark.parametrize(
     ("make", "lengths"),
     [
-        (big_bird, [40, 40, 40, 40]),
+        pytest.param(big_bird, [40, 40, 40, 40], marks=pytest.mark.slow),
         (partial(big_bird, attention_type="original_full"), [31, 40, 9, 12]),
         (long_t5, [31, 40, 3, 2, 14, 12]),
-        (partial(long_t5, encoder_attention_type="local"), [31, 40, 3, 2, 14, 12]),
+        pytest.param(partial(long_t5, encoder_attention_type="local"), [31, 40, 3, 2, 14, 12], marks=pytest.mark.slow),
     ],
     ids=["one length", "full", "global blocks", "local blocks"],
 )

@@ -329,7 +329,9 @@ def test_weights_may_be_put_into_other_shards(runs, same_logs, tmp_path, caplog)
     assert find_damage(checkpoint) == "model.safetensors is missing"
 
 
-@pytest.mark.parametrize(("before", "after"), [("adamw_torch", "sgd"), ("sgd", "adamw_torch")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("adamw_torch", "sgd"), pytest.param("sgd", "adamw_torch", marks=pytest.mark.slow)]
+)
 def test_the_state_of_another_optimizer_is_refused(runs, tmp_path, before, after):
     runs.ours(max_steps=1, optim=before, **EVERY_STEP)
     checkpoint = runs.output_dir / "checkpoint-1"

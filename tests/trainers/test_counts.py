@@ -38,7 +38,7 @@ def train_and_count(runs, **config):
     return trainer, counter.steps
 
 
-@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), {}], ids=["full", "lora"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_executions_are_micro_steps_and_nothing_is_read_between_logs(runs, accumulation, lora):
     """From a learning rate of 0 up and down to 0 again, over data of varying length."""

@@ -39,7 +39,7 @@ def naive_losses(runs, trainer, teacher_dir, temperature, alpha, top_k=None):
 @pytest.mark.parametrize(
     "config",
     [
-        dict(),
+        pytest.param(dict(), marks=pytest.mark.slow),
         dict(kd_temperature=2.0, kd_top_k=16, kd_alpha=0.9),
     ],
     ids=["full", "top-k"],
@@ -58,7 +58,7 @@ def test_first_loss_is_the_formula(distil, runs, teacher, config):
 @pytest.mark.parametrize(
     "config",
     [
-        dict(eval_strategy="steps", eval_steps=2),
+        pytest.param(dict(eval_strategy="steps", eval_steps=2), marks=pytest.mark.slow),
         dict(kd_temperature=2.0, kd_top_k=16, kd_loss="jsd", gradient_accumulation_steps=2),
         dict(lora={}, kd_loss="reverse_kl"),
     ],

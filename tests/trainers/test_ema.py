@@ -87,7 +87,7 @@ def assert_equal(averages, expected):
 @pytest.mark.parametrize(
     "config",
     [
-        dict(),
+        pytest.param(dict(), marks=pytest.mark.slow),
         dict(lora={}, gradient_accumulation_steps=4, ema_warmup=True),
         dict(scan_layers="on", gradient_accumulation_steps=2),
     ],
@@ -240,7 +240,11 @@ def resume(runs, tmp_path):
 
 @pytest.mark.parametrize(
     "config",
-    [dict(ema_warmup=True, scan_layers="on"), dict(lora={}, ema_warmup=True), dict(backend="cpu", ema_warmup=True)],
+    [
+        pytest.param(dict(ema_warmup=True, scan_layers="on"), marks=pytest.mark.slow),
+        dict(lora={}, ema_warmup=True),
+        dict(backend="cpu", ema_warmup=True),
+    ],
     ids=["layers-in-a-loop", "lora", "cpu"],
 )
 def test_resumed_it_is_equal_bit_for_bit(runs, resume, config):

@@ -33,7 +33,9 @@ def whole():
     return []
 
 
-@pytest.mark.parametrize("time", [1, 2, 10])
+@pytest.mark.parametrize(
+    "time", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", [*graphs.CALLS_BEFORE_A_RUN[4:], "_run_cached_graph"])
 def test_a_run_goes_on_with_traced_steps(runs, whole, same_logs, monkeypatch, caplog, name, time):
     if not whole:

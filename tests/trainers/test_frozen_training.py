@@ -82,7 +82,7 @@ def logged():
             marks=pytest.mark.slow,
         ),
         pytest.param(dict(), dict(lora={"use_dora": True}, gradient_accumulation_steps=2), marks=pytest.mark.slow),
-        pytest.param(dict(), dict(scan_layers="on", rematerialization="dots"), marks=ONE_CHIP),
+        pytest.param(dict(), dict(scan_layers="on", rematerialization="dots"), marks=[ONE_CHIP, pytest.mark.slow]),
         pytest.param(dict(), dict(kd_teacher="base"), marks=pytest.mark.slow),
     ],
     ids=["tied", "untied", "dora", "scanned", "anchored"],

@@ -161,7 +161,10 @@ def check_one_graph(trainer, graphs=1, accumulation=1):
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=slow if name in ("idefics3", "llava", "qwen3_vl") else ()) for name in FAMILIES],
+    [
+        pytest.param(name, marks=slow if name in ("gemma3", "idefics3", "llava", "qwen3_vl") else ())
+        for name in FAMILIES
+    ],
 )
 def test_several_images_of_several_sizes_train_as_with_stock(images, family):
     rows = make_rows([1, 3, 2, 1, 2, 1, 1, 3, 1, 1, 2, 1, 2, 3, 1, 1])

@@ -17,8 +17,6 @@ BY_DEFAULT = {
     "replaces_data",
     "loads_an_adapter",
     "freezes",
-    "hooks_a_parameter",
-    "registers_attention",
     "changes_gradients",
     "replaces_the_optimizer",
 }

@@ -55,7 +55,7 @@ def same_steps(same_logs):
 # By default one family with a weight for each projection, and the one that has them in one.
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=[] if family in ("qwen3", "phi3") else [pytest.mark.slow]) for family in VERIFIED],
+    [pytest.param(family, marks=[] if family == "qwen3" else [pytest.mark.slow]) for family in VERIFIED],
 )
 def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
     config = dict(max_steps=4, warmup_steps=1, eval_strategy="steps", eval_steps=2)
@@ -65,7 +65,7 @@ def test_family_trains_as_upstreams(runs, scanned, same_logs, make, family):
 @pytest.mark.parametrize(
     "config",
     [
-        dict(lora={}),
+        pytest.param(dict(lora={}), marks=pytest.mark.slow),
         dict(lora={}, rematerialization="dots", learning_rate=1e-2),
         pytest.param(dict(rematerialization="dots", max_grad_norm=0.5), marks=pytest.mark.slow),
         # Not a loop: stacked parameters of unrolled layers.

@@ -47,7 +47,7 @@ def evaluate_on(chips, base, kind, counts):
     ("kind", "chips", "counts"),
     [
         ("dpo", 8, [33]),
-        ("reward", 8, [33]),
+        pytest.param("reward", 8, [33], marks=pytest.mark.slow),
         pytest.param("dpo", 8, [47, 63, 70], marks=pytest.mark.slow),
         pytest.param("reward", 8, [47, 63, 70], marks=pytest.mark.slow),
         pytest.param("dpo", 2, [33, 47, 63, 70], marks=pytest.mark.slow),

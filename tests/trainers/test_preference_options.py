@@ -148,7 +148,7 @@ CASES = {
     "kto-any-length": Case("kto", {"max_length": None, "pad_to_multiple_of": 20}),
     "kto-experts": Case("kto", {"router_aux_loss_coef": 0.05}, **EXPERTS),
 }
-BY_DEFAULT = ["dpo-many", "dpo-many-lora", "kto-many"]
+BY_DEFAULT = ["dpo-many-lora", "kto-many"]
 
 
 def each(names):

@@ -132,6 +132,7 @@ def test_layers_as_a_loop_and_one_by_one(train, scale):
     assert losses(looped, "grad_norm")[0] == pytest.approx(losses(single, "grad_norm")[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_searched_scales(runs, train):
     """They lose less, and are the same on both backends: the loss before the first update."""
     settings = dict(qat_weight_dtype="int3", max_steps=1)

@@ -241,7 +241,9 @@ NOT_ALIKE = {
 }
 
 
-@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in ("masked", "classes") else []) for case in ALIKE]
+)
 def test_rows_that_count_for_nothing_are_added(trained, case):
     make_model, targets = ALIKE[case]
     assert trained(make_model, texts(**targets)) == COMPLETED
@@ -263,7 +265,10 @@ def said_of(messages, reason):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] if case in ("several classes", "contrastive", "pooled") else [])
+        pytest.param(
+            case,
+            marks=[pytest.mark.slow] if case in ("regression", "several classes", "contrastive", "pooled") else [],
+        )
         for case in NOT_ALIKE
     ],
 )

@@ -217,11 +217,13 @@ def start_dropout(model, **kwargs):
     [
         # The counter of a frozen weight stands still from its first step on.
         (freeze, None, ["was trained, is frozen", "optimizer"]),
-        (other_betas, None, ["optimizer"]),
+        pytest.param(other_betas, None, ["optimizer"], marks=pytest.mark.slow),
         pytest.param(clip_harder, None, ["args.max_grad_norm` was 1.0, is 0.001"], marks=pytest.mark.slow),
         pytest.param(replace_parameter, None, ["replaced", "optimizer"], marks=pytest.mark.slow),
         (scale_lora, {}, ["scaling"]),
-        (start_dropout, None, ["layers.0.self_attn.attention_dropout` was 0.0, is 0.3"]),
+        pytest.param(
+            start_dropout, None, ["layers.0.self_attn.attention_dropout` was 0.0, is 0.3"], marks=pytest.mark.slow
+        ),
     ],
     ids=["freeze", "betas", "clipping", "replaced", "lora", "dropout"],
 )
@@ -313,8 +315,8 @@ class ChangesNumber(TPUSFTTrainer):
     [
         ({"cls": OwnLoss}, "OwnLoss overrides compute_loss"),
         pytest.param({"callbacks": lambda: [ScaleGradients()]}, "on_pre_optimizer_step", marks=pytest.mark.slow),
-        ({"optim": "sgd"}, "SGD takes its learning rate"),
-        ({"cls": KeepLoss, "step_replay": True}, "not part of the training state"),
+        pytest.param({"optim": "sgd"}, "SGD takes its learning rate", marks=pytest.mark.slow),
+        pytest.param({"cls": KeepLoss, "step_replay": True}, "not part of the training state", marks=pytest.mark.slow),
         pytest.param(
             {"cls": SendsNumber, "step_replay": True},
             "a host-to-device transfer within a step",

@@ -48,7 +48,6 @@ LOSSES = {
 }
 CASES = {
     # Many options at once, by default.
-    "grpo": grpo(loss_type="grpo", **REUSED, **REFERENCE),
     "grpo-many": Case(
         "grpo",
         {
@@ -72,11 +71,12 @@ CASES = {
     ),
     "grpo-shared": Case("grpo", {**SHARED, **REFERENCE, "loss_type": "grpo", "num_iterations": 2}, evaluates=True),
     "grpo-reward-model": Case("grpo", {"steps_per_generation": 2}, rewards=("model", of_length), evaluates=True),
-    # Of `trl.experimental`, with `TPUGRPOTrainer` before it.
-    "gmpo": Case("gmpo", {**REUSED, **REFERENCE}, evaluates=True),
     "rloo": Case("rloo", {**REUSED, **REFERENCE}, evaluates=True),
 }
 MORE = {
+    "grpo": grpo(loss_type="grpo", **REUSED, **REFERENCE),
+    # Of `trl.experimental`, with `TPUGRPOTrainer` before it.
+    "gmpo": Case("gmpo", {**REUSED, **REFERENCE}, evaluates=True),
     "grpo-lora": Case("grpo", {**ACCUMULATED, **REFERENCE, "num_iterations": 2}, lora="new", conversation=True),
     "rloo-many": Case(
         "rloo",

@@ -158,7 +158,7 @@ def test_predictions_of_a_dataset_that_only_the_call_names(runs):
     ("model", "smoothing"),
     [
         pytest.param(t5, 0.0, id="t5"),
-        pytest.param(bart, 0.1, id="bart, smoothed"),
+        pytest.param(bart, 0.1, id="bart, smoothed", marks=pytest.mark.slow),
         pytest.param(t5, 0.1, id="t5, smoothed", marks=pytest.mark.slow),
         pytest.param(bart, 0.0, id="bart", marks=pytest.mark.slow),
     ],

@@ -160,7 +160,7 @@ def test_stopped_between_two_epochs_and_again_in_the_second(make, undisturb, sam
 @pytest.mark.parametrize(
     ("event", "step", "stops_after"),
     [
-        ("on_step_end", 4, 4),
+        pytest.param("on_step_end", 4, 4, marks=pytest.mark.slow),
         ("on_step_end", BATCHES_PER_EPOCH, BATCHES_PER_EPOCH),
         ("on_prediction_step", BATCHES_PER_EPOCH, BATCHES_PER_EPOCH),
         ("on_prediction_step", 9, 9),

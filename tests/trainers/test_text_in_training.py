@@ -40,7 +40,11 @@ def generate_eagerly(model, prompt):
     return made[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(scan_layers="on")], ids=["layers", "layers as a loop"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(dict(), marks=pytest.mark.slow), dict(scan_layers="on")],
+    ids=["layers", "layers as a loop"],
+)
 def test_text_is_that_of_the_weights_of_now(runs, settings):
     from transformers import AutoModelForCausalLM
 

@@ -32,7 +32,7 @@ class ReadsAtTheEnd(TrainerCallback):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["added", "put first"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_callbacks_find_a_step_that_has_ended(runs, accumulation, first):
     """Traced and replayed, with the update done."""
     trainer = runs.ours(train=False, gradient_accumulation_steps=accumulation, max_steps=6, warmup_steps=0)
@@ -99,7 +99,9 @@ def clips_each_micro_step(upstream):
     return Clips
 
 
-@pytest.mark.parametrize("what", ["a callback", "a callback that freezes", "an override"])
+@pytest.mark.parametrize(
+    "what", ["a callback", pytest.param("a callback that freezes", marks=pytest.mark.slow), "an override"]
+)
 def test_gradients_between_micro_steps_are_the_users_to_change(runs, same_logs, what):
     """Silently they were not there: `parameter.grad` was `None`."""
     trainers = []

@@ -87,7 +87,9 @@ def train(xla, runs, reference_model):
 @pytest.mark.parametrize(
     "ours, stock, config_cls, settings",
     [
-        (Reward, RewardTrainer, RewardConfig, {"center_rewards_coefficient": 0.01}),
+        pytest.param(
+            Reward, RewardTrainer, RewardConfig, {"center_rewards_coefficient": 0.01}, marks=pytest.mark.slow
+        ),
         (DPO, DPOTrainer, DPOConfig, {}),
         pytest.param(
             DPO,
@@ -96,7 +98,7 @@ def train(xla, runs, reference_model):
             {"lora": True, "gradient_accumulation_steps": 2, "loss_type": ["sigmoid", "sft"]},
             marks=pytest.mark.slow,
         ),
-        (KTO, KTOTrainer, KTOConfig, {}),
+        pytest.param(KTO, KTOTrainer, KTOConfig, {}, marks=pytest.mark.slow),
     ],
     ids=["reward", "dpo", "dpo-lora-accumulated", "kto"],
 )

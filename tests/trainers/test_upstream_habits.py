@@ -176,7 +176,10 @@ class Full(TrainerCallback):
 
 @pytest.mark.parametrize(
     "words",
-    ["CUDA out of memory.", "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.75G of 15.75G hbm."],
+    [
+        pytest.param("CUDA out of memory.", marks=pytest.mark.slow),
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.75G of 15.75G hbm.",
+    ],
 )
 def test_a_smaller_batch_after_memory_has_run_out(xla, tmp_path, words):
     trainer = make(TPUTrainer, tmp_path, [Full(words)], per_device_train_batch_size=8, auto_find_batch_size=True)
@@ -249,7 +252,7 @@ def test_optimizers_of_few_bits_have_a_full_state_with_a_line(
     )
 
 
-@pytest.mark.parametrize("has_mask", [True, False])
+@pytest.mark.parametrize("has_mask", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_blocks_of_a_tokenizer_without_a_pad_token(xla, tiny_model, tmp_path, has_mask):
     """GPT-2 has none, and `run_clm.py` trains it on blocks of one length. The last batch is not full."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -336,7 +339,10 @@ def adamw_that_has_trained(model):
     return optimizer, None
 
 
-@pytest.mark.parametrize("make_optimizers", [adafactor_with_its_schedule, sgd_in_groups, adamw_that_has_trained])
+@pytest.mark.parametrize(
+    "make_optimizers",
+    [pytest.param(adafactor_with_its_schedule, marks=pytest.mark.slow), sgd_in_groups, adamw_that_has_trained],
+)
 def test_an_optimizer_made_before_the_model_was_placed_trains_what_was_placed(xla, tmp_path, make_optimizers):
     """With its groups, its state and its schedule."""
 
