@@ -111,12 +111,18 @@ def runs_class():
     return Runs
 
 
+@pytest.fixture(autouse=True)
+def no_reports_with_upstreams_configs(monkeypatch):
+    """A report takes longer than the run."""
+    from hf_tpu_ext.trainers import ExtensionArguments
+
+    monkeypatch.setattr(ExtensionArguments, "run_report", False)
+
+
 @pytest.fixture
 def runs(xla, tiny_model, tmp_path, monkeypatch):
     from hf_tpu_ext.trainers import ExtensionArguments
 
-    # Of runs with upstream's config, too.
-    monkeypatch.setattr(ExtensionArguments, "run_report", False)
     if xla.name == "tpu":
         # Compiling takes longer than the run.
         monkeypatch.setattr(ExtensionArguments, "compile_step", "off")

@@ -177,11 +177,8 @@ def rows_of_programs(trainer):
 
 
 @pytest.fixture
-def trained(xla, tmp_path, same_logs, monkeypatch):
+def trained(xla, tmp_path, same_logs):
     """Trains on XLA, checks every logged number against upstream's trainer, and gives the rows of each program."""
-    from hf_tpu_ext.trainers import ExtensionArguments
-
-    monkeypatch.setattr(ExtensionArguments, "run_report", False)
 
     def check(make_model, dataset, trainer=TPUTrainer, reference=Trainer, **settings):
         ours = train(trainer, make_model, dataset, tmp_path / "ours", **settings)
