@@ -1,10 +1,10 @@
 """Variables and settings of an accelerator that a message refuses are accepted once they are set as it says."""
 
 import socket
-import subprocess
 import sys
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,7 +160,7 @@ try:
 except UserError as error:
     print(error)
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    result = forked.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert "Make the trainer that uses XLA before anything is trained on the CPU" in result.stdout, result.stderr
     assert "in a notebook, restart the kernel first" in result.stdout
 

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 from hf_tpu_ext.backends import compile_cache
@@ -205,7 +205,7 @@ print(json.dumps([said, use and {"misses": use.misses, "unreadable": use.unreada
 
 
 def in_a_process(*argv, **env):
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, "-c", textwrap.dedent(IN_A_PROCESS), *map(str, argv)],
         env=os.environ | env,
         capture_output=True,

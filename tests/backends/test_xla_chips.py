@@ -1,9 +1,9 @@
 """Tensors split over chips: sent once, read without being made whole on a chip, placed anew."""
 
 import os
-import subprocess
 import sys
 
+import forked
 import pytest
 import torch
 
@@ -87,7 +87,7 @@ assert backend.memory_per_chip is None and "CPU" in backend.device_name
 @pytest.mark.slow
 def test_eight_chips():
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
-    result = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
+    result = forked.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
 
 

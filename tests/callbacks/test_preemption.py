@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import forked
 import pytest
 from transformers import TrainerControl, TrainerState
 
@@ -69,7 +69,7 @@ with Preemption().listen():
     time.sleep(1.1)
     signal.raise_signal(signal.SIGTERM)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -signal.SIGTERM
     assert done.stderr.count("SIGTERM") == 1
 

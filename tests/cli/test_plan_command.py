@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 
+import forked
 import pytest
 from transformers import AutoConfig
 
@@ -44,7 +44,7 @@ def plan(prepared, tmp_path):
     def run(*argv, model="model", **env):
         output = tmp_path / "plan.json"
         output.unlink(missing_ok=True)
-        done = subprocess.run(
+        done = forked.run(
             [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "--model_name_or_path", prepared / model]
             + ["--output_dir", tmp_path / "run", "--max_length", "64", "--json", output, *argv],
             env=os.environ | env,
@@ -107,7 +107,7 @@ def test_programs_that_generate(prepared, tmp_path):
         "max_steps": "10",
     }
     settings |= {"reward_funcs": "recipes.rewards.same_number", "num_generations": "4", "max_completion_length": "24"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", "grpo", "--topology", "v5e-8", "--json", output]
         + ["--seq_lengths", "16", "32", "--length_buckets", "16", "32"]
         + [word for name, value in settings.items() for word in (f"--{name}", value)],
@@ -219,7 +219,7 @@ def refused(prepared, tmp_path_factory):
     (other / "jax-0.4.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: jax\nVersion: 0.4.1\n")
     cases = {name: [word.format(prepared=prepared) for word in argv] for name, (argv, _) in BAD_INPUT.items()}
     cases["without the compiler"] = ["--seq_lengths", "64", "--json", str(other / "plan.json")]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", PLAN_ALL, str(other)],
         input=json.dumps([[*common, *argv] for argv in cases.values()]),
         capture_output=True,

@@ -1,7 +1,7 @@
 import json
-import subprocess
 import sys
 
+import forked
 import pytest
 
 from hf_tpu_ext.cli.main import main
@@ -28,9 +28,7 @@ def runs(tmp_path_factory):
     ]
     # A process keeps the device that its first run had.
     code = "import json, sys; from hf_tpu_ext.cli.main import main; sys.exit(any(map(main, json.loads(sys.argv[1]))))"
-    result = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(runs)], capture_output=True, text=True, timeout=300
-    )
+    result = forked.run([sys.executable, "-c", code, json.dumps(runs)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return directory
 

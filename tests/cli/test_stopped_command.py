@@ -1,4 +1,4 @@
-"""The stock command, told to stop, says "resume me" with its exit status, and goes on where it stopped."""
+"""The command, and the stock one, told to stop, say "resume me" with their exit status, and go on where they stopped."""
 
 import json
 import os
@@ -7,16 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from hf_tpu_ext.examples.tiny import make_arithmetic, make_model
 
 
-def start(*args, **env):
-    """`trl sft` with the trainers of this package."""
-    return subprocess.Popen(
-        [Path(sys.executable).with_name("trl"), "sft", *map(str, args)],
-        env={**os.environ, "HF_TPU_EXT": "1", **env},
+def start(*args, stock=True):
+    """`trl sft` with the trainers of this package, or `hf-tpu sft`, which it becomes."""
+    popen = subprocess.Popen if stock else forked.Popen
+    command = [Path(sys.executable).with_name("trl")] if stock else [sys.executable, "-m", "hf_tpu_ext.cli.main"]
+    return popen(
+        [*command, "sft", *map(str, args)],
+        env={**os.environ, "HF_TPU_EXT": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -48,7 +51,7 @@ def stop(process, tell):
 
 
 def test_sigterm_and_resume(command, tmp_path):
-    process = start(*command, "--max_steps", 100_000)
+    process = start(*command, "--max_steps", 100_000, stock=False)
     printed = stop(process, process.terminate)
     assert process.returncode == os.EX_TEMPFAIL, printed
     assert printed.count("SIGTERM: saving after this step; a second one exits immediately.") == 1
@@ -57,7 +60,7 @@ def test_sigterm_and_resume(command, tmp_path):
     assert f"Stopped by SIGTERM after step {steps}, saved in {checkpoint}." in printed
     assert "Traceback" not in printed
 
-    process = start(*command, "--max_steps", steps + 2, "--resume_from_checkpoint", "true")
+    process = start(*command, "--max_steps", steps + 2, "--resume_from_checkpoint", "true", stock=False)
     printed, _ = process.communicate()
     assert process.returncode == 0, printed
     assert "Trained 2 steps" in printed and f"resumed after step {steps} of {steps + 2}" in printed

@@ -4,9 +4,9 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 
+import forked
 import pytest
 import yaml
 
@@ -60,7 +60,7 @@ def command(prepared, tmp_path):
         values |= {"compile_cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run"), **changes}
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
-        result = subprocess.run(
+        result = forked.run(
             [sys.executable, "-m", "hf_tpu_ext.cli.main", *name.split(), "--config", recipe, *argv],
             env=os.environ | {"CPU_NUM_DEVICES": str(devices)},
             capture_output=True,

@@ -7,13 +7,14 @@ import sys
 import time
 
 import cache_driver
+import forked
 import pytest
 
 
 def build_and_kill(arguments, kill_at, delay):
     """Build in a process of its own, and kill it `delay` seconds after it reached `kill_at`."""
     command = [sys.executable, cache_driver.__file__, *map(str, arguments)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if not line.startswith("reached "):
                 continue

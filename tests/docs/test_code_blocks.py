@@ -1,10 +1,10 @@
 """The code blocks of the documentation run."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from block_driver import BLOCK
 
@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 def test_code_blocks_run(pages, tmp_path):
     pages = [str(page) for page in pages if BLOCK.search(page.read_text(encoding="utf-8"))]
     assert pages
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, Path(__file__).with_name("block_driver.py"), *pages],
         cwd=tmp_path,
         env={**os.environ, "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"},

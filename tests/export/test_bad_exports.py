@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -119,7 +120,7 @@ def test_a_checkpoint_that_is_not_what_was_written(run_dir):
 @pytest.mark.slow
 def test_a_kill_leaves_no_half_of_an_export(run_dir):
     command = [sys.executable, "-m", "hf_tpu_ext.cli.main", "export", str(run_dir), "--merge"]
-    process = subprocess.Popen(command)
+    process = forked.Popen(command)
     partial = run_dir / ".merged.hf_tpu_export"
     while not partial.exists():
         assert process.poll() is None
@@ -128,7 +129,7 @@ def test_a_kill_leaves_no_half_of_an_export(run_dir):
     process.wait()
     assert partial.exists()
     assert not (run_dir / "merged").exists()
-    assert subprocess.run(command, timeout=300).returncode == 0
+    assert forked.run(command, timeout=300).returncode == 0
     assert not list(run_dir.glob(".*"))
     assert (run_dir / "merged" / "export.json").is_file()
 

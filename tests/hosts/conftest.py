@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 
+import forked
 import pytest
 from pretended_slice import HERE, Slice, find_plugins, free_port
 
@@ -43,7 +43,7 @@ def start_slice(tiny_model, tmp_path_factory):
         for index, own in enumerate(hosts):
             log = open(directory / f"{name}.log.{index}", "w")
             command = [sys.executable, str(driver), *(given if arguments is None else arguments)]
-            processes.append(subprocess.Popen(command, env={**common, **own}, stdout=log, stderr=log))
+            processes.append(forked.Popen(command, env={**common, **own}, stdout=log, stderr=log))
         slice_ = Slice(processes, directory, name)
         started.append(slice_)
         return slice_

@@ -9,11 +9,11 @@ writes down what it compiles into now. What changed is then seen in the differen
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 from recipe_commands import RECIPES, command_of
@@ -61,7 +61,7 @@ def test_recipe_compiles_into_the_same_programs(recipe, tiny, tmp_path):
     if "kd_cache" in yaml.safe_load(recipe.read_text()):
         argv += ["--kd_cache", tmp_path / "cache"]
         assert main(["cache-teacher", *map(str, argv)]) == 0
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "hf_tpu_ext.cli.main", "plan", command, *argv, "--jobs", "2"]
         + ["--topology", "v5e-8", "--json", tmp_path / "plan.json", "--hlo", tmp_path],
         capture_output=True,

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from hf_tpu_ext.examples.tiny import make_model
@@ -36,7 +36,7 @@ def programs(model, alternating, tmp_path):
         settings = dict(settings)
         directory = alternating if settings.pop("alternating", False) else model
         output = tmp_path / f"{how}.json"
-        done = subprocess.run(
+        done = forked.run(
             [
                 sys.executable,
                 Path(__file__).with_name("trace_driver.py"),

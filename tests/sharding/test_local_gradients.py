@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 
+import forked
 import pytest
 
 
@@ -112,7 +112,7 @@ print(json.dumps(failed))
 @pytest.fixture(scope="module")
 def failed():
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, "-c", PREPARE + RUN_ALL],
         env=env,
         input=json.dumps(CHECKS),

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import pytest
 from schemes import Program, Run, make_inputs
 
@@ -50,7 +51,7 @@ def traced(tmp_path_factory) -> dict[str, dict]:
     """What `trace_schemes.py` writes."""
     directory = tmp_path_factory.mktemp("eight_chips")
     make_inputs(directory, **SIZES)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, HERE / "trace_schemes.py", directory],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

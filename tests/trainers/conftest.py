@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,9 +187,12 @@ def distil(runs, xla):
 
 def train_on_devices(count, model_dir, spec, directory):
     """Run `chips_driver.py` on `count` devices; what it noted of each run, and what it printed."""
+    # Drivers import this file, and not what starts them.
+    import forked
+
     spec_file, output_file = directory / f"{count}.spec.json", directory / f"{count}.json"
     spec_file.write_text(json.dumps(spec))
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, Path(__file__).with_name("chips_driver.py"), model_dir, spec_file, output_file],
         env={**os.environ, "CPU_NUM_DEVICES": str(count)},
         capture_output=True,

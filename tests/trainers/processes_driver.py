@@ -95,6 +95,8 @@ def in_processes(spec, model_dir, directory, count=2, lost=False, backend="cpu")
     Run this file in `count` processes that meet by gloo, or in one with `backend="cuda"`: what each noted of each training, and
     what each printed. With `lost`, one is killed, and the others fail.
     """
+    import forked
+
     directory.mkdir(parents=True, exist_ok=True)
     spec_file = directory / "spec.json"
     spec_file.write_text(json.dumps(spec))
@@ -112,9 +114,11 @@ def in_processes(spec, model_dir, directory, count=2, lost=False, backend="cpu")
     if backend == "cuda":
         # Of cuBLAS, which rounds otherwise from run to run without it.
         common["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # Imports may have looked for GPUs, after which a fork cannot use them.
+    start = subprocess.Popen if backend == "cuda" else forked.Popen
     outputs = [directory / f"noted-{rank}.json" for rank in range(count)]
     processes = [
-        subprocess.Popen(
+        start(
             [sys.executable, __file__, *map(str, (model_dir, directory, spec_file, output))],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,

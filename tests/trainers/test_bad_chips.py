@@ -3,10 +3,10 @@
 import copy
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from refusals import refused
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -266,7 +266,7 @@ def on_eight(tiny_model, tmp_path_factory):
     """What each case of a process with eight devices was told, or logged."""
     output = tmp_path_factory.mktemp("eight") / "told.json"
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, "-c", ON_EIGHT, str(tiny_model), str(output)],
         env=env,
         cwd=Path(__file__).parent,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import kill_driver
 import pytest
 import torch
@@ -16,7 +17,7 @@ from differential import TIMED
 def train_and_kill(kind, model_dir, output_dir, kill_at, delay):
     """Train in a process of its own, and kill it at `kill_at`: in a save at once, in a step after `delay` seconds."""
     command = [sys.executable, kill_driver.__file__, kind, str(model_dir), str(output_dir)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if not line.startswith("reached "):
                 continue

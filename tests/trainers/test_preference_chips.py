@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from preference import Case, rows_for, trainer_for
 
@@ -32,9 +32,10 @@ def evaluate(trainer, kind, count):
 
 def evaluate_on(chips, base, kind, counts):
     output = base / f"{kind}-{chips}.json"
-    ran = subprocess.run(
+    ran = forked.run(
         [sys.executable, "-c", DRIVER, *map(str, (base, output, kind, chips, *counts))],
-        env={**os.environ, "CPU_NUM_DEVICES": str(chips), "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "CPU_NUM_DEVICES": str(chips)},
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         timeout=600,

@@ -3,11 +3,11 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import forked
 import pytest
 from preference import STEPS, Case, assert_compiled, assert_same_numbers, rows_for, train, trainer_for
 from refusals import refused
@@ -311,7 +311,7 @@ def eight(models, tmp_path_factory):
     directory = tmp_path_factory.mktemp("eight")
     spec, results = directory / "spec.json", directory / "results.json"
     spec.write_text(json.dumps({name: asdict(case) for name, case in ON_CHIPS.items()}))
-    ran = subprocess.run(
+    ran = forked.run(
         [sys.executable, Path(__file__).with_name("preference_driver.py"), models, spec, results],
         env={**os.environ, "CPU_NUM_DEVICES": "8"},
         capture_output=True,

@@ -2,10 +2,10 @@
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from datasets import Dataset
@@ -312,7 +312,7 @@ def test_the_last_step_of_an_epoch_with_accumulation(trained):
 def test_chips_that_cannot_share_a_batch_compute_all_of_it(tmp_path):
     driver = Path(__file__).with_name("ragged_driver.py")
     environment = {**os.environ, "CPU_NUM_DEVICES": "8", "PJRT_DEVICE": "CPU"}
-    done = subprocess.run([sys.executable, driver, tmp_path], env=environment, capture_output=True, text=True)
+    done = forked.run([sys.executable, driver, tmp_path], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from rollouts import OURS, WRITING, Case, assert_same_numbers, train, trainer_for
 
@@ -30,7 +30,7 @@ SPECS = {
 def train_on_eight(spec, directory, rows=(32, 8)):
     spec_file, output_file = directory / "spec.json", directory / "output.json"
     spec_file.write_text(json.dumps(spec))
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, Path(__file__).with_name("rollout_driver.py"), directory, spec_file, output_file],
         env={**os.environ, "CPU_NUM_DEVICES": "8"},
         capture_output=True,

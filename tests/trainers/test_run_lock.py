@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import forked
 import pytest
 from transformers import TrainerCallback
 
@@ -172,7 +173,7 @@ with only_run_in(sys.argv[1], ALONE):
 
 
 def test_a_run_that_was_killed_holds_nothing(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    holder = forked.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "holds\n"
         with pytest.raises(ValueError, match=f"process {holder.pid} on"), only_run_in(tmp_path, ALONE):
@@ -215,5 +216,5 @@ for _ in range(4):
         os._exit(0 if entered else 1)
 print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)])
 """
-    result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    result = forked.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
     assert result.stdout == "[0, 0, 0, 0]\n", result.stderr[-2000:]

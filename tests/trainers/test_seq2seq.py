@@ -2,10 +2,10 @@
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -228,7 +228,7 @@ def test_recipe_learns_to_copy(tmp_path):
         predict_with_generate=True,
     )
     words = [f"--{name}={value}" for name, value in settings.items()]
-    result = subprocess.run(
+    result = forked.run(
         [sys.executable, str(script), *words], capture_output=True, text=True, timeout=600, env=dict(os.environ)
     )
     assert result.returncode == 0, result.stderr[-3000:]

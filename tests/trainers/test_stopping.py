@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 import two_processes
@@ -296,7 +297,7 @@ def start_two(*words):
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     return [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, two_processes.__file__, *map(str, words)],
             env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
