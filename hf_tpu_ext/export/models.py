@@ -32,7 +32,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..errors import UserError
 from ..trainers.checkpoint.average_file import load_average
 from ..trainers.checkpoint.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
-from ..trainers.checkpoint.files import MANIFEST_NAME, find_damage
+from ..trainers.checkpoint.verification import MANIFEST_NAME, find_damage
 
 
 @dataclass(frozen=True)
