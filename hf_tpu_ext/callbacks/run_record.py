@@ -18,6 +18,9 @@ from .step_status import StepStatus
 
 logger = logging.get_logger(__name__)
 
+# Of an error. The compiler's take pages.
+_MOST_CHARACTERS = 2_000
+
 
 class RunRecord(TrainerCallback):
     """
@@ -116,6 +119,12 @@ class RunRecord(TrainerCallback):
             "step_times": self._status.step_times,
             "batches": [[shape, list(count)] for shape, count in self._status.batches.items()],
         }
+
+    def note_error(self, error: BaseException, step: int) -> None:
+        """Keep what ended the run after so many optimizer steps."""
+        self._write_programs(step)
+        self._write("error", step=step, error=f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS])
+        self._writer = None
 
     def keep_samples(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Keep prompts with their answers, for the report."""

@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as directory, json_output(options.json) as write_json:
         if options.seq_lengths:
             recipe = _with_synthetic_rows(recipe, command, Path(directory), options.seq_lengths)
-        elif "dataset_name" not in recipe and "datasets" not in recipe:
+        elif "dataset_name" not in recipe and "datasets" not in recipe and not recipe.asks_for_help:
             raise UserError(
                 "The graphs of a step depend on the shapes of its batches, and the recipe names no dataset. Give their lengths instead: "
                 "--seq_lengths 1024"

@@ -65,7 +65,7 @@ class Session:
     """
     One call of `train`: a run that was resumed has several. Of each what was known when it began, its seconds, its last
     optimizer step and its totals (phases, step times, batches) as far as they are recorded, and what was known when it
-    ended; `None` if it was killed or failed.
+    ended, or the error that ended it; both `None` if it was killed.
     """
 
     facts: dict[str, Any]
@@ -73,6 +73,7 @@ class Session:
     last_step: int = 0
     totals: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -261,6 +262,9 @@ def _add(run: Run, entry: dict[str, Any]) -> None:
                 program["cause"] = entry["cause"]
         case "samples":
             run.samples = entry["rows"]
+        case "error":
+            # What was compiled is of the step that has failed.
+            session.error, session.last_step = entry["error"], entry["step"]
         case "end":
             session.end = entry
         case event:

@@ -78,7 +78,9 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
 
 def _notes(run: Run) -> list[str]:
     notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
-    if run.sessions[-1].end is None:
+    if run.sessions[-1].error is not None:
+        notes.append(f"The run was ended after step {run.steps:,} by {run.sessions[-1].error}")
+    elif run.sessions[-1].end is None:
         notes.append("The run did not end, or is still going on. This is what was recorded until then.")
     if run.repeated_steps:
         notes.append(f"Repeated after the resume: {count(run.repeated_steps, 'step')}.")
@@ -257,7 +259,7 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
                 f"{session.facts['first_step']:,}",
                 f"{session.last_step:,}",
                 format_seconds(session.seconds),
-                "did not end" if session.end is None else "ended",
+                "failed" if session.error is not None else "did not end" if session.end is None else "ended",
             ]
             for session in run.sessions
         ]

@@ -202,9 +202,9 @@ class TPUTrainerMixin(
         with only_run_in(self.args.output_dir, self.backend.processes):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             self.agreement.check_beginning(named_datasets(self.train_dataset, self.eval_dataset))
+            record = next((each for each in self.callback_handler.callbacks if isinstance(each, RunRecord)), None)
             if self._writes_run:
-                writes_record = any(isinstance(callback, RunRecord) for callback in self.callback_handler.callbacks)
-                set_aside(self._get_output_dir(trial), checkpoint, writes_record)
+                set_aside(self._get_output_dir(trial), checkpoint, writes_record=record is not None)
             with (
                 self.backend.processes.together("training"),
                 self.stopping_when_told(),
@@ -216,6 +216,10 @@ class TPUTrainerMixin(
             ):
                 try:
                     return super().train(checkpoint, trial, ignore_keys_for_eval)
+                except Exception as error:
+                    if record is not None:
+                        record.note_error(error, self.state.global_step)
+                    raise
                 finally:
                     self._end_run()
 

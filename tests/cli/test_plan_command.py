@@ -218,6 +218,7 @@ def refused(prepared, tmp_path_factory):
     (other / "jax-0.4.1.dist-info").mkdir()
     (other / "jax-0.4.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: jax\nVersion: 0.4.1\n")
     cases = {name: [word.format(prepared=prepared) for word in argv] for name, (argv, _) in BAD_INPUT.items()}
+    cases["help"] = ["--help"]
     cases["without the compiler"] = ["--seq_lengths", "64", "--json", str(other / "plan.json")]
     done = forked.run(
         [sys.executable, "-c", PLAN_ALL, str(other)],
@@ -238,6 +239,12 @@ def test_bad_input(refused, case):
     assert "Traceback" not in printed
     for words in BAD_INPUT[case][1]:
         assert words in printed
+
+
+def test_help_needs_no_recipe(refused):
+    status, printed = refused[0]["help"]
+    assert status == 0
+    assert "usage: hf-tpu plan" in printed and "--topology" in printed and "\n  --length_buckets" in printed
 
 
 def test_without_the_compiler(refused):

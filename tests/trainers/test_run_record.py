@@ -10,8 +10,10 @@ import torch
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.trainers import ExtensionArguments
+from hf_tpu_ext.watch.programs import TooManyRecompiles
 
 
 CONFIG = dict(config_cls=TPUSFTConfig, run_report=True, max_steps=6, logging_steps=2)
@@ -62,6 +64,26 @@ def test_upstreams_config_has_a_report(runs, monkeypatch, backend):
     runs.ours(max_steps=2, use_cpu=backend == "cpu")
     assert (runs.output_dir / "report.html").is_file()
     assert read_run(runs.output_dir).facts["backend"]["name"] == backend
+
+
+class ClipsHarder(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            self.trainer.args.max_grad_norm = 1e-3
+
+
+def test_what_ended_a_run_with_an_error_is_told(runs):
+    trainer = runs.ours(**CONFIG, max_recompiles=0, train=False)
+    clips = ClipsHarder()
+    clips.trainer = trainer
+    trainer.add_callback(clips)
+    with pytest.raises(TooManyRecompiles) as raised:
+        trainer.train()
+    run = read_run(runs.output_dir)
+    assert run.sessions[-1].end is None and run.sessions[-1].error == f"TooManyRecompiles: {raised.value}"
+    assert "max_grad_norm` was 1.0, is 0.001" in run.programs[-1]["cause"] and run.steps == 3
+    page = make_report([runs.output_dir]).with_suffix(".md").read_text()
+    assert "The run was ended after step 3 by TooManyRecompiles: step 4: recompilation of the training step" in page
 
 
 class ExplainLater(TrainerCallback):

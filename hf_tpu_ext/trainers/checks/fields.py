@@ -328,7 +328,7 @@ WITHOUT_EFFECT = (
     ),
     without_effect("ds3_gather_for_generation", "it is for DeepSpeed, which does not run on XLA"),
     without_effect("max_tool_calling_iterations", "tools do not work on XLA"),
-    without_effect("log_multimodal", "images do not work on XLA"),
+    without_effect("log_multimodal", "GRPO and RLOO take no images on XLA"),
     without_effect(
         "sortish_sampler", "transformers reads it no more; train_sampling_strategy='group_by_length' does that"
     ),
