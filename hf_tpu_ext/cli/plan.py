@@ -105,7 +105,7 @@ def run(argv: list[str]) -> int:
     from ..plan.compiler import jobs_at_once
     from ..plan.make import make_plan
     from ..plan.page import render
-    from ..plan.search import search
+    from ..plan.search import advise, search
     from ..plan.trace import trace_run
 
     hosts = topology.hosts if topology.num_hosts > 1 else ()
@@ -146,7 +146,9 @@ def run(argv: list[str]) -> int:
                 return lambda _: plan
             return partial(trace(changes)[0], quiet=True)
 
-        if options.search is not None:
+        if options.search is None:
+            plan = replace(plan, advice=advise(plan, own.settings))
+        else:
             plan = search(plan, own.settings, options.search or _SEARCHED, trace_variant, jobs)
         print(render(plan))
         write_json(plan.to_json())

@@ -89,6 +89,23 @@ def search(
     return replace(plan, trials=best, advice=_advice(tried, rows))
 
 
+def advise(plan: Plan, settings: Mapping[str, str]) -> list[str]:
+    """What to try where no variant was compiled, of a plan with these settings."""
+    if plan.fits is None:
+        return []
+    if plan.fits:
+        return ["--search compiles variants, and says which of them are faster."]
+    rows = int(settings[_ROWS])
+    changes = [
+        (settings.get("mesh") == "data", "mesh: fsdp, which shards weights and optimizer state over the chips"),
+        (settings["rematerialization"] != "full", "rematerialization: full"),
+        (rows > 1, f"{_ROWS}: {rows // 2}, with twice the gradient_accumulation_steps"),
+        (True, "LoRA (use_peft: true), dtype: bfloat16, more chips or a smaller max_length"),
+        (True, "--search compiles variants, and says which of them fit."),
+    ]
+    return [change for applies, change in changes if applies]
+
+
 def _try_all(
     variants: list[_Variant], limit: int, trace: Callable[[dict[str, str]], Callable[[int], Plan]], jobs: int
 ) -> None:

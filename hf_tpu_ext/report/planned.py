@@ -15,7 +15,7 @@ from .record import Run
 #: Name of the plan in a run's output directory, as `hf-tpu plan --json OUTPUT_DIR/plan.json` writes it.
 PLAN_NAME = "plan.json"
 _TITLE = "Planned and measured"
-_NEEDED = {"derived", "programs", "token_share", "topology"}
+_NEEDED = {"derived", "facts", "programs", "token_share", "topology"}
 _NEEDED_DERIVED = {"mfu", "peak_bytes", "step", "tokens_per_second"}
 
 
@@ -56,12 +56,15 @@ def compare_with_plan(run: Run, plan: Mapping[str, Any]) -> Section:
     empty.
     """
     derived, chip, backend = plan["derived"], plan["topology"]["chip"], run.facts["backend"]
-    section = Section(_TITLE)
+    model = run.facts["model"]
+    section = Section(
+        _TITLE, [f"Planned: {plan['facts']['model']}. Run: {model['name']}, {model['parameters']:,} parameters."]
+    )
     chips = math.prod(plan["topology"]["layout"])
     if (chip["title"], chips) != (backend["device"], backend["chips"]):
         section.lines.append(
             f"Planned for {plan['topology']['name']} ({chips} of {chip['title']}), and run on {backend['chips']} of "
-            f"{backend['device']}: only what does not depend on the chip can be compared."
+            f"{backend['device']}: memory, times and MFU are those of other chips."
         )
     memory, seconds = run.peak_memory_gib, run.middle("step_time")
     rate, utilization = run.middle("padded_tokens_per_second"), run.middle("mfu")

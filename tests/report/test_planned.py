@@ -31,7 +31,7 @@ def write_plan():
             model_flops=8 * 197e11,
         )
         chosen = [program] if programs is None else programs
-        plan = Plan("recipe.yaml", {}, find_topology(topology), chosen, {}, optimizer_steps=40, token_share=0.5)
+        plan = Plan("recipe.yaml", {"model": "qwen3, 606 M parameters"}, find_topology(topology), chosen, {}, optimizer_steps=40, token_share=0.5)
         path.write_text(plan.to_json())
         return path
 
@@ -57,6 +57,7 @@ def test_the_plan_in_the_directory_of_the_run(write_run, write_plan, tmp_path):
     # Of the made batches, 1000 of 1408 tokens are no padding; the plan knows of half.
     assert shown["MFU, without padding"] == ("25 %", "28.4 %")
     assert shown["graphs"] == ("1", "1")
+    assert "Planned: qwen3, 606 M parameters. Run: " in page.read_text()
     assert "Planned and measured" in page.read_text() and "Planned for" not in page.read_text()
 
 
@@ -65,7 +66,8 @@ def test_what_a_trainer_prints(write_run, write_plan, tmp_path):
     assert describe_ended_run(run) == f"Report: {run / 'report.html'}"
     write_plan(run / "plan.json")
     printed = describe_ended_run(run)
-    assert "Planned and measured:\n  peak HBM per chip: 2.68 GB measured; planned 2.50 GB\n" in printed
+    assert "Planned and measured:\n  Planned: qwen3, 606 M parameters. Run: " in printed
+    assert " parameters.\n  peak HBM per chip: 2.68 GB measured; planned 2.50 GB\n" in printed
 
 
 def test_another_device_is_said(write_run, write_plan, tmp_path):
