@@ -30,7 +30,7 @@ The exit status is 0 if it fits, 1 if it does not, and 3 if that is unknown. For
   hf-tpu plan --config recipes/pretrain_tinystories.yaml
 
 options of its own:
-  --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default), v6e-8, ...; of several hosts: v5e-16 to v5e-256, v6e-16, ...
+  --topology NAME      the TPU: v5e-1, v5e-4, v5e-8 (the default; also v5litepod-8), v6e-8, ...; of several hosts: v5e-16 to v5e-256, ...
   --seq_lengths N ...  sequence lengths, instead of reading the dataset; of a model that takes images, each row has one
   --search [NAME ...]  search rematerialization, mesh and batch size, and print the Pareto front; or only the named ones
                        of these: rematerialization, mesh, attention, per_device_train_batch_size
@@ -128,8 +128,8 @@ def run(argv: list[str]) -> int:
                 )
             except OSError as error:
                 raise UserError(
-                    f"{error}\nA plan needs the model's configuration and tokenizer. The data can be left out: "
-                    f"--seq_lengths 1024"
+                    f"{error}\nA plan needs the model's configuration and tokenizer: a directory with its config.json and a "
+                    "tokenizer will do (--model_name_or_path DIRECTORY). The data can be left out: --seq_lengths 1024"
                 ) from error
             if options.seq_lengths:
                 traced = traced.without_data()

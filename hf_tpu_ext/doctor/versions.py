@@ -75,7 +75,9 @@ def check_libtpu(
     Look for the TPU runtime, in the version that torch_xla or torch_tpu asks for. The arguments are as for [`check_versions`].
     """
     if not has_tpu:
-        return Check("libtpu", "none", "the TPU runtime; not needed here")
+        return Check(
+            "libtpu", "none", "the runtime of a TPU, and the compiler of hf-tpu plan; this machine has no TPU"
+        )
     for variable in _LIBTPU_VARIABLES:
         if path := os.environ.get(variable):
             if os.path.isfile(path):
