@@ -49,7 +49,7 @@ def _server(environment: dict[str, str]) -> socket.socket:
             )
         # With the time that its processes took.
         atexit.register(process.wait)
-        atexit.register(_servers[key].close)
+        atexit.register(_servers[key].shutdown, socket.SHUT_RDWR)
     return _servers[key]
 
 
@@ -62,7 +62,7 @@ class ForkedPopen(subprocess.Popen):
         python, *words = map(os.fspath, args)
         assert python == sys.executable and preexec_fn is None and not pass_fds
         env = dict(os.environ if env is None else env)
-        request = {"words": words, "cwd": os.fspath(cwd or os.getcwd()), "env": env, "new_session": rest[-2]}
+        request = [words, os.fspath(cwd or os.getcwd()), env, rest[-2]]
         self._answers, theirs = socket.socketpair()
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         with theirs:
@@ -95,8 +95,8 @@ class ForkedPopen(subprocess.Popen):
 Popen = subprocess.Popen if find_spec("torch_xla") is None else ForkedPopen
 
 
-def run(args, *, input=None, capture_output=False, timeout=None, check=False, **kwargs) -> subprocess.CompletedProcess:
-    """As `subprocess.run`."""
+def run(args, *, input=None, capture_output=False, timeout=None, **kwargs) -> subprocess.CompletedProcess:
+    """As `subprocess.run`, without `check`."""
     if input is not None:
         kwargs["stdin"] = subprocess.PIPE
     if capture_output:
@@ -107,10 +107,7 @@ def run(args, *, input=None, capture_output=False, timeout=None, check=False, **
         except BaseException:
             process.kill()
             raise
-    result = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-    if check:
-        result.check_returncode()
-    return result
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 # ---- In the process that forks, and in those that it has forked ----
@@ -128,15 +125,11 @@ def _serve(requests: socket.socket) -> list[str]:
     while fds := socket.recv_fds(requests, 1, 4)[1]:
         if os.fork() == 0:
             requests.close()
-            request = _begin(*fds)
-            given = request["env"]
-            for name, value in imports_set.items():
-                if given.get(name) == before.get(name):
-                    given[name] = value
+            words, env = _begin(*fds)
             os.environ.clear()
-            os.environ.update(given)
-            os.chdir(request["cwd"])
-            return request["words"]
+            os.environ.update(env)
+            os.environ.update({name: new for name, new in imports_set.items() if env.get(name) == before.get(name)})
+            return words
         for fd in fds:
             os.close(fd)
     with suppress(ChildProcessError):
@@ -145,10 +138,10 @@ def _serve(requests: socket.socket) -> list[str]:
     os._exit(0)
 
 
-def _begin(channel: int, *streams: int) -> dict:
-    """Wait for a process that begins here, and answer with its number and its status."""
+def _begin(channel: int, *streams: int) -> tuple[list[str], dict[str, str]]:
+    """Fork a process, in which this returns what it was given, and answer with its number and then its status."""
     channel = socket.socket(fileno=channel)
-    request = json.loads(channel.makefile().readline())
+    words, cwd, env, new_session = json.loads(channel.makefile().readline())
     if process := os.fork():
         for stream in streams:
             os.close(stream)
@@ -159,9 +152,10 @@ def _begin(channel: int, *streams: int) -> dict:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    if request["new_session"]:
+    if new_session:
         os.setsid()
-    return request
+    os.chdir(cwd)
+    return words, env
 
 
 def _run(first: str, *words: str) -> None:

@@ -1,15 +1,11 @@
 """
-Training runs for `test_stopped_runs.py` to stop at any moment.
+A training run for `test_stopped_runs.py` to stop at any moment.
 
-Started as a script it imports everything once, and then forks a process for each run that it is asked for: nothing of the
-accelerator's runtime is started before the fork. Each line of its input is a run; it answers with the run's process id, with
-`training` when `train` is called, with `step` at the end of each step, and with the exit status.
+It prints `training` when `train` is called, `step` at the end of each step, and `trained`.
 """
 
-import json
 import os
 import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -82,32 +78,6 @@ def run(model_dir, output_dir, tell):
     trainer.save_model()
 
 
-def _serve():
-    disable_progress_bars()
-    for line in sys.stdin:
-        spec = json.loads(line)
-        process = os.fork()
-        if process:
-            print(process, flush=True)
-            print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-            continue
-        answers = os.dup(1)
-        log = os.open(spec.pop("log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        status = 1
-        try:
-            run(**spec, tell=lambda word: os.write(answers, f"{word}\n".encode()))  # noqa: B023
-            status = 0
-        except SystemExit as error:
-            status = error.code
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-
 if __name__ == "__main__":
-    _serve()
+    disable_progress_bars()
+    run(*sys.argv[1:], tell=lambda word: print(word, flush=True))

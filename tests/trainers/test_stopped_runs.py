@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
 from itertools import pairwise
 
+import forked
 import pytest
 import stopped_run
 import torch
@@ -21,38 +21,26 @@ from hf_tpu_ext.examples.tiny import make_model
 PREEMPTED = os.EX_TEMPFAIL
 
 
-@contextmanager
-def forking_runs(model_dir, log):
-    """Starts runs, each in a process of its own, and says what becomes of them."""
-    with subprocess.Popen(
-        [sys.executable, stopped_run.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
+def run(model_dir, output_dir, log, number=None, moment=None):
+    """
+    Run in a process of its own, and send it a signal at a moment: how many steps to wait for, and how long after the last.
 
-        def start(output_dir, number=None, moment=None):
-            """
-            Start a run, and send it a signal at a moment: how many steps to wait for, and how long after the last.
-
-            Returns the exit status, and the seconds at which `training`, each `step` and `trained` were told.
-            """
-            spec = dict(model_dir=str(model_dir), output_dir=str(output_dir), log=str(log))
-            print(json.dumps(spec), file=server.stdin, flush=True)
-            process, times = os.pidfd_open(int(server.stdout.readline())), []
-            for line in server.stdout:
-                if not line.strip().isalpha():
-                    os.close(process)
-                    return int(line), times
-                times.append(time.monotonic())
-                if number is not None and len(times) == 1 + moment[0]:
-                    time.sleep(moment[1])
-                    # It may have ended by itself.
-                    with suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(process, number)
-            raise AssertionError("the server died")
-
-        try:
-            yield start
-        finally:
-            server.stdin.close()
+    Returns the exit status, and the seconds at which `training`, each `step` and `trained` were told.
+    """
+    command, times = [sys.executable, stopped_run.__file__, model_dir, output_dir], []
+    with (
+        open(log, "a", encoding="utf-8") as file,
+        forked.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process,
+    ):
+        for line in process.stdout:
+            if line not in ("training\n", "step\n", "trained\n"):
+                file.write(line)
+                continue
+            times.append(time.monotonic())
+            if number is not None and len(times) == 1 + moment[0]:
+                time.sleep(moment[1])
+                process.send_signal(number)
+    return process.returncode, times
 
 
 def sessions(output_dir):
@@ -104,27 +92,26 @@ def test_random_moments(tmp_path, names, kills):
     model = make_model(tmp_path / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     undisturbed, stopped, log = tmp_path / "undisturbed", tmp_path / "stopped", tmp_path / "log.txt"
     killed = runs = repeated = 0
-    with forking_runs(model, log) as start:
-        status, times = start(undisturbed)
-        assert status == 0, log.read_text()[-3000:]
-        until_first_step, per_step = times[1] - times[0], (times[-1] - times[1]) / stopped_run.MAX_STEPS
-        while killed < kills:
-            status, allowed = None, []
-            while status != 0:
-                number = signal.Signals[rng.choice(names)] if killed < kills else None
-                steps = rng.randrange(2 * stopped_run.SAVE_STEPS) if killed else 0
-                moment = (steps, rng.uniform(0, per_step if steps else until_first_step))
-                status, _ = start(stopped, number, moment)
-                # A run may have ended before its signal, or be past `train`, where signals are not listened to.
-                expected = {0, -signal.SIGKILL} if number == signal.SIGKILL else {0, PREEMPTED, -signal.SIGTERM}
-                assert status in expected, log.read_text()[-3000:]
-                killed += status != 0
-                allowed.append(stopped_run.SAVE_STEPS if number == signal.SIGKILL else 0)
-            assert_same_end(stopped, undisturbed)
-            trained = [steps for steps in zip(sessions(stopped), allowed, strict=True) if steps[0] is not None]
-            for ((_, ended), most), ((began, _), _) in pairwise(trained):
-                assert 0 <= ended - began <= most
-                repeated += ended - began
-            runs += 1
-            shutil.rmtree(stopped)
+    status, times = run(model, undisturbed, log)
+    assert status == 0, log.read_text()[-3000:]
+    until_first_step, per_step = times[1] - times[0], (times[-1] - times[1]) / stopped_run.MAX_STEPS
+    while killed < kills:
+        status, allowed = None, []
+        while status != 0:
+            number = signal.Signals[rng.choice(names)] if killed < kills else None
+            steps = rng.randrange(2 * stopped_run.SAVE_STEPS) if killed else 0
+            moment = (steps, rng.uniform(0, per_step if steps else until_first_step))
+            status, _ = run(model, stopped, log, number, moment)
+            # A run may have ended before its signal, or be past `train`, where signals are not listened to.
+            expected = {0, -signal.SIGKILL} if number == signal.SIGKILL else {0, PREEMPTED, -signal.SIGTERM}
+            assert status in expected, log.read_text()[-3000:]
+            killed += status != 0
+            allowed.append(stopped_run.SAVE_STEPS if number == signal.SIGKILL else 0)
+        assert_same_end(stopped, undisturbed)
+        trained = [steps for steps in zip(sessions(stopped), allowed, strict=True) if steps[0] is not None]
+        for ((_, ended), most), ((began, _), _) in pairwise(trained):
+            assert 0 <= ended - began <= most
+            repeated += ended - began
+        runs += 1
+        shutil.rmtree(stopped)
     print(f"{killed} kills ({' and '.join(names)}) in {runs} runs, {repeated} steps repeated")
