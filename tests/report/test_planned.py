@@ -31,7 +31,15 @@ def write_plan():
             model_flops=8 * 197e11,
         )
         chosen = [program] if programs is None else programs
-        plan = Plan("recipe.yaml", {"model": "qwen3, 606 M parameters"}, find_topology(topology), chosen, {}, optimizer_steps=40, token_share=0.5)
+        plan = Plan(
+            "recipe.yaml",
+            {"model": "qwen3, 606 M parameters"},
+            find_topology(topology),
+            chosen,
+            {},
+            optimizer_steps=40,
+            token_share=0.5,
+        )
         path.write_text(plan.to_json())
         return path
 
