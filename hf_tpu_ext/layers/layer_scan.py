@@ -143,6 +143,9 @@ class LayerStack(CalledLayers):
     def unstack(self) -> None:
         """Give the layers their parameters back: the same ones that they had, with the values of now."""
         nothing, pending = self._nothing(), 0
+        # As data: slices at constant numbers take XLA on a CPU up to half a minute to compile.
+        most = max(len(template.numbers) for template in self._templates)
+        turns = self._backend.send([torch.tensor([turn]) for turn in range(most)])
         for template in self._templates:
             template.layer.gradient_checkpointing = template.checkpoints
             layers = [self._layers[number] for number in template.numbers]
@@ -150,8 +153,8 @@ class LayerStack(CalledLayers):
                 layer.train(template.layer.training)
             for name, stacked_name in zip(template.names, template.stacked_names, strict=True):
                 stacked, parts = self.stacked[stacked_name], self._parts[stacked_name]
-                for layer, part, value in zip(layers, parts, stacked.unbind(), strict=True):
-                    part.data = value.clone()
+                for turn, layer, part in zip(turns, layers, parts, strict=False):
+                    part.data = stacked.index_select(0, turn)[0]
                     part.requires_grad_(stacked.requires_grad)
                     tensors, attribute = place_of(layer, name)
                     tensors[attribute] = part
