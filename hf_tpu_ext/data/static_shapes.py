@@ -265,19 +265,19 @@ class ShapeGuard:
         self.lengths = sorted(lengths)
         self.config_name = config_name
         # A dict and not a set: the error names the shape that came first.
-        self._seen: dict[tuple[tuple[str, torch.Size], ...], None] = {}
+        self._seen: dict[frozenset[tuple[str, torch.Size]], dict[str, torch.Size]] = {}
 
     def check(self, batch: Mapping[str, Any]) -> None:
-        """Records the shapes of a batch; `ValueError` if they are one more than `limit`."""
-        shapes = tuple((key, value.shape) for key, value in batch.items() if isinstance(value, Tensor))
-        if shapes in self._seen:
+        """Records the shapes of a batch; `UserError` if they are one more than `limit`."""
+        shapes = {key: value.shape for key, value in batch.items() if isinstance(value, Tensor)}
+        if (seen := frozenset(shapes.items())) in self._seen:
             return
         if len(self._seen) == self.limit:
-            raise UserError(self._describe(dict(shapes)))
-        self._seen[shapes] = None
+            raise UserError(self._describe(shapes))
+        self._seen[seen] = shapes
 
     def _describe(self, new: dict[str, torch.Size]) -> str:
-        seen = [dict(shapes) for shapes in self._seen]
+        seen = [*self._seen.values()]
         first = seen[0]
         changed = [key for key in first | new if first.get(key) != new.get(key)]
         # With buckets several keys differ from the first batch; the culprit is the one whose shape never came before.

@@ -39,6 +39,11 @@ _REFUSED = {
     "watermarking_config": None,
     "token_healing": False,
     "min_length": 0,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
 }
 
 

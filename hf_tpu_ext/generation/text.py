@@ -14,6 +14,7 @@ from ..backends import select_backend
 from ..errors import UserError
 from ..sharding.plan import place_model
 from .generator import Generated, Generator
+from .sampling import find_ends
 
 
 # Prompts are padded to a multiple of it, for those of about the same length to share a program.
@@ -43,7 +44,7 @@ def generate(
         input_ids (`torch.Tensor` of shape `(rows, length)`):
             Prompts, padded on the left.
         attention_mask (`torch.Tensor` of shape `(rows, length)`, *optional*):
-            0 for padding. By default there is none.
+            0 for padding. By default tokens of `pad_token_id` are, unless one ends a completion.
         generation_config ([`~transformers.GenerationConfig`], *optional*):
             What is generated. By default, the model's own.
         prompt_lengths (`Sequence[int]`, *optional*):
@@ -123,17 +124,31 @@ class TextRequest:
                 f"{', '.join(unknown)} cannot be used in a program of static shapes. Leave it out, or use generate() of the "
                 "model on CPU or CUDA."
             )
-        input_ids = input_ids.cpu()
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.cpu()
+        model, input_ids, length = unwrap_peft_model(model), input_ids.cpu(), input_ids.shape[1]
+        given = [
+            kwargs.get("max_length"),
+            *(each.max_length for each in (generation_config, model.generation_config) if each),
+        ]
+        config, _ = model._prepare_generation_config(generation_config, **kwargs)
+        if config.max_new_tokens is None and config.max_length is not None:
+            # As in `generate`: with the prompt where somebody has set it, and by default without.
+            config.max_new_tokens = config.max_length - (0 if given.count(None) == len(given) else length)
+            if config.max_new_tokens < 1:
+                raise UserError(
+                    f"max_length={config.max_length} leaves no tokens to generate after prompts of {length} tokens. Set "
+                    "max_new_tokens instead, for example max_new_tokens=256."
+                )
+        if attention_mask is not None:
+            mask = attention_mask.cpu()
+        elif config.pad_token_id is not None and config.pad_token_id not in find_ends(config):
+            mask = input_ids.ne(config.pad_token_id).long()
+        else:
+            mask = torch.ones_like(input_ids)
         if not mask[:, -1].all():
             raise UserError(
                 "Prompts are padded on the right, where their completion begins. Pad them on the left: tokenizer(..., "
                 'padding=True, padding_side="left").'
             )
-        length = input_ids.shape[1]
-        config, _ = unwrap_peft_model(model)._prepare_generation_config(generation_config, **kwargs)
-        if config.max_new_tokens is None and config.max_length is not None:
-            config.max_new_tokens = config.max_length - length
         rows = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
         prompts = [row for row in rows for _ in range(config.num_return_sequences or 1)]
         return cls(input_ids, prompts, config, list(prompt_lengths or [-(-length // _MULTIPLE) * _MULTIPLE]))

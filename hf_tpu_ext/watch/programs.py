@@ -200,7 +200,7 @@ class ProgramWatch:
             # Where it was not compiled, an earlier run of this process had the same program.
             facts = self._find_facts()
             cause = self._find_cause(known, facts, operations, cut) if known.runs > 1 else None
-            known.facts = [*known.facts[-_MOST_FACTS:], facts]
+            known.facts = [*known.facts, facts][-_MOST_FACTS:]
             if self._note_python is not None:
                 known.find_change, known.is_stable = self._note_python(), False
         elif known.find_change is not None and not known.is_stable:
@@ -350,8 +350,11 @@ class ProgramWatch:
         start, compiles = time.monotonic(), self._backend.compiles()
         bar = tqdm(total=0, bar_format="{desc}", leave=False, desc=f"compiling the {what}", file=sys.stderr)
 
+        # A line a second would fill a file.
+        seconds = 1.0 if sys.stderr.isatty() else 60.0
+
         def tick() -> None:
-            while not done.wait(1.0):
+            while not done.wait(seconds):
                 bar.set_description_str(f"compiling the {what}: {time.monotonic() - start:.0f} s")
 
         ticker = threading.Thread(target=tick, daemon=True)
@@ -362,5 +365,5 @@ class ProgramWatch:
             done.set()
             ticker.join()
             bar.close()
-            verb = "compiled" if self._backend.compiles() > compiles else "found"
-            tqdm.write(f"{verb} the {what} in {time.monotonic() - start:.1f} s", file=sys.stderr)
+        verb = "compiled" if self._backend.compiles() > compiles else "found"
+        tqdm.write(f"{verb} the {what} in {time.monotonic() - start:.1f} s", file=sys.stderr)

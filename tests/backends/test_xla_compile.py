@@ -10,6 +10,7 @@ import torch_xla
 
 from hf_tpu_ext.backends.program import StateLost
 from hf_tpu_ext.backends.xla import graphs
+from hf_tpu_ext.backends.xla.compile import Executable
 from hf_tpu_ext.layers.random_numbers import RandomNumbers
 
 
@@ -59,6 +60,12 @@ def accumulate(total, number):
 @pytest.fixture
 def total(xla):
     return xla.send(torch.zeros(3))
+
+
+def test_a_number_in_the_place_of_a_constant_is_a_difference(xla):
+    ones = [Executable(b"", [each], [], [], None, 0) for each in (0, torch.ones(2, device=xla.device))]
+    assert ones[0].difference(ones[1]) == ones[1].difference(ones[0]) == "the arguments of the graph have changed"
+    assert ones[0].difference(ones[0]) is None
 
 
 def test_the_third_call_runs_with_new_data_and_the_current_state(xla, total):

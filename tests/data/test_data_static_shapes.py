@@ -184,6 +184,14 @@ def test_errors_name_the_class_of_the_setting():
         guard.check(batch_of(4, 9))
 
 
+def test_the_order_of_columns_is_no_shape():
+    guard, ids, mask = ShapeGuard(1, []), torch.ones(2, 3), torch.ones(2, 4)
+    guard.check({"ids": ids, "mask": mask})
+    guard.check({"mask": mask, "ids": ids})
+    with pytest.raises(ValueError, match="`mask` was"):
+        guard.check({"mask": ids, "ids": ids})
+
+
 def test_loss_and_gradients_equal_those_of_the_ragged_batch(tiny_qwen3):
     rng = random.Random(0)
     stock = DataCollatorForLanguageModeling(pad_token_id=PAD)

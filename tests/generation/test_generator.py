@@ -301,6 +301,36 @@ def test_public_function_has_arguments_of_generate(qwen):
     assert torch.equal(twice[:2, : padded.ids.shape[1]], padded.ids[:1].expand(2, -1))
 
 
+@pytest.mark.parametrize("length", [5, 20])
+def test_without_a_length_as_many_tokens_as_by_default(qwen, length):
+    ids = torch.randint(3, SIZES["vocab_size"], (1, length), generator=torch.Generator().manual_seed(length))
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = qwen.eager.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+    assert torch.equal(generate(qwen.model, ids, torch.ones_like(ids), **settings), expected)
+    assert expected.shape[1] == length + 20
+
+
+def test_the_mask_of_padded_prompts_is_found(qwen):
+    padded = pad_left(PROMPTS)
+    expected = qwen.eager.generate(input_ids=padded.ids, attention_mask=padded.mask, **GREEDY)
+    assert torch.equal(generate(qwen.model, padded.ids, **GREEDY), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(max_length=3), ["max_length=3", "prompts of 4 tokens", "max_new_tokens=256"]),
+        (dict(output_scores=True), ["output_scores=True", "Leave it out"]),
+        (dict(return_dict_in_generate=True), ["return_dict_in_generate=True", "Leave it out"]),
+    ],
+    ids=str,
+)
+def test_arguments_of_generate_that_cannot_work_are_refused(qwen, settings, words):
+    with pytest.raises(ValueError) as error:
+        generate(qwen.model, torch.ones(1, 4, dtype=torch.long), **settings)
+    assert all(word in str(error.value) for word in words)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

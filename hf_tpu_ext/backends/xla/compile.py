@@ -106,7 +106,7 @@ class Executable:
             return "the results of the graph have changed"
         for mine, theirs in zip(self.inputs, other.inputs, strict=True):
             if isinstance(mine, int) or isinstance(theirs, int):
-                if mine is not theirs and mine != theirs:
+                if type(mine) is not type(theirs) or mine != theirs:
                     return "the arguments of the graph have changed"
             elif graphs.identify_buffers([mine]) != graphs.identify_buffers([theirs]) and not torch.equal(
                 mine.cpu(), theirs.cpu()
@@ -258,14 +258,14 @@ class XLACompiledFunction(CompiledFunction):
         super()._forget()
         self._unlike.clear()
 
-    def _follow_placements(self, state: Sequence[torch.Tensor]) -> int:
-        """How the state is placed on the chips, as a number. A buffer of another part may have the size of the one before."""
+    def _follow_placements(self, state: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """How the state is placed on the chips. A buffer of another part may have the size of the one before."""
         if self._backend.num_chips > 1:
             placements = tuple(graphs.read_placements(state))
             if placements != self._placements and self._known:
                 self.change = "weights or moments are placed otherwise on the chips"
             self._placements = placements
-        return hash(self._placements)
+        return self._placements
 
     def _find_aliased(self, state: Sequence[torch.Tensor]) -> set[int]:
         """Tensors of the state that somebody has a view of. Asked anew only where there may be more or fewer."""

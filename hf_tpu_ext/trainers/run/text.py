@@ -49,7 +49,7 @@ class TextGeneration:
         was_training = model.training
         try:
             if not self._backend.static_shapes:
-                return self._generate_eagerly(prompts)
+                return self._generate_eagerly(prompts, seed)
             missing = 0 if rows is None else max(0, rows - len(prompts))
             made = self._generate_by_programs([*prompts, *prompts[-1:] * missing], seed, copies)
             return Generated(made.token_ids[: len(prompts)], made.log_probs[: len(prompts)])
@@ -76,14 +76,21 @@ class TextGeneration:
             with trainer.copies.not_made():
                 return self.generator.generate(prompts, seed, copies)
 
-    def _generate_eagerly(self, prompts: Sequence[Sequence[int]]) -> Generated:
+    def _generate_eagerly(self, prompts: Sequence[Sequence[int]], seed: int | None) -> Generated:
         model, config = self._model.eval(), self._config
         rows = [torch.tensor(prompt) for prompt in prompts]
         ids, mask = (
             pad_sequence(each, batch_first=True, padding_value=value, padding_side="left").to(model.device)
             for each, value in ((rows, config.pad_token_id or 0), ([torch.ones_like(row) for row in rows], 0))
         )
-        with torch.no_grad(), self._trainer.compute_loss_context_manager():
+        # The random numbers of the run go on as they were.
+        with (
+            torch.no_grad(),
+            self._trainer.compute_loss_context_manager(),
+            torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], enabled=seed is not None),
+        ):
+            if seed is not None:
+                torch.manual_seed(seed)
             made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
         ends = find_ends(unwrap_peft_model(model)._prepare_generation_config(config)[0])
         return Generated([row[: count_until_end(row, ends)] for row in made.tolist()], [])
