@@ -24,7 +24,7 @@ from hf_tpu_ext import (
     TPURLOOTrainer,
 )
 from hf_tpu_ext.trainers import ExtensionArguments
-from hf_tpu_ext.trainers.online.rollouts import RolloutArguments
+from hf_tpu_ext.trainers.online.arguments import RolloutArguments
 
 
 STEPS, ROWS, LONGEST = 8, 9, 12

@@ -1,4 +1,4 @@
-"""Rows of a generation of GRPO and RLOO, which are those of all chips."""
+"""Settings of the trainers that generate their own data; rows of a generation of GRPO and RLOO, which are those of all chips."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,7 +8,28 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...backends import select_backend
 from ...errors import UserError
-from .rollouts import RolloutArguments
+from ..configs import ExtensionArguments
+
+
+@dataclass
+class RolloutArguments(ExtensionArguments):
+    """What the trainers that generate their own data take besides [`ExtensionArguments`]."""
+
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Length that prompts are padded to on XLA; a longer prompt is an error. Default: that of the longest prompt "
+            "of the datasets, rounded up unless all are as long. A streaming dataset needs it."
+        },
+    )
+
+    def __post_init__(self):
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise UserError(
+                f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
+                "example max_prompt_length=256, or leave it out."
+            )
+        super().__post_init__()
 
 
 @dataclass

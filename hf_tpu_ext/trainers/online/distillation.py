@@ -14,7 +14,8 @@ from ...sharding.per_chip import score_per_chip
 from ..checks.upstream import upstream_names
 from ..configs import describe_fields
 from ..mixin import TPUTrainerMixin
-from .rollouts import RolloutArguments, RolloutMixin
+from .arguments import RolloutArguments
+from .rollouts import RolloutMixin
 
 
 @describe_fields

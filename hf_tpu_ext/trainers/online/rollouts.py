@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -26,27 +25,6 @@ from .checks import check_rollouts
 
 # Rows of a dataset that are tokenized at once.
 _ROWS_AT_ONCE = 1000
-
-
-@dataclass
-class RolloutArguments(ExtensionArguments):
-    """What the trainers that generate their own data take besides [`ExtensionArguments`]."""
-
-    max_prompt_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Length that prompts are padded to on XLA; a longer prompt is an error. Default: that of the longest prompt "
-            "of the datasets, rounded up unless all are as long. A streaming dataset needs it."
-        },
-    )
-
-    def __post_init__(self):
-        if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise UserError(
-                f"max_prompt_length={self.max_prompt_length} is not positive. Set it to the longest prompt in tokens, for "
-                "example max_prompt_length=256, or leave it out."
-            )
-        super().__post_init__()
 
 
 class RolloutMixin(RolloutCheckpoints):
