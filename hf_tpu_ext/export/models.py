@@ -209,10 +209,11 @@ class Source:
     def _no_base(self) -> UserError:
         if self.adapter is None:
             return UserError(f"{self.directory} holds no full model. Take another checkpoint.")
+        is_path = self.base.startswith((".", "/")) or self.base.count("/") > 1
+        download = "" if is_path else f"; or get it where there is a network: hf download {self.base}"
         return UserError(
-            f"{self.base}, which the adapter in {self.directory} was trained on, is not found on this machine or on the "
-            "hub. Say where it is: --base_model DIRECTORY; or get it where there is a network: hf download "
-            f"{self.base}"
+            f"{self.base}, which the adapter in {self.directory} was trained on, is not found on this machine"
+            f"{'' if is_path else ' or on the hub'}. Say where it is: --base_model DIRECTORY{download}"
         )
 
 

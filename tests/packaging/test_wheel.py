@@ -117,5 +117,5 @@ def test_a_script_beside_a_clone_finds_the_package(environment, tmp_path):
     """A directory of the package's name, which the clone is, is found before an editable package that is not on the path."""
     run("git", "clone", "--quiet", ROOT, tmp_path / "hf_tpu_ext", cwd=tmp_path)
     run(environment, "-m", "pip", "install", "--quiet", "--no-deps", "-e", tmp_path / "hf_tpu_ext", cwd=tmp_path)
-    found = run(environment, "-c", "import hf_tpu_ext; print(hf_tpu_ext.__file__)", cwd=tmp_path)
+    found = run(environment, "-c", "import hf_tpu_ext; print(hf_tpu_ext.__file__)", cwd=tmp_path, PYTHONPATH="")
     assert found.strip() == str(tmp_path / "hf_tpu_ext" / "hf_tpu_ext" / "__init__.py")

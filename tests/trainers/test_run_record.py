@@ -49,6 +49,7 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert facts["model"]["trained"] < facts["model"]["parameters"]
     assert {"max_steps", "learning_rate", "hub_token"} <= set(facts["changed"]) and "weight_decay" in facts["changed"]
     assert "adam_beta1" not in facts["changed"]
+    assert facts["arguments"]["peft_config.r"] == 3 and "peft_config.r" in facts["changed"]
     assert {"torch", "transformers", "trl", "hf_tpu_ext", "python"} <= facts["versions"].keys()
     text = (runs.output_dir / "report.html").read_text() + (runs.output_dir / "report.md").read_text()
     written = [path for path in runs.output_dir.rglob("*") if path.is_file()]

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from platform import python_version
 from typing import Any
 
+from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import unwrap_peft_model
@@ -20,6 +22,8 @@ from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
 
 
+# Of an adapter's config, what the record has besides.
+_OF_THE_MODEL = ("auto_mapping", "base_model_name_or_path", "task_type")
 _PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
 
 
@@ -65,11 +69,12 @@ class RunFactsMixin:
     def describe_run(self, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
         """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""
         model, backend, config = unwrap_peft_model(self.model), self.backend, args.to_dict()
+        adapter = _settings_of_adapter(self.model)
         parameters, trained = count_parameters(self.model)
         return {
             "versions": find_versions(),
-            "arguments": config,
-            "changed": sorted(name for name in _changed_arguments(args) if name in config),
+            "arguments": config | adapter,
+            "changed": sorted([*adapter, *(name for name in _changed_arguments(args) if name in config)]),
             "model": {
                 "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
                 "parameters": parameters,
@@ -109,3 +114,14 @@ def _changed_arguments(args: TrainingArguments) -> list[str]:
         if value != default and value != [] and not isinstance(value, AcceleratorConfig):
             changed.append(field.name)
     return changed
+
+
+def _settings_of_adapter(model: nn.Module) -> dict[str, Any]:
+    """What a person has set of the adapter that is trained, as `peft_config.r`; nothing without one."""
+    if not isinstance(model, PeftModel):
+        return {}
+    config = model.peft_config[model.active_adapter]
+    default = type(config)().to_dict()
+    given = {name: value for name, value in config.to_dict().items() if value != default.get(name)}
+    given = {name: sorted(value) if isinstance(value, set) else value for name, value in given.items()}
+    return {f"peft_config.{name}": value for name, value in given.items() if name not in _OF_THE_MODEL}
