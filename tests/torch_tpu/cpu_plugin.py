@@ -3,12 +3,16 @@ torch_tpu on the host: its dispatcher, and XLA of the PJRT plug-in for CPU (`xla
 
 torch_tpu has no CPU mode. It loads the plug-in that `TPU_LIBRARY_PATH` names, and looks for TPU chips on the PCI bus. What is
 missing in the plug-in is added to its table of functions. The names used are those of torch_tpu 0.2.0 and xla-cpu-pjrt 0.0.1.
+
+    python tests/torch_tpu/cpu_plugin.py SCRIPT ...     runs a script with it, where it is installed
 """
 
 import ctypes
 import importlib.util
 import os
 import re
+import runpy
+import sys
 from pathlib import Path
 
 
@@ -119,3 +123,11 @@ def _add_output_kinds(plugin: Path) -> None:
     place = ctypes.c_void_p.from_address(slot("PJRT_Executable_OutputMemoryKinds"))
     place.value = ctypes.cast(output_kinds, ctypes.c_void_p).value
     _kept.extend([library, kinds, sizes, count_outputs, output_kinds])
+
+
+if __name__ == "__main__":
+    if why_absent() is None:
+        start()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")

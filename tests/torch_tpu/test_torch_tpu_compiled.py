@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
+from test_counts import CountPerStep
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -23,28 +24,9 @@ from hf_tpu_ext.trainers.run import compiled_layers
 WHOLE = dict(config_cls=TPUSFTConfig, compile_step="step")
 
 
-class CountPerStep(TrainerCallback):
-    """Programs run and compiled between the beginnings of two steps."""
-
-    def __init__(self, backend):
-        self._backend, self._before, self.steps = backend, None, []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._backend.wait()
-        now = self._backend.counters()
-        if self._before is not None:
-            self.steps.append(now - self._before)
-        self._before = now
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.on_step_begin(args, state, control)
-
-
 def train(runs, **config):
     trainer = runs.ours(train=False, **config)
     counter = CountPerStep(trainer.backend)
-    # Of this module, which is no part of the package: a step with code of the user's is not compiled whole.
-    counter.__class__.__module__ = "hf_tpu_ext.tests"
     trainer.add_callback(counter)
     trainer.train()
     return trainer, counter.steps

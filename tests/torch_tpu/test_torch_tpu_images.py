@@ -1,12 +1,6 @@
 """Rows with images on torch_tpu: every logged number is that of upstream's trainer on eager CPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 
 
 @pytest.fixture(scope="session")

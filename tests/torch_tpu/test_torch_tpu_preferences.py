@@ -1,16 +1,10 @@
 """Preference trainers on torch_tpu: every logged number is that of upstream's trainer on eager CPU."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import preference
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
-
-import preference  # noqa: E402
-from preference import Case  # noqa: E402
+from preference import Case
 
 
 @pytest.fixture(scope="session")

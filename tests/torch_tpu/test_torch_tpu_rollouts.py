@@ -1,19 +1,13 @@
 """Training on completions on torch_tpu: every logged number is that of upstream's trainer on eager CPU."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import rollouts
 import torch
+from rollouts import LONGEST, Case
+from test_preference_resume import logged_after, weights_and_moments
 from trl import DistillationConfig, DistillationTrainer
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
-
-import rollouts  # noqa: E402
-from rollouts import LONGEST, Case  # noqa: E402
-from test_preference_resume import logged_after, weights_and_moments  # noqa: E402
 
 
 WHOLE = {"compile_step": "step", "gradient_checkpointing": False}

@@ -29,6 +29,8 @@ MAX_STEPS = 8
 PREFERENCES = ("dpo", "kto", "reward")
 KINDS = ("sft", "qlora", "images", "grpo", *PREFERENCES)
 SAVES = dict(save_strategy="steps", save_steps=2, save_total_limit=1, logging_steps=1, ema_decay=0.9)
+# With torch_tpu: the callback below does the same at every step, and a step is compiled whole or the run ends.
+SAVES |= dict(step_replay=True, compile_step="step")
 
 
 class _StepBegins(TrainerCallback):

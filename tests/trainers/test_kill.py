@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import cpu_plugin
 import forked
 import kill_driver
 import pytest
@@ -16,7 +17,7 @@ from differential import TIMED
 
 def train_and_kill(kind, model_dir, output_dir, kill_at, delay):
     """Train in a process of its own, and kill it at `kill_at`: in a save at once, in a step after `delay` seconds."""
-    command = [sys.executable, kill_driver.__file__, kind, str(model_dir), str(output_dir)]
+    command = [sys.executable, cpu_plugin.__file__, kill_driver.__file__, kind, str(model_dir), str(output_dir)]
     with forked.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if not line.startswith("reached "):
