@@ -263,7 +263,7 @@ class SetUpMixin:
             optimizer = super().create_optimizer(model)
         finally:
             self.optimizer_cls_and_kwargs = chosen
-        if created and (self.compiles_steps or self.backend.splits_weights):
+        if created and self.backend.unknown_upstream:
             self._save_from_host(optimizer)
         if created and self.backend.splits_weights:
             optimizer.register_load_state_dict_pre_hook(partial(place_loaded, self.backend))

@@ -133,6 +133,7 @@ def test_resumed_bit_for_bit(distil, teacher, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.torch_xla
 def test_eight_chips(same_on_eight_chips, teacher):
     """Data parallel by chips alone, and split weights, teacher included."""
     same_on_eight_chips(
