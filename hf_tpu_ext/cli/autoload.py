@@ -13,6 +13,7 @@ from ..yes_no import NO, YES
 
 
 _SWITCH = "HF_TPU_EXT"
+_RECIPES = "the recipe's env says"
 
 
 def autoload() -> None:
@@ -60,7 +61,9 @@ def act() -> None:
     if reason is None:
         return
     command = f"trl {sys.argv[1]}"
-    print(f"`{command}` is run by hf_tpu_ext, because {reason}; {_SWITCH}=0 runs the stock command.", file=sys.stderr)
+    # The recipe counts more than the environment.
+    off = f"{_SWITCH}: 0 there" if reason.startswith(_RECIPES) else f"{_SWITCH}=0"
+    print(f"`{command}` is run by hf_tpu_ext, because {reason}; {off} runs the stock command.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without -P, `-m` would put the working directory on the module path, which the `trl` command does not.
@@ -98,7 +101,7 @@ def _reason_to_replace(switch: str, argv: list[str]) -> str | None:
     if in_recipe in NO:
         return None
     if in_recipe in YES:
-        return f"the recipe's env says {_SWITCH}: {in_recipe}"
+        return f"{_RECIPES} {_SWITCH}: {in_recipe}"
     if switch in YES:
         return f"{_SWITCH}={switch} is set"
     if recipe.uses_cpu or not would_use_tpu(recipe.get("backend"), os.environ | recipe.env):

@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
-    recipe = load_recipe(rest, SCRIPTS[command].tiny_data)
+    recipe = load_recipe(rest, SCRIPTS[command].tiny_data, reads_data=not options.seq_lengths)
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
 

@@ -151,13 +151,15 @@ def read_recipe(argv: list[str]) -> Recipe:
     return Recipe(path, file, command_line, env, smoke, list(argv), repeated)
 
 
-def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
+def load_recipe(argv: list[str], tiny_data: str, reads_data: bool = True) -> Recipe:
     """
     Read a recipe that is to be run, and set its environment variables; `tiny_data` is the dataset that `--smoke` puts in its
-    place. A key that stands twice in the file is refused (`ValueError`), and so is one that no command takes.
+    place. A key that stands twice in the file is refused (`ValueError`), and so are one that no command takes and a path that is
+    not there, that of the data only where the command `reads_data`.
     """
-    # Which reads recipes.
+    # Which read recipes.
     from .known_keys import check_keys
+    from .known_paths import check_paths
 
     recipe = read_recipe(argv)
     for key, lines in recipe.repeated.items():
@@ -167,6 +169,7 @@ def load_recipe(argv: list[str], tiny_data: str) -> Recipe:
     os.environ.update(recipe.env)
     if recipe.smoke is not None:
         recipe.use_tiny(tiny_data)
+    check_paths(recipe, reads_data)
     return recipe
 
 

@@ -30,7 +30,7 @@ from .checks.device import bind_device
 from .checks.fields import adapt
 from .checks.followed import FollowedArguments
 from .checks.settings import check_architecture, check_processes, split_by
-from .checks.upstream import check_trainer, loads_model
+from .checks.upstream import check_columns, check_trainer, loads_model
 from .configs import ExtensionArguments, PredictedTextArguments
 from .run.chips import Chips
 from .run.compiled_layers import CompiledLayers
@@ -71,6 +71,8 @@ class SetUpMixin:
         self.compile_step = extension.compile_step
         if self.backend.unknown_upstream:
             check_trainer(type(self), given.arguments)
+        else:
+            check_columns(type(self), given.arguments)
         # What the caller changes in its arguments later is adapted in the same way.
         adapt_arguments = partial(
             adapt,

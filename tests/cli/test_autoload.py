@@ -156,7 +156,7 @@ def test_stock_command_with_an_unknown_key(tmp_path):
     result = trl("sft", "--config", str(recipe))
     assert result.returncode == 2
     assert f"unknown key 'lerning_rate' in {recipe}. Did you mean 'learning_rate'?" in result.stderr
-    assert "because the recipe's env says HF_TPU_EXT: 1; HF_TPU_EXT=0 runs the stock command." in result.stderr
+    assert "because the recipe's env says HF_TPU_EXT: 1; HF_TPU_EXT: 0 there runs the stock command." in result.stderr
     assert "Traceback" not in result.stderr
 
 

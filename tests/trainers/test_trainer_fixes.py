@@ -18,7 +18,8 @@ from rollouts import trainer_for as rollout_trainer_for
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
-from hf_tpu_ext import TPUSFTConfig
+from hf_tpu_ext import TPUDPOConfig, TPUDPOTrainer, TPUSFTConfig
+from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.quantization.trained_for import QUANTIZATION_FILE, TrainedFor
 from hf_tpu_ext.trainers.checkpoint.base_record import BASE_FILE, find_differences
 from hf_tpu_ext.trainers.checkpoint.lookup import find_checkpoint
@@ -79,6 +80,14 @@ def test_labels_that_are_missing():
     # A label that is false is one.
     assert left["label"] == [False, True]
     check(left)
+
+
+def test_columns_are_looked_for_on_every_device(tmp_path):
+    """Before a model is loaded."""
+    dataset = Dataset.from_list([{"prompt": "a", "chosen": "b", "bad": "c"}])
+    args = TPUDPOConfig(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(UserError, match="'rejected' is missing. Rename a column"):
+        TPUDPOTrainer("no/such-model", args=args, train_dataset=dataset)
 
 
 @pytest.mark.parametrize(

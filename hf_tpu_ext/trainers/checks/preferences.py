@@ -33,14 +33,13 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
     Raises:
         `ValueError`: Columns are missing, or a row has no completion, no label, or two completions that are the same.
     """
-    columns = check_has_rows(dataset, name)
-    # Those of data that is tokenized already, and of images, which have a message of their own.
-    if not columns or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & set(columns):
+    if not (needed := find_columns(dataset, name, trainer)):
         return
-    needed = _columns_needed(columns, name, trainer)
     first: dict[str, int] = {}
     count: dict[str, int] = {}
-    for index, row in enumerate(_rows(dataset, ["prompt", *needed] if "prompt" in columns else needed)):
+    for index, row in enumerate(
+        _rows(dataset, ["prompt", *needed] if "prompt" in check_has_rows(dataset, name) else needed)
+    ):
         problem = _problem(row, needed)
         if problem is not None:
             first.setdefault(problem, index)
@@ -50,8 +49,15 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
         raise UserError(f"Row {index} of {name}{others}: {problem}.")
 
 
-def _columns_needed(columns: list[str], name: str, trainer: str) -> list[str]:
-    found = set(columns)
+def find_columns(dataset, name: str, trainer: str) -> list[str]:
+    """
+    Name the columns that say what is preferred; none of data that is tokenized already, or has images. The arguments, and what is
+    raised where some are missing, are those of [`check_preferences`].
+    """
+    columns = check_has_rows(dataset, name)
+    found = set(columns or ())
+    if not columns or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & found:
+        return []
     if {"chosen", "rejected"} <= found:
         return ["chosen", "rejected"]
     has = f"{name} has the columns {columns}"

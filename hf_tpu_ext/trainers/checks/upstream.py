@@ -9,12 +9,13 @@ from functools import cache, partial
 from types import FunctionType
 from typing import Any, get_args, get_type_hints
 
+from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl.trainer.utils import get_config_model_id
 
 from ...errors import UserError
 from .datasets import check_columns_are_text, named_datasets
-from .preferences import check_preferences
+from .preferences import check_preferences, find_columns
 
 
 # Trainers of TRL whose steps write text, so that they are no function of a batch.
@@ -84,6 +85,18 @@ def check_trainer(cls: type[Trainer], given: Mapping[str, Any]) -> None:
                 check_columns_are_text(dataset, name, upstream.__name__)
             if upstream.__name__ in _TAKE_PREFERENCES:
                 check_preferences(dataset, name, upstream.__name__)
+
+
+def check_columns(cls: type[Trainer], given: Mapping[str, Any]) -> None:
+    """
+    Refuse preference data without its columns (`ValueError`) where upstream's loop runs, which looks for them when the model is
+    loaded. The arguments are those of [`check_trainer`].
+    """
+    if (upstream := upstream_of(cls).__name__) in _TAKE_PREFERENCES:
+        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")).items():
+            # Of a stream, that would read its first row.
+            if isinstance(dataset, Dataset):
+                find_columns(dataset, name, upstream)
 
 
 def loads_model(args: TrainingArguments, given: inspect.BoundArguments) -> bool:

@@ -1,0 +1,52 @@
+"""A path of a recipe that is not there is refused in no time; what may be a name on the hub is not."""
+
+import pytest
+
+from hf_tpu_ext.cli.known_paths import check_paths
+from hf_tpu_ext.cli.recipe import Recipe
+from hf_tpu_ext.errors import UserError
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "tiny" / "model").mkdir(parents=True)
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("value", "near"),
+    [
+        ("tiny/modle", "tiny/model"),
+        ("./row.jsonl", "./rows.jsonl"),
+        ("/nowhere/at/all", None),
+        ("../chats", None),
+        ("runs/sft/checkpoint-4", None),
+    ],
+)
+def test_a_path_that_is_not_there(here, value, near):
+    with pytest.raises(UserError) as error:
+        check_paths(Recipe(path="recipe.yaml", file={"dataset_name": value}))
+    message = str(error.value)
+    assert f"recipe.yaml: dataset_name is {value!r}" in message and str(here) in message
+    assert ("Did you mean" in message) == (near is not None)
+    if near is not None:
+        assert f"Did you mean {near!r}?" in message
+        check_paths(Recipe(file={"dataset_name": near}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["tiny/model", "rows.jsonl", "Qwen/Qwen3-0.6B", "trl-lib/Capybara", "imdb", "base", "gs://bucket/no/rows.jsonl"],
+)
+def test_what_is_there_or_may_be_on_the_hub(here, value):
+    for key in ("dataset_name", "model_name_or_path", "kd_teacher"):
+        check_paths(Recipe(command_line={key: value}))
+
+
+def test_data_that_nothing_reads(here):
+    check_paths(
+        Recipe(command_line={"dataset_name": "./no.jsonl", "model_name_or_path": "tiny/model"}), reads_data=False
+    )
