@@ -76,7 +76,8 @@ def _unusual_in(column: str, value: Any) -> Iterator[tuple[tuple, str]]:
     if isinstance(value, str):
         return
     if not isinstance(value, list) or column not in TEXT_OR_MESSAGES:
-        allowed = f"a string or {_MESSAGES}" if column in TEXT_OR_MESSAGES else "a string"
+        # Where rows of a file have both, datasets reads the strings as JSON.
+        allowed = f"a string or {_MESSAGES}, one of both in all rows" if column in TEXT_OR_MESSAGES else "a string"
         yield (column, type(value)), f"{column!r} is {_shown(value)}, expected {allowed}"
         return
     if not value:
