@@ -75,6 +75,8 @@ def test_setting(runs, same_logs, config):
 
 
 def test_buckets_of_lengths(runs, same_logs):
+    # Of other tests.
+    torch.tpu._clear_cache()
     config = dict(max_steps=20, per_device_train_batch_size=2)
     ours = runs.ours(config_cls=TPUSFTConfig, length_buckets=[16, 24, 32, 48], **config)
     same_logs(ours, runs.stock(**config))
