@@ -67,3 +67,16 @@ def test_text_is_that_of_the_weights_of_now(runs, settings):
     last = writes.spent[-1]
     assert (last.compiles, last.executions, last.reads, last.replays) == (0, 2, 1, 2)
     assert sum(spent.compiles for spent in writes.spent[1:]) == 0
+
+
+def test_samples_of_an_eager_device_follow_the_seed(runs):
+    """And leave the random numbers of the run as they were."""
+    from hf_tpu_ext.trainers.run.text import TextGeneration
+
+    text = TextGeneration(
+        runs.ours(use_cpu=True, train=False), GenerationConfig(max_new_tokens=8, do_sample=True, eos_token_id=None)
+    )
+    before = torch.get_rng_state()
+    first, again, other = (text.generate([[5, 6, 7]], seed=seed).token_ids for seed in (1, 1, 2))
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), before)
