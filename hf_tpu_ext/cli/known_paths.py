@@ -4,6 +4,7 @@ import difflib
 import os
 
 from ..errors import UserError
+from ..hub_names import may_be_on_hub
 from .recipe import Recipe
 
 
@@ -11,8 +12,12 @@ from .recipe import Recipe
 _KEYS = ("dataset_name", "model_name_or_path", "teacher_model_name_or_path", "kd_teacher")
 
 
+class NoSuchPath(UserError):
+    """A path in a recipe is not there."""
+
+
 def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
-    """Refuse paths that are not there (`ValueError`), unless they may be names on the hub, or nothing `reads_data`."""
+    """Refuse paths that are not there ([`NoSuchPath`]), unless they may be names on the hub, or nothing `reads_data`."""
     for key in _KEYS if reads_data else _KEYS[1:]:
         value = recipe.get(key)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
@@ -21,9 +26,9 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         inside = os.listdir(directory or ".") if os.path.isdir(directory or ".") else []
         near = difflib.get_close_matches(name, inside, n=1, cutoff=0.75)
         # `Qwen/Qwen3-0.6B` may be on the hub, although there is a directory `Qwen` here.
-        if value.startswith((".", "/", "~")) or value.count("/") > 1 or (directory and near):
+        if not may_be_on_hub(value) or (directory and near):
             hint = f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
-            raise UserError(
+            raise NoSuchPath(
                 f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths "
                 f"begin.{hint}"
             )

@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..examples.jsonl import write_splits
 from ..installing import install_command
 from .json_output import json_output
+from .known_paths import NoSuchPath
 from .recipe import Recipe, load_recipe, with_underscores
 from .trl_scripts import SCRIPTS, take_command
 
@@ -51,6 +52,10 @@ _OF_THE_DATA = (
 _SEARCHED = ("rematerialization", "mesh", "per_device_train_batch_size")
 # The compiler's estimate does not know kernels: for who wants to compare by the arithmetic.
 _MAY_BE_SEARCHED = (*_SEARCHED, "attention")
+_NEEDS = (
+    "A plan needs the model's configuration and tokenizer: a directory with its config.json and a tokenizer will do "
+    "(--model_name_or_path DIRECTORY). The data can be left out: --seq_lengths 1024"
+)
 # These say on what a run is, and that is what --topology says.
 _OF_THE_MACHINE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "HF_TPU_EXT_BACKEND", "TPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS")
 
@@ -95,7 +100,10 @@ def run(argv: list[str]) -> int:
     from ..hardware.topologies import find_topology
 
     topology = find_topology(options.topology)
-    recipe = load_recipe(rest, SCRIPTS[command].tiny_data, reads_data=not options.seq_lengths)
+    try:
+        recipe = load_recipe(rest, SCRIPTS[command].tiny_data, reads_data=not options.seq_lengths)
+    except NoSuchPath as error:
+        raise UserError(f"{error}\n{_NEEDS}") from error
     for variable in _OF_THE_MACHINE:
         os.environ.pop(variable, None)
 
@@ -127,10 +135,7 @@ def run(argv: list[str]) -> int:
                     lambda adapt: SCRIPTS[command].train(changed, SCRIPTS[command].parser(title, DESCRIPTION), adapt)
                 )
             except OSError as error:
-                raise UserError(
-                    f"{error}\nA plan needs the model's configuration and tokenizer: a directory with its config.json and a "
-                    "tokenizer will do (--model_name_or_path DIRECTORY). The data can be left out: --seq_lengths 1024"
-                ) from error
+                raise UserError(f"{error}\n{_NEEDS}") from error
             if options.seq_lengths:
                 traced = traced.without_data()
             name = recipe.path or "the command line"

@@ -30,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_toke
 from transformers.utils import CONFIG_NAME, logging
 
 from ..errors import UserError
+from ..hub_names import may_be_on_hub
 from ..trainers.checkpoint.average_file import load_average
 from ..trainers.checkpoint.base_record import BASE_FILE, PEFT_PREFIX, find_differences, read_quantization
 from ..trainers.checkpoint.verification import MANIFEST_NAME, find_damage
@@ -209,11 +210,12 @@ class Source:
     def _no_base(self) -> UserError:
         if self.adapter is None:
             return UserError(f"{self.directory} holds no full model. Take another checkpoint.")
-        is_path = self.base.startswith((".", "/")) or self.base.count("/") > 1
-        download = "" if is_path else f"; or get it where there is a network: hf download {self.base}"
+        on_hub, download = "", ""
+        if may_be_on_hub(self.base):
+            on_hub, download = " or on the hub", f"; or get it where there is a network: hf download {self.base}"
         return UserError(
             f"{self.base}, which the adapter in {self.directory} was trained on, is not found on this machine"
-            f"{'' if is_path else ' or on the hub'}. Say where it is: --base_model DIRECTORY{download}"
+            f"{on_hub}. Say where it is: --base_model DIRECTORY{download}"
         )
 
 

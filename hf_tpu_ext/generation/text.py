@@ -132,7 +132,7 @@ class TextRequest:
         config, _ = model._prepare_generation_config(generation_config, **kwargs)
         if config.max_new_tokens is None and config.max_length is not None:
             # As in `generate`: with the prompt where somebody has set it, and by default without.
-            config.max_new_tokens = config.max_length - (0 if given.count(None) == len(given) else length)
+            config.max_new_tokens = config.max_length - (0 if all(each is None for each in given) else length)
             if config.max_new_tokens < 1:
                 raise UserError(
                     f"max_length={config.max_length} leaves no tokens to generate after prompts of {length} tokens. Set "

@@ -180,7 +180,7 @@ BAD_INPUT = {
     "optimizer": (["--seq_lengths", "64", "--optim", "sgd"], ["not replayed"]),
     "jobs": (["--seq_lengths", "64", "--jobs", "0"], ["--jobs 0", "--jobs 2"]),
     "search": (["--seq_lengths", "64", "--search", "batch"], ["'batch'", "'rematerialization', 'mesh'"]),
-    "data": (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere/rows.jsonl", "no such file or directory"]),
+    "data": (["--dataset_name", "/nowhere/rows.jsonl"], ["/nowhere", "--seq_lengths", "no such file or directory"]),
     "no_data": (["--dataset_name", "no-such/rows"], ["no-such/rows", "--seq_lengths"]),
     "architectures": (
         ["--seq_lengths", "64", "--model_name_or_path", "{prepared}/nameless"],

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.trainers import ExtensionArguments
+from hf_tpu_ext.trainers.run.facts import _settings_of_adapter
 from hf_tpu_ext.watch.programs import TooManyRecompiles
 
 
@@ -65,6 +67,18 @@ def test_upstreams_config_has_a_report(runs, monkeypatch, backend):
     runs.ours(max_steps=2, use_cpu=backend == "cpu")
     assert (runs.output_dir / "report.html").is_file()
     assert read_run(runs.output_dir).facts["backend"]["name"] == backend
+
+
+def test_what_was_set_of_an_adapter(tiny_model):
+    """Also of one whose config cannot be made without a value."""
+    for config, expected in (
+        (LoraConfig(r=3, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM"), {"r": 3}),
+        (AdaLoraConfig(total_step=9, target_modules=["v_proj", "q_proj"]), {"total_step": 9}),
+    ):
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config)
+        expected = {f"peft_config.{name}": value for name, value in expected.items()}
+        assert _settings_of_adapter(model) == {**expected, "peft_config.target_modules": ["q_proj", "v_proj"]}
+    assert _settings_of_adapter(model.get_base_model()) == {}
 
 
 class ClipsHarder(TrainerCallback):

@@ -33,14 +33,12 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
     Raises:
         `ValueError`: Columns are missing, or a row has no completion, no label, or two completions that are the same.
     """
-    if not (needed := find_columns(dataset, name, trainer)):
+    if not (columns := find_columns(dataset, name, trainer)):
         return
     first: dict[str, int] = {}
     count: dict[str, int] = {}
-    for index, row in enumerate(
-        _rows(dataset, ["prompt", *needed] if "prompt" in check_has_rows(dataset, name) else needed)
-    ):
-        problem = _problem(row, needed)
+    for index, row in enumerate(_rows(dataset, columns)):
+        problem = _problem(row)
         if problem is not None:
             first.setdefault(problem, index)
             count[problem] = count.get(problem, 0) + 1
@@ -51,15 +49,16 @@ def check_preferences(dataset, name: str, trainer: str) -> None:
 
 def find_columns(dataset, name: str, trainer: str) -> list[str]:
     """
-    Name the columns that say what is preferred; none of data that is tokenized already, or has images. The arguments, and what is
-    raised where some are missing, are those of [`check_preferences`].
+    Name the columns that say what is preferred, the prompt first where there is one; none of data that is tokenized already, or has
+    images. The arguments, and what is raised where some are missing, are those of [`check_preferences`].
     """
     columns = check_has_rows(dataset, name)
-    found = set(columns or ())
-    if not columns or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & found:
+    found = set(columns)
+    if not found or {"chosen_ids", "chosen_input_ids", "completion_ids", "image", "images"} & found:
         return []
+    prompt = ["prompt"] if "prompt" in found else []
     if {"chosen", "rejected"} <= found:
-        return ["chosen", "rejected"]
+        return [*prompt, "chosen", "rejected"]
     has = f"{name} has the columns {columns}"
     if trainer == "KTOTrainer":
         needed = ["prompt", "completion", "label"]
@@ -69,7 +68,7 @@ def find_columns(dataset, name: str, trainer: str) -> list[str]:
                 f"{has}, and KTOTrainer needs {', '.join(map(repr, needed))}: {', '.join(map(repr, missing))} is missing. "
                 f"{what if 'label' in missing else ''}Rename a column, or give pairs: {_PAIRS}."
             )
-        return ["completion", "label"]
+        return [*prompt, "completion", "label"]
     if {"completion", "label"} <= found:
         raise UserError(
             f"{has}, which is unpaired preference data, and {trainer} needs pairs: {_PAIRS}. Train on it with KTOTrainer "
@@ -89,17 +88,17 @@ def _rows(dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, values, strict=True))
 
 
-def _problem(row: dict[str, Any], needed: list[str]) -> str | None:
+def _problem(row: dict[str, Any]) -> str | None:
     """What is wrong with a row, as a sentence with the fix; `None` if nothing is."""
     for column, value in row.items():
         if value is None:
             drop = f"dataset.filter(lambda row: row[{column!r}] is not None)"
             return f"{column!r} is missing (None). Fill it in, or drop such rows: {drop}"
-    for column in needed:
-        if column != "label" and _is_empty(row[column]):
+    for column in row:
+        if column not in ("prompt", "label") and _is_empty(row[column]):
             filled = f"row[{column!r}]" + "[-1]['content']" * (bool(row[column]) and not isinstance(row[column], str))
             return f"{column!r} is empty. Fill it in, or drop such rows: dataset.filter(lambda row: {filled})"
-    if "chosen" in needed and row["chosen"] == row["rejected"]:
+    if "chosen" in row and row["chosen"] == row["rejected"]:
         return (
             "'chosen' and 'rejected' are the same, so nothing is preferred. Drop such rows: "
             "dataset.filter(lambda row: row['chosen'] != row['rejected'])"

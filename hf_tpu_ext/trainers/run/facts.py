@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from platform import python_version
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -22,8 +22,8 @@ from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
 
 
-# Of an adapter's config, what the record has besides.
-_OF_THE_MODEL = ("auto_mapping", "base_model_name_or_path", "task_type")
+# Of an adapter's config, what PEFT sets by itself.
+_OF_THE_MODEL = ("auto_mapping", "base_model_name_or_path", "peft_type", "peft_version", "task_type")
 _PACKAGES = ("torch", "torch_xla", "libtpu", "transformers", "trl", "accelerate", "peft", "datasets")
 
 
@@ -74,7 +74,7 @@ class RunFactsMixin:
         return {
             "versions": find_versions(),
             "arguments": config | adapter,
-            "changed": sorted([*adapter, *(name for name in _changed_arguments(args) if name in config)]),
+            "changed": sorted([*adapter, *(name for name in _changed_fields(args) if name in config)]),
             "model": {
                 "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
                 "parameters": parameters,
@@ -104,11 +104,11 @@ def find_versions() -> dict[str, str]:
     return {"python": python_version(), "hf_tpu_ext": __version__, **found}
 
 
-def _changed_arguments(args: TrainingArguments) -> list[str]:
+def _changed_fields(settings: TrainingArguments | PeftConfig) -> list[str]:
     """Names of the fields whose value a person has set: it is not the default."""
     changed = []
-    for field in fields(args):
-        value = vars(args)[field.name]
+    for field in fields(settings):
+        value = vars(settings)[field.name]
         default = field.default if field.default_factory is MISSING else field.default_factory()
         # Upstream makes these two of what was left out.
         if value != default and value != [] and not isinstance(value, AcceleratorConfig):
@@ -121,7 +121,7 @@ def _settings_of_adapter(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, PeftModel):
         return {}
     config = model.peft_config[model.active_adapter]
-    default = type(config)().to_dict()
-    given = {name: value for name, value in config.to_dict().items() if value != default.get(name)}
-    given = {name: sorted(value) if isinstance(value, set) else value for name, value in given.items()}
-    return {f"peft_config.{name}": value for name, value in given.items() if name not in _OF_THE_MODEL}
+    values = {name: vars(config)[name] for name in _changed_fields(config) if name not in _OF_THE_MODEL}
+    return {
+        f"peft_config.{name}": sorted(value) if isinstance(value, set) else value for name, value in values.items()
+    }
