@@ -1,7 +1,8 @@
-"""A path in a recipe that is not there is refused at once. The hub would be asked for it, for the better part of a minute."""
+"""A path in a recipe that is not there is told at once. The hub would be asked for it, for the better part of a minute."""
 
 import difflib
 import os
+import sys
 
 from ..errors import UserError
 from ..hub_names import may_be_on_hub
@@ -17,7 +18,10 @@ class NoSuchPath(UserError):
 
 
 def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
-    """Refuse paths that are not there ([`NoSuchPath`]), unless they may be names on the hub, or nothing `reads_data`."""
+    """
+    Refuse paths that are not there ([`NoSuchPath`]), that of the data only where the command `reads_data`. What may be a name on the
+    hub, and is close to one here, gets a line.
+    """
     for key in _KEYS if reads_data else _KEYS[1:]:
         value = recipe.get(key)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
@@ -25,10 +29,10 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         directory, _, name = value.rstrip("/").rpartition("/")
         inside = os.listdir(directory or ".") if os.path.isdir(directory or ".") else []
         near = difflib.get_close_matches(name, inside, n=1, cutoff=0.75)
-        # `Qwen/Qwen3-0.6B` may be on the hub, although there is a directory `Qwen` here.
-        if not may_be_on_hub(value) or (directory and near):
-            hint = f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
-            raise NoSuchPath(
-                f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths "
-                f"begin.{hint}"
-            )
+        said = f"{recipe.where(key)}: {key} is {value!r}, and there is no such file or directory in {os.getcwd()}, where paths begin."
+        hint = f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
+        if not may_be_on_hub(value):
+            raise NoSuchPath(said + hint)
+        # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here.
+        if near and os.environ.get("RANK", "0") == "0":
+            print(f"{said} It is looked for on the hub.{hint}", file=sys.stderr)

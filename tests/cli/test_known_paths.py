@@ -19,7 +19,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "near"),
     [
-        ("tiny/modle", "tiny/model"),
+        ("./tiny/modle", "./tiny/model"),
         ("./row.jsonl", "./rows.jsonl"),
         ("/nowhere/at/all", None),
         ("../chats", None),
@@ -38,12 +38,24 @@ def test_a_path_that_is_not_there(here, value, near):
 
 
 @pytest.mark.parametrize(
+    ("value", "near"), [("tiny/modle", "tiny/model"), ("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-0.6B"), ("tinny", "tiny")]
+)
+def test_a_name_that_is_close_to_a_path_gets_a_line(here, capsys, value, near):
+    (here / "Qwen" / "Qwen3-0.6B").mkdir()
+    check_paths(Recipe(path="recipe.yaml", file={"model_name_or_path": value}))
+    said = capsys.readouterr().err
+    assert f"recipe.yaml: model_name_or_path is {value!r}, and there is no such file or directory in {here}" in said
+    assert f"It is looked for on the hub. Did you mean {near!r}?" in said
+
+
+@pytest.mark.parametrize(
     "value",
     ["tiny/model", "rows.jsonl", "Qwen/Qwen3-0.6B", "trl-lib/Capybara", "imdb", "base", "gs://bucket/no/rows.jsonl"],
 )
-def test_what_is_there_or_may_be_on_the_hub(here, value):
+def test_what_is_there_or_may_be_on_the_hub(here, capsys, value):
     for key in ("dataset_name", "model_name_or_path", "kd_teacher"):
         check_paths(Recipe(command_line={key: value}))
+    assert capsys.readouterr().err == ""
 
 
 def test_data_that_nothing_reads(here):
