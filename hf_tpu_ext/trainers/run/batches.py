@@ -24,14 +24,14 @@ from ...data import (
     pad_value_of,
 )
 from ...errors import UserError
-from ...formatting import dtype_name
 from ...layers.batch_length import BatchLength
 from ..checks.families import check_padding
 from ..checks.upstream import upstream_of
 from ..configs import PaddedArguments
 from .images import ImagesMixin
-from .index_ranges import IndexRanges, classes_for
+from .index_ranges import IndexRanges
 from .lengths import length_for, row_lengths
+from .masked_rows import why_model_counts_tokens, why_targets_count
 from .programs import SentBatch
 from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code, keys_of_a_step
 
@@ -39,10 +39,6 @@ from .user_code import METHODS_OF_A_PREDICTION, METHODS_OF_A_STEP, find_own_code
 logger = logging.get_logger(__name__)
 
 
-#: Models of transformers whose loss is a cross-entropy over the labels that are not -100: one for each token...
-_TOKEN_MODELS = classes_for("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "TOKEN_CLASSIFICATION")
-#: ... or one for each row, if they are classes.
-_ROW_MODELS = classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
 # Trainers whose loss takes `labels` as the model's does.
 _LOSSES_BY_LABELS = ("transformers.trainer", "trl.trainer.sft_trainer")
 _TRUNCATION = "tokenizer(..., truncation=True, max_length={})"
@@ -371,7 +367,7 @@ class BatchesMixin(ImagesMixin):
                 return f"{type(module).__name__} takes the mean over the rows of a batch"
         reason = self._why_loss_counts_tokens()
         if reason is None and batch is not None:
-            reason = self._why_targets_count(batch)
+            reason = why_targets_count(unwrap_peft_model(self.model), batch)
         return reason
 
     def own_code_in_step(self, mode: str) -> str | None:
@@ -387,31 +383,4 @@ class BatchesMixin(ImagesMixin):
         if owner is not Trainer:
             what = "is a mean over rows" if owner is upstream_of(type(self)) else "may count masked tokens"
             return f"the loss of {owner.__name__} {what}"
-        model = unwrap_peft_model(self.model)
-        name = type(model).__name__
-        if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
-            return f"the loss of {name} may count masked tokens"
-        for key, value in model.config.to_dict().items():
-            if "z_loss" in key and value:
-                return f"{key}={value} counts every token of a batch"
-        return None
-
-    def _why_targets_count(self, batch: Mapping[str, Any]) -> str | None:
-        """Why the targets of a batch may not be left out when they are masked, as half a sentence."""
-        labels = batch.get("labels")
-        if not isinstance(labels, torch.Tensor):
-            return "its targets are not in `labels`" if self.model.training else None
-        if labels.is_floating_point():
-            return f"no value of `labels` ({dtype_name(labels.dtype)}) is ignored by the loss"
-        others = [key for key in batch if "label" in key and key not in ("labels", "shift_labels")]
-        if others:
-            return f"the loss may count masked values of `{others[0]}`"
-        model = unwrap_peft_model(self.model)
-        per_row = type(model).__name__ in _ROW_MODELS
-        if labels.ndim != (1 if per_row else 2):
-            return f"the loss may count masked `labels` of shape {tuple(labels.shape)}"
-        if per_row and (
-            model.config.num_labels == 1 or model.config.problem_type not in (None, "single_label_classification")
-        ):
-            return "regression: no value of `labels` is ignored by the loss"
-        return None
+        return why_model_counts_tokens(unwrap_peft_model(self.model))
