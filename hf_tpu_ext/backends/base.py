@@ -282,6 +282,15 @@ class Backend(ABC):
         """Programs compiled so far. Cheap enough to be asked at every step."""
         return 0
 
+    @property
+    def compile_mark(self) -> Callable[[], object]:
+        """What returns something else once a program was compiled. Cheap enough to be called many times a step."""
+        return int
+
+    def compile_seconds(self) -> float:
+        """Seconds of compiling programs, or of loading them, so far."""
+        return 0.0
+
     def counters(self) -> Counters:
         """What the runtime has compiled, run and transferred so far."""
         return Counters()

@@ -12,7 +12,7 @@ class Counters:
         compiles (`int`):
             Programs compiled.
         compile_seconds (`float`):
-            Seconds spent in compiling them.
+            Seconds spent in compiling them, and in loading others from the compile cache.
         executions (`int`):
             Programs run on the device.
         reads (`int`):

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from ..backends.base import Backend
 from ..backends.compile_cache import CacheUse
+from ..backends.counters import Counters
 from ..formatting import count
 
 
@@ -40,6 +41,8 @@ class RunLines(TrainerCallback):
         self._find_facts = find_facts
         self._at_start = backend.counters()
         self._first_step = 0
+        #: What the last run that ended has compiled, run and transferred.
+        self.spent = Counters()
         #: What was known when the last run began.
         self.facts: RunFacts | None = None
 
@@ -81,11 +84,11 @@ class RunLines(TrainerCallback):
             tqdm.write(f"  {facts.token_waste}")
 
     def on_train_end(self, args, state, control, **kwargs):
+        self.spent = spent = self._backend.counters() - self._at_start
         if not state.is_world_process_zero:
             return
         steps = state.global_step - self._first_step
         if self._backend.traces_steps and steps:
-            spent = self._backend.counters() - self._at_start
             tqdm.write(
                 f"Trained {count(steps, 'step')}: {count(spent.compiles, 'graph')} compiled in {spent.compile_seconds:.1f} s, "
                 f"{count(spent.executions, 'execution')} ({spent.replays} replayed), {count(spent.reads, 'device-to-host transfer')}, "
@@ -94,7 +97,7 @@ class RunLines(TrainerCallback):
         if (cache := self._backend.cache_use()) is not None:
             tqdm.write(describe_cache_use(cache))
         losses = [(entry["step"], entry["eval_loss"]) for entry in state.log_history if "eval_loss" in entry]
-        if len(losses) > 1:
+        if len(losses) > 1 and steps:
             (_, first), (_, last) = losses[0], losses[-1]
             best = dict(losses).get(state.best_global_step) if args.load_best_model_at_end else None
             if best is None:

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..backends.base import Backend
+from ..backends.counters import Counters
 from ..report.record import RecordWriter
 from ..watch.programs import ProgramEvent
 from .step_status import StepStatus
@@ -37,7 +38,9 @@ class RunRecord(TrainerCallback):
         status ([`StepStatus`], *optional*):
             What times the steps.
         programs (`Callable[[], Sequence[ProgramEvent]]`):
-            Lists the programs that were compiled so far.
+            Lists the programs that the run has compiled so far.
+        spent (`Callable[[], Counters]`):
+            Tells what a run that has ended has compiled, run and transferred.
     """
 
     def __init__(
@@ -46,11 +49,13 @@ class RunRecord(TrainerCallback):
         describe: Callable[[], dict[str, Any]],
         status: StepStatus | None,
         programs: Callable[[], Sequence[ProgramEvent]],
+        spent: Callable[[], Counters],
     ):
         self._backend = backend
         self._describe = describe
         self._status = status
         self._programs = programs
+        self._spent = spent
         self._programs_written: list[ProgramEvent] = []
         self._writer: RecordWriter | None = None
 
@@ -69,7 +74,10 @@ class RunRecord(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._begin = time.perf_counter()
-        self._at_start = self._backend.counters()
+        if self._status is not None:
+            # Callbacks before this one may have taken minutes, as samples do.
+            self._begin -= self._status.clock.until_now().total()
+        self._programs_written = []
         if not state.is_world_process_zero:
             return
         try:
@@ -136,7 +144,7 @@ class RunRecord(TrainerCallback):
         self._write(
             "end",
             step=state.global_step,
-            counters=asdict(self._backend.counters() - self._at_start),
+            counters=asdict(self._spent()),
             cache=None if cache is None else asdict(cache),
             **self._totals(),
         )

@@ -1,6 +1,7 @@
 """Answers before and after training, side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -10,8 +11,9 @@ class ShowSamples(TrainerCallback):
     """
     Answers prompts of the evaluation set before and after training, and prints both beside the reference.
 
-    Rows are prepared ones with `input_ids` and `labels`, whose prompt is what comes before the first label. `generate`
-    makes the tokens of answers of those of prompts, at most `max_new_tokens`. `keep` is given the texts of each row.
+    Rows are prepared ones with `input_ids` and `labels`, whose prompt is what comes before the first label; of a conversation that
+    is trained on as a whole, what comes before its last message. `generate` makes the tokens of answers of those of prompts, at
+    most `max_new_tokens`. `keep` is given the texts of each row.
     """
 
     #: Tokens of an answer.
@@ -20,7 +22,7 @@ class ShowSamples(TrainerCallback):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        rows: list[dict[str, list[int]]],
+        rows: list[dict[str, Any]],
         generate: Callable[[list[list[int]]], list[list[int]]],
         keep: Callable[[Sequence[Mapping[str, str]]], None] | None = None,
     ):
@@ -30,11 +32,19 @@ class ShowSamples(TrainerCallback):
         self._prompts, self._references = [], []
         for row in rows:
             start = next(index for index, label in enumerate(row["labels"]) if label != -100)
-            # Rows that are trained on as a whole have no prompt of their own.
-            start = start if start > 1 else max(1, len(row["input_ids"]) // 2)
+            start = start if start > 1 else self._start_of_answer(row)
             self._prompts.append(row["input_ids"][:start])
             self._references.append(row["input_ids"][start:])
         self._before: list[str] = []
+
+    def _start_of_answer(self, row: Mapping[str, Any]) -> int:
+        ids, messages = row["input_ids"], row.get("messages") or []
+        if len(messages) > 1:
+            prompt = self._tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+            if ids[: len(prompt)] == prompt and len(prompt) < len(ids):
+                return len(prompt)
+        # Text has no prompt of its own, nor has a row whose end was cut off.
+        return max(1, len(ids) // 2)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._before = self._answer()

@@ -17,21 +17,35 @@ from ..report.phases import BESIDES_STEPS, PHASES, class_of
 
 class PhaseClock:
     """
-    Divides the host's time into phases. At most one is under way at a time, so they add up to the time that passed.
+    Divides the host's time into phases. At most one is under way at a time, so they add up to the time that passed. What was
+    compiled in one of them, also by code of the user's, is of the phase `"compile"`.
+
+    Args:
+        compile_mark (`Callable[[], object]`, *optional*):
+            Returns something else once a program was compiled. By default none is.
+        compile_seconds (`Callable[[], float]`, *optional*):
+            Tells the seconds of compiling so far.
     """
 
-    def __init__(self):
+    def __init__(self, compile_mark: Callable[[], object] = int, compile_seconds: Callable[[], float] = float):
         #: Seconds of each phase that has ended, by its name.
         self.seconds: Counter[str] = Counter()
         self._phase: str | None = None
         self._since = 0.0
+        self._compile_mark, self._compile_seconds = compile_mark, compile_seconds
+        self._mark, self._compiled = compile_mark(), compile_seconds()
 
     def enter(self, phase: str | None) -> str | None:
         """End the phase under way, which is returned, and begin another; `None` stops the clock."""
-        now = time.perf_counter()
+        now, mark = time.perf_counter(), self._compile_mark()
         ended = self._phase
         if ended is not None:
             self.seconds[ended] += now - self._since
+        if mark != self._mark:
+            before, self._mark, self._compiled = self._compiled, mark, self._compile_seconds()
+            if ended is not None:
+                self.seconds[ended] -= self._compiled - before
+                self.seconds["compile"] += self._compiled - before
         self._phase, self._since = phase, now
         return ended
 
@@ -48,12 +62,6 @@ class PhaseClock:
             yield
         finally:
             self.enter(ended)
-
-    def credit(self, phase: str, seconds: float) -> None:
-        """Count some of the time of the phase under way as another's."""
-        if self._phase is not None:
-            self.seconds[phase] += seconds
-            self.seconds[self._phase] -= seconds
 
     def rename(self, phase: str, to: str) -> None:
         """Count all time of a phase, which is not to remain, as another's."""
@@ -102,7 +110,7 @@ class StepStatus(TrainerCallback):
         self._kind_of_step = kind_of_step
         self._over_processes = over_processes
         self._flops = None if backend.chip is None else flops
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(backend.compile_mark, backend.compile_seconds)
         self._reset()
 
     def _reset(self) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import shlex
 import sys
 
 from ..errors import UserError
@@ -24,6 +25,8 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
     """
     for key in _KEYS if reads_data else _KEYS[1:]:
         value = recipe.get(key)
+        if key == "dataset_name" and isinstance(value, str) and os.path.isfile(value):
+            _refuse_file(recipe, value)
         if not isinstance(value, str) or "://" in value or os.path.exists(value):
             continue
         directory, _, name = value.rstrip("/").rpartition("/")
@@ -33,6 +36,16 @@ def check_paths(recipe: Recipe, reads_data: bool = True) -> None:
         hint = f" Did you mean {os.path.join(directory, near[0])!r}?" if near else ""
         if not may_be_on_hub(value):
             raise NoSuchPath(said + hint)
-        # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here.
-        if near and os.environ.get("RANK", "0") == "0":
+        # `Qwen/Qwen3-0.6B-Base` may be on the hub, although there is a directory `Qwen/Qwen3-0.6B` here. Of a directory `chats` that is
+        # gone, datasets would go on with the rows that it has kept.
+        if (near or key == "dataset_name" and "/" not in value) and os.environ.get("RANK", "0") == "0":
             print(f"{said} It is looked for on the hub.{hint}", file=sys.stderr)
+
+
+def _refuse_file(recipe: Recipe, file: str) -> None:
+    directory, suffix = os.path.splitext(file)
+    raise UserError(
+        f"{recipe.where('dataset_name')}: dataset_name is the file {file!r}, and load_dataset takes directories. Put it into one: "
+        f"{shlex.join(['mkdir', directory])} && {shlex.join(['mv', file, f'{directory}/train{suffix}'])}, and then "
+        f"--dataset_name {shlex.quote(directory)}"
+    )

@@ -48,12 +48,25 @@ def start_processes(command: str, recipe: Recipe, make_parser: Callable[[], Reci
             select_backend(name)
             status = _launch_as_upstream(own_command, recipe, make_parser(), backend)
             if status is not None:
-                return status
+                return _tell_how_to_go_on(status, recipe)
         elif (count := prepare_processes(backend, recipe.number("num_chips"))) > 1:
             print(f"One process for each of {count} chips.", file=sys.stderr, flush=True)
-            return _status_of(lambda: _run_by_torchrun(count, own_command))
+            return _tell_how_to_go_on(_status_of(lambda: _run_by_torchrun(count, own_command)), recipe)
     select_backend(name)
     return None
+
+
+def _tell_how_to_go_on(status: int, recipe: Recipe) -> int:
+    """Name the newest checkpoint of processes that have failed, which may have been killed and said nothing. Returns `status`."""
+    from ..trainers.checkpoint.directories import newest_checkpoint
+
+    checkpoint = newest_checkpoint(recipe.get("output_dir", "trainer_output"))
+    if status not in (0, 2, os.EX_TEMPFAIL) and checkpoint is not None:
+        print(
+            f"The newest checkpoint is {checkpoint}. To resume, run the same command with --resume_from_checkpoint true.",
+            file=sys.stderr,
+        )
+    return status
 
 
 def _launch_as_upstream(own_command: list[str], recipe: Recipe, parser: RecipeParser, backend) -> int | None:

@@ -88,7 +88,7 @@ def count_runs(module: Module) -> tuple[Counter[tuple[str, bool]], Counter[str]]
             if line.opcode == "while":
                 turns = count_turns(module, computation, line)
                 if turns is None:
-                    unknown[f"the number of turns of the loop {line.name}"] += 1
+                    unknown[f"the trip count of the loop {line.name}"] += 1
                     turns = 1
                 for called in line.called:
                     run(called, times * turns, fused)

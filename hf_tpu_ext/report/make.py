@@ -12,7 +12,6 @@ from ..atomic_write import write_atomically
 from ..errors import UserError
 from ..hardware.prices import PRICES, read_prices
 from .comparison import compare_runs
-from .figures import HOW_TO_DRAW, can_draw
 from .planned import compare_if_planned, compare_with_plan, describe_in_lines, read_plan
 from .record import read_run
 from .sections import describe_run, headline
@@ -110,8 +109,6 @@ def in_card(output_dir: str | Path) -> str:
 def describe_ended_run(output_dir: str | Path) -> str:
     """Write the report of a run, and say where it is and, where there is a plan of the run, how they compare."""
     lines = [f"Report: {make_report([output_dir])}"]
-    if not can_draw():
-        lines.append(f"{HOW_TO_DRAW}: hf-tpu report {output_dir}")
     if (planned := compare_if_planned(read_run(output_dir), output_dir)) is not None:
         lines += describe_in_lines(planned)
     return "\n".join(lines)

@@ -143,15 +143,27 @@ class ProgramWatch:
         self.recompiles = 0
         #: What was compiled, in order.
         self.events: list[ProgramEvent] = []
+        self._first = 0
 
     def begin(self, traced: bool) -> None:
         """Begin a training run. Where steps are traced, code of the user's may record something else each time."""
         self.step = None
         self._backend.insight.note_lines(traced)
 
+    def count_from_here(self) -> None:
+        """What was compiled until now is not of the run that begins."""
+        self.note_others()
+        self._settled = True
+        self._first = len(self.events)
+
     def expect_others(self) -> None:
         """Take the next programs for the first of their kind and shape: what steps compute is to be something else."""
         self._known.clear()
+
+    @property
+    def events_of_run(self) -> list[ProgramEvent]:
+        """What was compiled since the last training run began."""
+        return self.events[self._first :]
 
     @property
     def programs(self) -> list[Hashable]:
@@ -183,16 +195,12 @@ class ProgramWatch:
         else:
             self.note_others()
         operations = self._list_operations(known, is_recorded=run != self._backend.end_step)
-        start = time.monotonic()
         with self._backend.insight.own_reads():
             if known.runs:
                 program = run()
             else:
                 with self._compiling(f"{kind} {format_size(shape)}"):
                     program = run()
-        seconds = time.monotonic() - start
-        if self._backend.compiles_operators:
-            seconds = (self._backend.counters() - self._spent).compile_seconds
         cut, self._cut = self._cut, None
         known.runs += 1
         is_compiled = self._backend.compiles() > self._compiles
@@ -209,7 +217,7 @@ class ProgramWatch:
         if is_compiled:
             # Calls of the trainer's own.
             self._backend.insight.compile_sites()
-            self._note_event(kind, shape, seconds, cause)
+            seconds = self._note_event(kind, shape, cause)
             again = f"recompilation of the {kind} for batches of {format_size(shape)} ({seconds:.1f} s)"
             self._say(known, f"{where}: {again}", cause)
         elif known.unexplained is not None and operations is not None:
@@ -235,7 +243,7 @@ class ProgramWatch:
         if self._backend.compiles_operators:
             # Of a log, an evaluation or a checkpoint: one event for all.
             count = 1
-        seconds = (self._backend.counters() - self._spent).compile_seconds / count
+        seconds = (self._backend.compile_seconds() - self._spent.compile_seconds) / count
         for frames in [*sites, *[()] * (count - len(sites))]:
             self._note_other(frames, seconds)
 
@@ -243,7 +251,7 @@ class ProgramWatch:
         line = own_line(frames)
         if line is None:
             # A log, the first state of the optimizer, samples: what a run does once or at every log.
-            self._note_event("other graph", (), seconds, None)
+            self._note_event("other graph", (), None, seconds)
             return
         if any(frame.function == "training_step" for frame in frames):
             self._cut = line
@@ -257,7 +265,7 @@ class ProgramWatch:
                 "Keep its shapes and Python numbers the same, or fetch the tensors with trainer.backend.fetch and compute "
                 "on the host.",
             )
-        self._note_event(f"graph of {place}", (), seconds, cause)
+        self._note_event(f"graph of {place}", (), cause, seconds)
         where = "outside of training" if self.step is None else f"step {self.step}"
         again = f"recompilation outside of the training steps ({seconds:.1f} s, number {known.runs} at this line)"
         self._say(known, f"{where}: {again}", cause)
@@ -310,13 +318,18 @@ class ProgramWatch:
 
     # ---- Words and counts ----
 
-    def _note_event(self, kind: str, shape: tuple[int, ...], seconds: float, cause: Cause | None) -> None:
+    def _note_event(
+        self, kind: str, shape: tuple[int, ...], cause: Cause | None, seconds: float | None = None
+    ) -> float:
+        """Note a program, which by default took all seconds of compiling since the last one. Returns its seconds."""
         now = self._backend.counters()
+        seconds = (now - self._spent).compile_seconds if seconds is None else seconds
         compiled = (now - self._spent).loads < max(1, self._backend.compiles() - self._compiles)
         self._spent, self._compiles = now, self._backend.compiles()
         self.events.append(
             ProgramEvent(self.step, kind, shape, seconds, compiled, None if cause is None else cause.what)
         )
+        return seconds
 
     def _say(self, known: _Known, again: str, cause: Cause | None) -> None:
         if cause is None:

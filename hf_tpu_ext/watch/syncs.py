@@ -123,6 +123,7 @@ class RecompileMonitor(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._begin()
+        self._watch.count_from_here()
 
     def on_step_begin(self, args, state, control, **kwargs):
         step = state.global_step

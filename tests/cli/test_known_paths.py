@@ -1,5 +1,8 @@
 """A path of a recipe that is not there is refused in no time; what may be a name on the hub is not."""
 
+import os
+import subprocess
+
 import pytest
 
 from hf_tpu_ext.cli.known_paths import check_paths
@@ -34,7 +37,7 @@ def test_a_path_that_is_not_there(here, value, near):
     assert ("Did you mean" in message) == (near is not None)
     if near is not None:
         assert f"Did you mean {near!r}?" in message
-        check_paths(Recipe(file={"dataset_name": near}))
+        assert os.path.exists(near)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +53,31 @@ def test_a_name_that_is_close_to_a_path_gets_a_line(here, capsys, value, near):
 
 @pytest.mark.parametrize(
     "value",
-    ["tiny/model", "rows.jsonl", "Qwen/Qwen3-0.6B", "trl-lib/Capybara", "imdb", "base", "gs://bucket/no/rows.jsonl"],
+    ["tiny/model", "Qwen/Qwen3-0.6B", "trl-lib/Capybara", "base", "gs://bucket/no/rows.jsonl"],
 )
 def test_what_is_there_or_may_be_on_the_hub(here, capsys, value):
-    for key in ("dataset_name", "model_name_or_path", "kd_teacher"):
+    for key in ("dataset_name", "model_name_or_path", "kd_teacher")[value == "base" :]:
         check_paths(Recipe(command_line={key: value}))
     assert capsys.readouterr().err == ""
+
+
+def test_data_that_is_gone_gets_a_line(here, capsys):
+    """Of a directory that was there, datasets goes on with the rows that it has kept."""
+    (here / "chats").mkdir()
+    check_paths(Recipe(command_line={"dataset_name": "chats"}))
+    assert capsys.readouterr().err == ""
+    (here / "chats").rmdir()
+    check_paths(Recipe(command_line={"dataset_name": "chats"}))
+    assert "dataset_name is 'chats', and there is no such file or directory" in capsys.readouterr().err
+
+
+def test_data_in_a_file(here):
+    with pytest.raises(UserError) as error:
+        check_paths(Recipe(command_line={"dataset_name": "rows.jsonl"}))
+    commands, _, option = str(error.value).partition("Put it into one: ")[2].partition(", and then --dataset_name ")
+    subprocess.run(commands, shell=True, check=True)
+    assert (here / option / "train.jsonl").read_text() == "{}"
+    check_paths(Recipe(command_line={"dataset_name": option}))
 
 
 def test_data_that_nothing_reads(here):

@@ -76,6 +76,22 @@ def start(launched, tmp_path):
     return start
 
 
+def test_processes_that_were_killed(monkeypatch, start, tmp_path, capfd):
+    """The newest checkpoint is named, since who is killed says nothing; not where there is none, or the run has said what to do."""
+
+    def killed(args):
+        raise subprocess.CalledProcessError(status, "a launcher")
+
+    monkeypatch.setattr(accelerate_launch, "launch_command", killed)
+    for status, steps, says in ((-9, (), False), (-9, (2, 10), True), (os.EX_TEMPFAIL, (), False)):
+        for step in steps:
+            (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        assert start(f"multi_gpu: true\nnum_processes: 2\noutput_dir: {tmp_path / 'out'}")[0] == status
+        said = capfd.readouterr().err
+        assert (f"The newest checkpoint is {tmp_path / 'out' / 'checkpoint-10'}. To resume" in said) == says
+        assert ("checkpoint" in said) == says
+
+
 @pytest.fixture
 def stock(monkeypatch, tmp_path):
     """What stock `trl sft` calls accelerate with."""

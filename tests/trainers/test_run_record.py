@@ -61,6 +61,33 @@ def test_a_run_leaves_its_report(runs, capsys):
     assert f"Report: {runs.output_dir / 'report.html'}" in capsys.readouterr().out
 
 
+class _Compiles(TrainerCallback):
+    """Compiles a program of its own in a step that is replayed, and another before the run."""
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        (next(model.parameters()).detach() * 3).sum().item()
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 5:
+            (next(model.parameters()).detach() * 5).sum().item()
+
+
+def test_places_of_a_report_agree(runs, capsys):
+    """Also about what callbacks compile, and what they take before the record begins."""
+    # Of a rank that no other test has.
+    runs.ours(**CONFIG, lora={"r": 7}, show_samples=2, kwargs={"callbacks": [_Compiles()]})
+    run = read_run(runs.output_dir)
+    (session,) = run.sessions
+    counters, seconds = session.end["counters"], sum(one["seconds"] for one in run.programs)
+    assert len(run.programs) == counters["compiles"]
+    assert seconds == pytest.approx(counters["compile_seconds"], abs=1e-6)
+    assert run.phases["compile"] == pytest.approx(seconds, abs=1e-5)
+    assert run.phases.total() <= session.seconds + 0.002
+    assert (
+        f"{counters['compiles']} graphs compiled in {counters['compile_seconds']:.1f} s, " in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("backend", ["xla", "cpu"])
 def test_upstreams_config_has_a_report(runs, monkeypatch, backend):
     monkeypatch.setattr(ExtensionArguments, "run_report", True)

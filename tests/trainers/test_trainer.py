@@ -148,6 +148,38 @@ def test_samples_before_and_after(runs, capsys):
     assert [sample["after"] for sample in read_run(runs.output_dir).samples] == after
 
 
+def test_samples_of_conversations(runs, rows, capsys):
+    """What comes before the last message is the prompt, also where all of a row is trained on."""
+    chats = rows(3).map(
+        lambda row: {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["completion"]},
+            ]
+        },
+        remove_columns=["prompt", "completion"],
+    )
+    runs.ours(
+        config_cls=TPUSFTConfig,
+        show_samples=2,
+        max_steps=1,
+        max_length=96,
+        kwargs={"train_dataset": chats, "eval_dataset": chats},
+    )
+    lines = capsys.readouterr().out.splitlines()
+    references = [line.partition("reference: ")[2] for line in lines if "reference: " in line]
+    assert references == [" ".join(row["messages"][1]["content"].split()) for row in list(chats)[:2]]
+
+
+def test_fewer_rows_than_the_global_batch(runs, rows, capsys):
+    trainer = runs.ours(train=False, gradient_accumulation_steps=2, kwargs={"train_dataset": rows(5)})
+    (line,) = [line for line in trainer.find_facts().changes if "fewer" in line]
+    assert "train_dataset has 5 rows, fewer than the global batch size of 8" in line
+    assert "Lower per_device_train_batch_size or gradient_accumulation_steps" in line
+    trainer = runs.ours(train=False, kwargs={"train_dataset": rows(5)})
+    assert not any("fewer" in line for line in trainer.find_facts().changes)
+
+
 def test_random_weights_in_place_of_those_of_the_model(xla, tiny_model, tmp_path):
     """As from the model's configuration by hand, and packed rows of full length."""
     dataset = Dataset.from_list([{"text": f"{number} and so on"} for number in range(40)])

@@ -187,6 +187,34 @@ def test_samples_of_an_evaluation_set(check, runs):
     check(show_samples=1)
 
 
+def test_chat_template_without_generation_markers(check, runs, rows, tmp_path):
+    template = runs.tokenizer.chat_template
+    bare = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert bare != template
+    Path("template.jinja").write_text(template)
+    runs.tokenizer.chat_template = bare
+    chats = rows(4).map(
+        lambda row: {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["completion"]},
+            ],
+            "prompt": None,
+            "completion": None,
+        },
+    )
+    chats = chats.remove_columns(["prompt", "completion"])
+    data = {"train_dataset": chats, "eval_dataset": None, "max_length": 96}
+    assert_fixes(
+        lambda **settings: check(**data, **settings),
+        {"assistant_only_loss": True},
+        "leave assistant_only_loss out",
+    )
+    message = refusal(lambda **settings: check(**data, **settings), {"assistant_only_loss": True})
+    (path,) = re.findall("chat_template_path='(.*?)'", message)
+    check(**data, assistant_only_loss=True, chat_template_path=path)
+
+
 def test_text_to_predict(check):
     for settings in ({"packing": True}, {"eval_packing": True}):
         assert_fixes(

@@ -16,7 +16,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ... import __version__
 from ...callbacks.run_lines import RunFacts
 from ...data import TokenWaste
-from ...formatting import dtype_name
+from ...formatting import count, dtype_name
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
@@ -47,6 +47,7 @@ class RunFactsMixin:
         lines = self.chips.lines(self.model, self.averaging.average is not None)
         lines += [*self.frozen.lines(), *self.averaging.lines(self.state.max_steps)]
         lines += compiled.changes
+        lines += self._few_rows()
         facts = RunFacts(precision, self._train_batch_size, [], None, lines)
         if backend.static_shapes and self.lengths:
             facts.lengths = self.step_lengths
@@ -65,6 +66,17 @@ class RunFactsMixin:
             facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
             facts.programs *= 2 if self.some_without_images else 1
         return facts
+
+    def _few_rows(self) -> list[str]:
+        """A line where an optimizer step has more rows than there are. Trainers that generate repeat their prompts."""
+        args, rows = self.args, self.train_dataset
+        total = self._train_batch_size * args.world_size * args.gradient_accumulation_steps
+        if self.generates or not isinstance(rows, Sized) or len(rows) >= total:
+            return []
+        return [
+            f"train_dataset has {count(len(rows), 'row')}, fewer than the global batch size of {total}: each step has only these. Lower "
+            "per_device_train_batch_size or gradient_accumulation_steps"
+        ]
 
     def describe_run(self, args: TrainingArguments, facts: RunFacts | None) -> dict[str, Any]:
         """What the record of a run says of it, as JSON: the arguments as they were given, the facts as it began."""

@@ -47,7 +47,8 @@ class StatusMixin(RunFactsMixin):
                 self.backend,
                 lambda: self.describe_run(args, lines.facts),
                 self.status,
-                lambda: self.watch.events if self.backend.static_shapes else (),
+                lambda: self.watch.events_of_run if self.backend.static_shapes else (),
+                lambda: lines.spent,
             )
         )
 

@@ -81,14 +81,7 @@ class WatchMixin:
         returned. `shape` is that of its tokens, by default that of the batch under way; `settle` is as in
         [`ProgramWatch.end`].
         """
-        known = len(self.watch.events)
-        shape = self.batch_shape if shape is None else shape
-        program = self.watch.end(kind, shape, where, run, settle)
-        if self.status is not None:
-            for event in self.watch.events[known:]:
-                if (event.kind, event.shape) == (kind, shape):
-                    self.status.clock.credit("compile", event.seconds)
-        return program
+        return self.watch.end(kind, self.batch_shape if shape is None else shape, where, run, settle)
 
     def _note_optimizer(self) -> None:
         optimizer = self.plain_optimizer

@@ -1,5 +1,6 @@
 """Supervised fine-tuning."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
             check_dataset(dataset, name, given["args"], has_formatting_func=given.get("formatting_func") is not None)
 
     def _set_up(self, given) -> None:
+        with upstream_names(type(self), get_training_chat_template=_training_chat_template):
+            self._set_up_with_template(given)
+
+    def _set_up_with_template(self, given) -> None:
         if not (isinstance(given.arguments["args"], TPUSFTConfig) and given.arguments["args"].from_scratch):
             super()._set_up(given)
             return
@@ -149,6 +154,19 @@ class TPUSFTTrainer(DistillationMixin, QuantizationMixin, TPUTrainerMixin, SFTTr
 
     def _loss_sums_tokens(self, model) -> bool:
         return self.model_accepts_loss_kwargs and self.compute_loss_func is None
+
+
+def _training_chat_template(processing_class, get_training_chat_template: Callable[..., str | None]) -> str | None:
+    """TRL's `get_training_chat_template`, whose refusal names no fix."""
+    try:
+        return get_training_chat_template(processing_class)
+    except ValueError as error:
+        raise UserError(
+            "assistant_only_loss=True needs a chat template with {% generation %} and {% endgeneration %} around what the assistant "
+            "says. This model's has none, and TRL knows no template to put in its place. Give one: "
+            "chat_template_path='template.jinja'; or leave assistant_only_loss out, and split the messages into columns 'prompt' and "
+            "'completion', of which only the completion is trained on."
+        ) from error
 
 
 def _initialize(
