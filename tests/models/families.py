@@ -341,22 +341,13 @@ def run_part(runs: list[list], directory: Path) -> dict[str, dict]:
 
 
 def compare_loops(runs: list[list], directory: Path) -> dict[str, dict]:
-    """Results of some runs of two periods of layers, as a loop (`ours`) and unrolled (`stock`), by their names."""
+    """Results in float64 of some runs of two periods of layers, as a loop (`ours`) and unrolled (`stock`), by their names."""
     known = read_results()
-
-    def start(runs: list[list], way: str) -> list[dict]:
-        recipes = [[known[_key(run)]["stock"]["recipe"] + way] for run in runs]
-        return _start(
-            True, directory / way.strip(), [[*run, of_run] for run, of_run in zip(runs, recipes, strict=True)]
-        )
-
-    looped, unrolled = start(runs, LOOPED), start(runs, UNROLLED)
-    found = {_key(run): dict(ours=ours, stock=stock) for run, ours, stock in zip(runs, looped, unrolled, strict=True)}
-    # As above: rounding decides.
-    differ = [run for run in runs if not is_equal(found[_key(run)])]
-    for run, exact in zip(differ, start(differ, EXACTLY + UNROLLED) if differ else [], strict=True):
-        found[_key(run)]["exact"] = exact
-    return found
+    ways = []
+    for way in (LOOPED, UNROLLED):
+        of_way = [[*run, [known[_key(run)]["stock"]["recipe"] + EXACTLY + way]] for run in runs]
+        ways.append(_start(True, directory / way.strip(), of_way))
+    return {_key(run): dict(ours=ours, stock=stock) for run, ours, stock in zip(runs, *ways, strict=True)}
 
 
 def run_all(

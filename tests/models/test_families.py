@@ -84,8 +84,11 @@ def test_families_train_as_the_table_says(tmp_path, resume, begin):
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", range(0, len(_LOOPS), _PART))
 def test_loops_have_the_numbers_of_unrolled_layers(tmp_path, resume, begin):
+    """
+    In float64, where they are the same function. In float32 routers, recurrences and Adam make up to 8e-4 of rounding within four
+    steps (Lara Mini, of which XLA's and eager PyTorch's unrolled layers are 1.6e-3 apart).
+    """
     names = _LOOPS[begin : begin + _PART]
     found = resume(f"loops from {names[0]}", compare_loops, [["causal", name, False] for name in names], tmp_path)
-    assert {
-        key: difference(result["ours"], result["stock"]) for key, result in found.items() if not is_equal(result)
-    } == {}
+    assert {key: result for key, result in found.items() if "error" in {**result["ours"], **result["stock"]}} == {}
+    assert {key: off for key, result in found.items() if (off := difference(**result)) > 1e-10} == {}
