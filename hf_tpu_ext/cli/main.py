@@ -88,21 +88,19 @@ def command() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hf-tpu", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="hf-tpu",
+        description=DESCRIPTION,
+        epilog="`hf-tpu COMMAND --help` lists the options of a command, and the keys of its recipes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hf_tpu_ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command, script in SCRIPTS.items():
         purpose = script.purpose[0].lower() + script.purpose[1:]
-        commands.add_parser(command, help=f"{purpose} (`hf-tpu {command} --help` lists the keys)")
-    commands.add_parser(
-        "cache-teacher",
-        help="precompute a teacher's top-k log-probs (`hf-tpu cache-teacher --help` lists the keys)",
-    )
-    commands.add_parser("warmup", help="fill the compilation cache before a run (`hf-tpu warmup --help` says how)")
-    commands.add_parser(
-        "plan", help="compile a recipe ahead of time, without a TPU: HBM, FLOPs, cost (`hf-tpu plan --help` says how)"
-    )
+        commands.add_parser(command, help=purpose)
+    commands.add_parser("cache-teacher", help="precompute a teacher's top-k log-probs")
+    commands.add_parser("warmup", help="fill the compilation cache before a run")
+    commands.add_parser("plan", help="compile a recipe ahead of time, without a TPU: HBM, FLOPs, cost")
     init.add_parsers(commands)
     prepare.add_parser(commands)
     report.add_parser(commands)

@@ -227,7 +227,7 @@ _SCRIPTS = (
     ),
     TRLScript(
         command="distillation",
-        purpose="Train a language model to write as its teacher would go on (on-policy distillation)",
+        purpose="Distill a teacher into a language model, on what the latter generates (on-policy distillation)",
         recipe="recipes/distillation_lora_qwen2.yaml",
         dataset="trl-lib/tldr",
         tiny_data="questions",

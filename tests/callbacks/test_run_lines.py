@@ -3,6 +3,7 @@
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from hf_tpu_ext.backends.counters import Counters
 from hf_tpu_ext.backends.cpu import CPUBackend
 from hf_tpu_ext.callbacks.run_lines import RunFacts, RunLines
 
@@ -18,3 +19,38 @@ def test_losses_of_evaluations_are_those_of_a_run_that_trained(tmp_path, capsys,
     state.global_step = 4
     lines.on_train_end(args, state, TrainerControl())
     assert ("Evaluation loss: 3.0000 -> 1.0000" in capsys.readouterr().out) == says
+
+
+class _Traces(CPUBackend):
+    """Has run five programs when a run begins, and those of the run when it ends."""
+
+    traces_steps = True
+
+    def __init__(self, of_run):
+        super().__init__("a test")
+        before = Counters(executions=5)
+        # The first is asked for when the lines are made.
+        self._counted = iter((before, before, before + of_run))
+
+    def counters(self):
+        return next(self._counted)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "words"),
+    [
+        (Counters(compiles=2, compile_seconds=3.0, executions=4), "4 steps: 2 graphs compiled in 3.0 s, 4 executions"),
+        (
+            Counters(loads=2, compile_seconds=0.5, executions=4),
+            "0 graphs compiled and 2 loaded in 0.5 s, 4 executions",
+        ),
+    ],
+)
+def test_graphs_of_a_run(tmp_path, capsys, of_run, words):
+    lines = RunLines(_Traces(of_run), lambda: RunFacts("float32 weights", 2, [], None, []))
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    state = TrainerState(global_step=0, max_steps=4)
+    lines.on_train_begin(args, state, TrainerControl())
+    state.global_step = 4
+    lines.on_train_end(args, state, TrainerControl())
+    assert words in capsys.readouterr().out and lines.spent == of_run
