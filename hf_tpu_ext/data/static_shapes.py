@@ -44,7 +44,7 @@ class CollatedBatch(dict):
 
     Attributes:
         length (`int`): How many columns upstream's collator gives it: those of its longest row.
-        padded (`dict`): How many columns the keys that were padded had before.
+        padded (`dict`): Along which dimension keys were padded, and how many columns they had before.
         num_examples (`int`): How many examples it was made of. A pair is two rows, one after the chosen ones and one after the
             rejected ones.
         num_tokens (`int`, *optional*): How many tokens upstream counts in it; `None` if it counts none.
@@ -54,7 +54,7 @@ class CollatedBatch(dict):
         self,
         batch: Mapping[str, Any],
         length: int,
-        padded: Mapping[str, int],
+        padded: Mapping[str, tuple[int, int]],
         num_examples: int,
         num_tokens: int | None = None,
     ):
@@ -69,7 +69,8 @@ def as_collated(batch: Any) -> Any:
     """A batch without the columns that were added to it: as upstream's collator gives it, and code of the user's gets it."""
     if not isinstance(batch, CollatedBatch):
         return batch
-    return {key: value[:, : batch.padded[key]] if key in batch.padded else value for key, value in batch.items()}
+    narrowed = {key: batch[key].narrow(dim, 0, columns) for key, (dim, columns) in batch.padded.items()}
+    return {**batch, **narrowed}
 
 
 def count_all(batch: Mapping[str, Any]) -> int:
@@ -93,8 +94,8 @@ class StaticShapeCollator:
     """
     Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
 
-    Padded are the tensors whose first two dimensions are those of `input_ids`; everything else (class labels, scalars,
-    non-tensors) passes unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each
+    Padded are the tensors whose first two dimensions are those of `input_ids`, or first three with several choices a row, as
+    `(batch, choices, length)`, which a mask of as many dimensions tells; everything else (class labels, scalars, non-tensors) passes unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each
     row, as `KL_input_ids` with `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys
     that are not in `PAD_VALUES` are padded with 0.
 
@@ -158,7 +159,11 @@ class StaticShapeCollator:
             padded = pad_columns(batch, target, self.pad_token_id)
             if labels is not None:
                 padded["labels"] = _extend("labels", labels, 1, target, self.pad_token_id)
-        changed = {key: value.shape[1] for key, value in batch.items() if padded[key] is not value}
+        changed = {
+            key: next((dim, size) for dim, size in enumerate(value.shape) if padded[key].shape[dim] != size)
+            for key, value in batch.items()
+            if isinstance(value, Tensor) and padded[key].shape != value.shape
+        }
         return CollatedBatch(padded, length, changed, len(examples), num_tokens)
 
     def _declared(self, length: int) -> int:
@@ -174,13 +179,20 @@ class StaticShapeCollator:
 
 
 def _sequences(batch: Mapping[str, Any]) -> dict[str, torch.Size]:
-    """Rows and length of each sequence of a batch's rows, by what its keys begin with."""
-    return {key.removesuffix("input_ids"): batch[key].shape[:2] for key in batch if key.endswith("input_ids")}
+    """Shape of each sequence of a batch, its length last, by what its keys begin with: rows, and choices if rows have some."""
+    shapes = {}
+    for key in batch:
+        if key.endswith("input_ids"):
+            prefix, shape = key.removesuffix("input_ids"), batch[key].shape
+            mask = batch.get(f"{prefix}attention_mask")
+            # Without such a mask, a third dimension is that of several tokens in one place, as models of speech have.
+            shapes[prefix] = shape if isinstance(mask, Tensor) and mask.ndim == 3 and mask.shape == shape else shape[:2]
+    return shapes
 
 
 def length_of(batch: Mapping[str, Any]) -> int:
     """Tokens of the longest row of a batch, its padding included."""
-    return max((length for _, length in _sequences(batch).values()), default=0)
+    return max((shape[-1] for shape in _sequences(batch).values()), default=0)
 
 
 def pad_columns(batch: Mapping[str, Any], length: int, pad_token_id: int) -> dict[str, Any]:
@@ -198,16 +210,16 @@ def pad_columns(batch: Mapping[str, Any], length: int, pad_token_id: int) -> dic
     batch = dict(batch)
     for prefix, shape in _sequences(batch).items():
         for key, value in batch.items():
-            if key.startswith(prefix) and length > shape[1] and _is_padded(key, value, shape):
-                batch[key] = _extend(key, value, 1, length, pad_token_id)
+            if key.startswith(prefix) and length > shape[-1] and _is_padded(key, value, shape):
+                batch[key] = _extend(key, value, len(shape) - 1, length, pad_token_id)
     return batch
 
 
-def _is_padded(key: str, value: Any, rows_and_length: torch.Size) -> bool:
+def _is_padded(key: str, value: Any, sequence: torch.Size) -> bool:
     # Floating-point labels are multi-label targets of shape (batch, num_labels), whatever the batch's length is.
     return (
         isinstance(value, Tensor)
-        and value.shape[:2] == rows_and_length
+        and value.shape[: len(sequence)] == sequence
         and not (key.endswith("labels") and value.is_floating_point())
     )
 

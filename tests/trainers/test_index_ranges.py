@@ -201,7 +201,7 @@ def test_what_a_collator_of_this_package_adds_is_not_looked_at():
     ids = nn.functional.pad(tokens(6), (0, 10), value=50)
     batch = {"input_ids": ids, "attention_mask": (ids != 50).long()}
     for make in (llama, gpt2, opt):
-        IndexRanges(make(), labels=True).check(CollatedBatch(batch, 6, dict.fromkeys(batch, 6), 4))
+        IndexRanges(make(), labels=True).check(CollatedBatch(batch, 6, dict.fromkeys(batch, (1, 6)), 4))
         with pytest.raises(ValueError, match="token id 50"):
             IndexRanges(make(), labels=True).check(batch)
 

@@ -219,7 +219,7 @@ class BatchesMixin(ImagesMixin):
             return False
         mask = batch.get("attention_mask")
         is_token = batch["input_ids"] != self._pad_token_id if mask is None else mask
-        return not is_token[:, -1].any()
+        return not is_token[..., -1].any()
 
     def _say_padded(self, batch: Mapping[str, Any]) -> None:
         """Say what the columns of a batch are padded with, where that may change a result."""
@@ -234,9 +234,9 @@ class BatchesMixin(ImagesMixin):
         padded = ", ".join(
             f"{key} {pad_value_of(key, self._pad_token_id)}"
             for key, value in batch.items()
-            if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape
+            if isinstance(value, torch.Tensor) and value.shape[: ids.ndim] == ids.shape
         )
-        logger.warning(f"Rows are padded to {ids.shape[1]} tokens ({padded}): {reason}.")
+        logger.warning(f"Rows are padded to {length_of(batch)} tokens ({padded}): {reason}.")
 
     def send_batch(
         self, inputs: dict[str, Any], beside: Mapping[Hashable, torch.Tensor] | None = None
@@ -254,8 +254,8 @@ class BatchesMixin(ImagesMixin):
             # With the columns that all processes have agreed on, by which these are added up.
             self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
         if isinstance(inputs, CollatedBatch) and "input_ids" in batch:
-            columns = batch["input_ids"].shape[1]
-            length = inputs.padded.get("input_ids", columns)
+            columns = length_of(batch)
+            _, length = inputs.padded.get("input_ids", (1, columns))
             self.by_length.check_columns(length, columns)
             check_padding(unwrap_peft_model(self.model), length, columns)
         beside = {**self.data_by_length(inputs), **(beside or {})}

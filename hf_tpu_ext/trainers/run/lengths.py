@@ -38,12 +38,27 @@ def row_lengths(dataset, longest: int | None = None) -> list[int] | None:
     if not columns:
         return None
     table = dataset.with_format("arrow", columns=columns)[:]
-    lengths = {name: pc.list_value_length(table[name]) for name in columns}
+    # As a batch's, see `pad_columns`: a mask tells whether what is in a row are choices.
+    choices = "attention_mask" in dataset.column_names and _is_nested(dataset.data.schema.field("attention_mask").type)
+    lengths = {name: _lengths_of(table[name], choices) for name in columns}
     prompts = lengths.pop("prompt_ids", None)
     rows = pc.max_element_wise(*lengths.values()) if lengths else prompts
     if lengths and prompts is not None:
         rows = pc.add(rows, prompts)
     return (rows if longest is None else pc.min_element_wise(rows, longest)).to_pylist()
+
+
+def _is_nested(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) and pa.types.is_list(kind.value_type)
+
+
+def _lengths_of(column: pa.ChunkedArray, choices: bool) -> pa.Array | pa.ChunkedArray:
+    """Length of each row of a column, or of its longest choice."""
+    if not (choices and _is_nested(column.type)):
+        return pc.list_value_length(column)
+    rows = column.combine_chunks()
+    choice_lengths = pa.table({"row": pc.list_parent_indices(rows), "length": pc.list_value_length(rows.flatten())})
+    return choice_lengths.group_by("row", use_threads=False).aggregate([("length", "max")])["length_max"]
 
 
 def length_for(lengths: Sequence[int]) -> int:
