@@ -79,3 +79,19 @@ def test_running_sums_are_those_of_pytorch(xla, values):
     found = values.to(xla.device).cumsum(-1)
     assert (xla.counters() - before).fallbacks == 0
     assert found.dtype == values.cumsum(-1).dtype and torch.equal(found.cpu(), values.cumsum(-1))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (2, 3, 4, 4)])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_and_its_running_statistics(xla, shape, training):
+    module = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}[len(shape)]
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(shape, generator=generator) * 2 + 1 for _ in range(3)]
+    norms = [module(3).train(training) for _ in range(2)]
+    norms[1].to(xla.device)
+    for norm, device in zip(norms, ("cpu", xla.device), strict=True):
+        for batch in batches:
+            norm(batch.to(device)).pow(3).sum().backward()
+    expected, found = ({**norm.state_dict(), "gradient": norm.weight.grad} for norm in norms)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].cpu(), value, rtol=1e-5, atol=1e-6)

@@ -291,8 +291,8 @@ def test_images(trained):
 
 
 def test_batch_normalisation_sees_the_rows_of_a_batch_together(trained, caplog):
-    # Two rows, since upstream cannot normalise by one. torch_xla takes its running variance by another rule.
-    assert trained(resnet, images(3).select(range(26)), eval_strategy="no") == ([8, 2], [])
+    # Two rows, since upstream cannot normalise by one.
+    assert trained(resnet, images(3).select(range(26))) == ([8, 2], [8])
     assert "BatchNorm2d takes the mean over the rows of a batch" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Operators that torch_xla would run on the host, in terms of those that it compiles, and one that it computes wrongly."""
+"""Operators that torch_xla would run on the host, in terms of those that it compiles, and two that it computes wrongly."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,6 +23,8 @@ def register_operators() -> Library:
     library.impl("polar", _polar, "XLA")
     library.impl("unfold_copy", _unfold, "XLA")
     library.impl("unfold_backward", _unfold_backward, "XLA")
+    # Of autograd: it is made of another operator, which has a gradient. Without autograd, upstream's own is left.
+    library.impl("batch_norm", _batch_norm, "AutogradXLA")
     cumsum = partial(_cumsum, torch.library.get_kernel("aten::cumsum", "XLA"))
     with warnings.catch_warnings():
         # PyTorch warns of a second implementation.
@@ -38,6 +40,38 @@ def _cumsum(
     if dtype is None and not values.is_floating_point() and not values.is_complex():
         dtype = torch.int64
     return kernel.call_boxed(keys, values, dim, dtype=dtype)
+
+
+def _batch_norm(
+    values: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """
+    torch_xla's running variance is that of the sample, where PyTorch divides by one less than the number of values; and what
+    is normalized by running statistics has no gradient there.
+    """
+    if not training:
+        shape = [-1 if dim == 1 else 1 for dim in range(values.ndim)]
+        scale = (variance + eps).rsqrt()
+        if weight is not None:
+            scale = scale * weight
+        values = (values - mean.view(shape)) * scale.view(shape)
+        return values if bias is None else values + bias.view(shape)
+    # A copy, since the backward pass wants what it was given to be as it was.
+    updated = None if variance is None else variance.clone()
+    result, _, _ = torch.native_batch_norm(values, weight, bias, mean, updated, training, momentum, eps)
+    if variance is not None:
+        with torch.no_grad():
+            others = values.numel() // values.shape[1] - 1
+            variance.mul_((momentum - 1) / others).add_(updated, alpha=1 + 1 / others)
+    return result
 
 
 def _bucketize(values: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
