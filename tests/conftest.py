@@ -5,8 +5,12 @@ Tests run on XLA compiled for the host, beside eager PyTorch as the reference: w
 
 import gc
 import os
+import sys
 
 
+# To compile the tests and the package anew takes every process seconds, where the environment asks for no files of bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Until modules are imported, see `pytest_collection_finish`.
 gc.disable()
 os.environ["PJRT_DEVICE"] = "CPU"

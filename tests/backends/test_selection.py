@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from hf_tpu_ext.examples.tiny import make_model
 from hf_tpu_ext.installing import install_command
 
 
-def run_script(script, *argv, **env):
+def run_script(script, *argv, run=subprocess.run, **env):
     """Run a script in a process of its own, which starts with none of the variables that a choice depends on."""
     chosen_by = (
         "PJRT_DEVICE",
@@ -25,9 +26,7 @@ def run_script(script, *argv, **env):
         "CPU_NUM_DEVICES",
     )
     env = {name: value for name, value in os.environ.items() if name not in chosen_by} | env
-    result = subprocess.run(
-        [sys.executable, "-c", script, *map(str, argv)], env=env, capture_output=True, text=True, timeout=300
-    )
+    result = run([sys.executable, "-c", script, *map(str, argv)], env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -459,6 +458,7 @@ assert os.environ["XLA_USE_BF16"] == "1"
         ),
         tmp_path / "out",
         make_model(tmp_path / "model", hidden_size=32, num_hidden_layers=1),
+        run=forked.run,
         PJRT_DEVICE="CPU",
     )
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from accelerate.commands import launch as accelerate_launch
@@ -293,7 +294,7 @@ def test_a_command_that_is_told_to_stop_has_the_status_of_its_processes(when_tol
         "import sys; from hf_tpu_ext.cli.launch import _run_by_torchrun, _status_of; "
         f"sys.exit(_status_of(lambda: _run_by_torchrun(2, {command!r})))"
     )
-    with subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL) as process:
+    with forked.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL) as process:
         while len(list(tmp_path.glob("ready-*"))) < 2:
             assert process.poll() is None
             time.sleep(0.1)

@@ -14,44 +14,44 @@ from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.trainers.run.chips import count_all_chips
 
 
-TWENTY = dict(per_device_train_batch_size=2, max_steps=20, warmup_steps=5)
-EVALUATED = dict(TWENTY, per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=10)
+TEN = dict(per_device_train_batch_size=2, max_steps=10, warmup_steps=5)
+EVALUATED = dict(TEN, per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=5)
 RUNS = {
     "data": dict(EVALUATED),
-    "data-lora": dict(TWENTY, lora={}),
-    "data-accumulated": dict(TWENTY, gradient_accumulation_steps=4),
-    "data-lora-accumulated": dict(TWENTY, lora={}, gradient_accumulation_steps=2),
-    "fsdp": dict(TWENTY, fsdp="full_shard"),
+    "data-lora": dict(TEN, lora={}),
+    "data-accumulated": dict(TEN, gradient_accumulation_steps=2),
+    "data-lora-accumulated": dict(TEN, lora={}, gradient_accumulation_steps=2),
+    "fsdp": dict(TEN, fsdp="full_shard"),
     "fsdp-lora": dict(EVALUATED, lora={}, mesh="fsdp"),
-    "fsdp-accumulated": dict(TWENTY, mesh="fsdp", gradient_accumulation_steps=4),
-    "both": dict(TWENTY, mesh="data=2,fsdp=4"),
+    "fsdp-accumulated": dict(TEN, mesh="fsdp", gradient_accumulation_steps=4),
+    "both": dict(TEN, mesh="data=2,fsdp=4"),
     "both-lora-accumulated": dict(EVALUATED, lora={}, mesh="data=2,fsdp", gradient_accumulation_steps=2),
-    "data-scanned-accumulated": dict(TWENTY, scan_layers="on", gradient_accumulation_steps=2),
+    "data-scanned-accumulated": dict(TEN, scan_layers="on", gradient_accumulation_steps=2),
     "fsdp-lora-scanned": dict(EVALUATED, lora={}, mesh="fsdp", scan_layers="on"),
-    "data-stacked": dict(TWENTY, scan_layers="on", rematerialization="none"),
+    "data-stacked": dict(TEN, scan_layers="on", rematerialization="none"),
     "fsdp-stacked": dict(EVALUATED, scan_layers="on", rematerialization="none", mesh="fsdp"),
 }
 DROPPING = {
-    "dropping-data": dict(TWENTY, scan_layers="on", lora={"lora_dropout": 0.1}),
-    "dropping-fsdp": dict(TWENTY, scan_layers="on", lora={"lora_dropout": 0.1}, mesh="fsdp"),
-    "dropping-unrolled": dict(TWENTY, lora={"lora_dropout": 0.1}, gradient_accumulation_steps=2),
-    "dropping-neftune": dict(TWENTY, neftune_noise_alpha=5.0, gradient_accumulation_steps=2),
+    "dropping-data": dict(TEN, scan_layers="on", lora={"lora_dropout": 0.1}),
+    "dropping-fsdp": dict(TEN, scan_layers="on", lora={"lora_dropout": 0.1}, mesh="fsdp"),
+    "dropping-unrolled": dict(TEN, lora={"lora_dropout": 0.1}, gradient_accumulation_steps=2),
+    "dropping-neftune": dict(TEN, neftune_noise_alpha=5.0, gradient_accumulation_steps=2),
 }
 SILENT = {
-    "silent-data": dict(TWENTY, max_steps=6, logging_steps=100, gradient_accumulation_steps=2),
+    "silent-data": dict(TEN, max_steps=6, logging_steps=100, gradient_accumulation_steps=2),
     "silent-dropout": dict(
-        TWENTY, max_steps=6, logging_steps=100, gradient_accumulation_steps=2, lora={"lora_dropout": 0.1}
+        TEN, max_steps=6, logging_steps=100, gradient_accumulation_steps=2, lora={"lora_dropout": 0.1}
     ),
     "silent-neftune": dict(
-        TWENTY, max_steps=6, logging_steps=100, gradient_accumulation_steps=2, neftune_noise_alpha=5.0
+        TEN, max_steps=6, logging_steps=100, gradient_accumulation_steps=2, neftune_noise_alpha=5.0
     ),
-    "silent-fsdp": dict(TWENTY, max_steps=6, logging_steps=100, mesh="fsdp"),
+    "silent-fsdp": dict(TEN, max_steps=6, logging_steps=100, mesh="fsdp"),
 }
 
 
 MOVED = {
-    "moved-data": dict(TWENTY, moves=True),
-    "moved-fsdp": dict(TWENTY, moves=True, mesh="fsdp"),
+    "moved-data": dict(TEN, moves=True),
+    "moved-fsdp": dict(TEN, moves=True, mesh="fsdp"),
 }
 ALL = {**RUNS, **SILENT, **DROPPING, **MOVED}
 BY_DEFAULT = {
@@ -128,7 +128,7 @@ def on_one_device(trained, rows):
 
 
 @for_each(RUNS)
-def test_twenty_steps_are_those_of_stock_on_one_device(result, runs, on_one_device, same_logs, as_trainer, name):
+def test_ten_steps_are_those_of_stock_on_one_device(result, runs, on_one_device, same_logs, as_trainer, name):
     stock = on_one_device(runs.stock, lora=RUNS[name].get("lora"), **of_one_device(RUNS[name]))
     same_logs(as_trainer(result["log"]), stock)
 
@@ -212,7 +212,7 @@ def test_gradients_wait_on_their_chip_where_that_is_the_same_step(result, name):
 def test_the_start_says_how_chips_share_the_work(eight):
     _, output, _ = eight
     assert "8 chips" in output
-    assert "global batch size 64 (2 per chip x 4 gradient accumulation steps x 8 chips)" in output
+    assert "global batch size 32 (2 per chip x 2 gradient accumulation steps x 8 chips)" in output
     assert "  data parallel (mesh data=8)\n" in output
     assert "  fully sharded (mesh fsdp=8)\n" in output
     assert "fully sharded in 2 groups (mesh data=2 x fsdp=4)" in output
