@@ -150,7 +150,7 @@ def _status_of(run: Callable[[], None]) -> int:
         with _time_to_save() as ended_with:
             run()
     except ChildFailedError as error:
-        return _choose_status({failure.exitcode for failure in error.failures.values()}, 1)
+        return _choose_status({failure.exitcode for failure in error.failures.values()}, os.EX_SOFTWARE)
     except CalledProcessError as error:
         return error.returncode
     except SignalException as error:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate.commands import launch as accelerate_launch
 from accelerate.utils import str_to_bool
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from trl.cli import accelerate_launcher
 from trl.cli.commands.base import CommandContext
 from trl.cli.commands.training import TrainingCommand
@@ -75,6 +76,16 @@ def start(launched, tmp_path):
         return status, launched.pop() if launched else None
 
     return start
+
+
+def test_status_where_all_processes_were_killed(monkeypatch, start):
+    """No answer of a command has it."""
+
+    def killed(args):
+        raise ChildFailedError("a launcher", {0: ProcessFailure(0, 1, -signal.SIGKILL, "no file")})
+
+    monkeypatch.setattr(accelerate_launch, "launch_command", killed)
+    assert start("multi_gpu: true\nnum_processes: 2")[0] == os.EX_SOFTWARE
 
 
 def test_processes_that_were_killed(monkeypatch, start, tmp_path, capfd):
