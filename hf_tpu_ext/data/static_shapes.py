@@ -94,9 +94,10 @@ class StaticShapeCollator:
     """
     Wraps any data collator and pads its batches on the right to the smallest declared length that fits.
 
-    Padded are the tensors whose first two dimensions are those of `input_ids`, or first three with several choices a row, as
-    `(batch, choices, length)`, which a mask of as many dimensions tells; everything else (class labels, scalars, non-tensors) passes unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each
-    row, as `KL_input_ids` with `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys
+    Padded are the tensors whose first two dimensions are those of `input_ids`, or the first three of rows with several choices,
+    `(batch, choices, length)`, which have a mask of that shape. Everything else (class labels, scalars, non-tensors) passes
+    unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each row, as `KL_input_ids` with
+    `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys
     that are not in `PAD_VALUES` are padded with 0.
 
     Args:

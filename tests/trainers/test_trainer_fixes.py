@@ -187,7 +187,9 @@ def test_samples_of_an_evaluation_set(check, runs):
     check(show_samples=1)
 
 
-def test_chat_template_without_generation_markers(check, runs, rows, tmp_path):
+def test_chat_template_without_generation_markers(check, runs, rows, tmp_path, monkeypatch):
+    # Where the fix looks for it.
+    monkeypatch.chdir(tmp_path)
     template = runs.tokenizer.chat_template
     bare = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     assert bare != template
