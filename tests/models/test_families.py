@@ -11,6 +11,7 @@ import trl
 from families import (
     ACCUMULATION,
     LAYERS_OF,
+    NOT_EXACTLY,
     compare_loops,
     difference,
     is_equal,
@@ -91,4 +92,5 @@ def test_loops_have_the_numbers_of_unrolled_layers(tmp_path, resume, begin):
     names = _LOOPS[begin : begin + _PART]
     found = resume(f"loops from {names[0]}", compare_loops, [["causal", name, False] for name in names], tmp_path)
     assert {key: result for key, result in found.items() if "error" in {**result["ours"], **result["stock"]}} == {}
-    assert {key: off for key, result in found.items() if (off := difference(**result)) > 1e-10} == {}
+    most = {f"causal/{name}/full": 1e-6 for name in NOT_EXACTLY}
+    assert {key: off for key, run in found.items() if (off := difference(**run)) > most.get(key, 1e-10)} == {}
