@@ -12,16 +12,18 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...backends.program import CompiledFunction
 from ...data import round_up_length
 from ...errors import UserError
 from ...generation.generator import are_in_groups
 from ...layers.looped_head import head_wrapped_by
+from ...layers.random_numbers import RandomNumbers
 from ...layers.shared_prompts import SharedPrompts, prompts_shared
 from ...sharding.plan import place_model
 from ...step.masked_statistics import nanmax_of_all, nanmin_of_all, quantile_of_chosen
 from ...step.train_step import OF_EVALUATION
 from ..checks.upstream import upstream_names
-from ..run.passes import Passes
+from ..run.programs import beside_batch, split_data
 from .arguments import count_rows_of_chips
 from .reward_functions import RewardsOnDevice, check_rewards
 from .rollouts import RolloutMixin, join_completions
@@ -32,6 +34,8 @@ logger = logging.get_logger(__name__)
 
 #: What the watch calls the programs of log-probabilities and rewards, which run beside the training steps.
 SCORING, REFERENCE, REWARD = "scoring pass", "reference pass", "reward pass"
+# The methods of a trainer whose code runs in them: what upstream computes log-probabilities with.
+_METHODS = ("_get_per_token_logps_and_entropies",)
 # Whether the adapters of a model are those of the reference, or off.
 _with_adapter_of_reference = ContextVar("with_adapter_of_reference", default=False)
 
@@ -49,7 +53,8 @@ class RewardedMixin(RolloutMixin):
 
     def _arrange_batches(self) -> None:
         super()._arrange_batches()
-        self.passes = Passes(self.programs)
+        # By what they are for, and whether the model is in training.
+        self._passes: dict[tuple[str, bool], CompiledFunction] = {}
         if self.backend.static_shapes:
             count_rows_of_chips(self.compiled.args, self.backend.num_chips * self.backend.processes.row_shards)
 
@@ -110,7 +115,8 @@ class RewardedMixin(RolloutMixin):
 
     def _end_run(self) -> None:
         super()._end_run()
-        self.passes.forget()
+        # Another run makes other tensors of the weights.
+        self._passes.clear()
 
     def settings_of_programs(self) -> Hashable:
         return super().settings_of_programs(), self.shares_prompts
@@ -122,7 +128,7 @@ class RewardedMixin(RolloutMixin):
         kind: str,
         model: nn.Module,
         batch: dict[str, Tensor],
-        trace: Callable[[dict[str, Tensor]], Tensor],
+        compute: Callable[[dict[str, Tensor]], Tensor],
         rows_at_once: int | None = None,
     ) -> Tensor:
         """
@@ -130,12 +136,12 @@ class RewardedMixin(RolloutMixin):
 
         Args:
             kind (`str`):
-                As in [`Passes.run`].
+                What it is for. Passes of one kind compute the same with one model, whose adapters are the same.
             model (`torch.nn.Module`):
                 The model.
             batch (`dict[str, torch.Tensor]`):
                 Tensors of any number of rows, on the host.
-            trace (`Callable`):
+            compute (`Callable`):
                 Computes the values of some rows on the device.
             rows_at_once (`int`, *optional*):
                 How many rows. By default those of a step.
@@ -144,16 +150,32 @@ class RewardedMixin(RolloutMixin):
             `torch.Tensor`: The values of all rows, on the host. They are read once.
         """
         wanted = rows_at_once or (self._train_batch_size if self.model.training else self.args.eval_batch_size)
+        key = kind, model.training
+        if key not in self._passes:
+            self._passes[key] = self._compile_pass(model, compute)
+        run = partial(self.programs.end, kind, f"step {self.programs.done + 1}")
         rows, made = len(batch["input_ids"]), []
         for start in range(0, rows, wanted):
             part = {key: value[start : start + wanted] for key, value in batch.items()}
             missing = wanted - len(part["input_ids"])
             # For the last part to be the same program: each row is by itself.
             part = {key: torch.cat([value, value[-1:].expand(missing, -1)]) for key, value in part.items()}
-            seed = {(kind, "seed"): self.seeds.beside(start)}
+            seed = beside_batch({"seed": self.seeds.beside(start)})
             sent = self._send_rows(part, whole=wanted % self.backend.num_chips != 0, beside=seed)
-            made.append(self.passes.run(kind, model, sent, sent.pop((kind, "seed")), trace))
+            made.append(self._passes[key](sent, run))
         return torch.cat(self.backend.fetch(made))[:rows]
+
+    def _compile_pass(self, model: nn.Module, compute: Callable[[dict[str, Tensor]], Tensor]) -> CompiledFunction:
+        def compute_seeded(data: dict[Hashable, Tensor]) -> Tensor:
+            numbers, batch = split_data(data)
+            with RandomNumbers(numbers["seed"]):
+                return compute(batch)
+
+        why_not = partial(self.programs.why_traced, [model], _METHODS)
+        # It changes nothing.
+        return self.programs.compile(
+            compute_seeded, [model], _METHODS, state=list, why_not=why_not, training=model.training
+        )
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, *args, **kwargs

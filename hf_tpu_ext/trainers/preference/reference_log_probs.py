@@ -11,23 +11,26 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from datasets.fingerprint import Hasher
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ...atomic_write import write_atomically
+from ...backends.program import CompiledFunction
 from ..checks.upstream import upstream_names
 
 
 # Batches whose log-probs are fetched and written together: what a run that is killed loses.
 _BATCHES_OF_A_FILE = 64
+# The methods of a trainer whose code runs in the program.
+_METHODS = ("compute_ref_log_probs",)
 
 
 class ReferenceLogProbsMixin:
     """
     The part of [`TPUDPOTrainer`] and [`TPUKTOTrainer`] that precomputes what the reference says (`precompute_ref_log_probs`).
 
-    On XLA it is a graph of its own over the declared shapes. Results are fetched for many batches at once, and kept under
+    On XLA it is a program of its own over the declared shapes. Results are fetched for many batches at once, and kept under
     `reference_log_probs` in the cache directory of `datasets`, by a hash of everything that they depend on: the tokens, the
     collator, the reference's weights, the precision. A second run reads them, and a run that was killed goes on where it
     was. On CUDA and CPU every method is upstream's.
@@ -85,22 +88,8 @@ class ReferenceLogProbsMixin:
         absent = [start for start, path in files.items() if not path.is_file()]
         absent = self.backend.processes.exchange(f"reference log-probs of the {name} dataset", absent)
         missing = {start: path for start, path in files.items() if any(start in lacked for lacked in absent)}
-        known = len(dataset) - sum(_rows_of(path) for path in missing.values())
-        with (
-            tqdm(
-                desc=f"Computing reference log probs for {name} dataset",
-                total=len(dataset),
-                initial=known,
-                unit="row",
-                disable=self.args.disable_tqdm or not missing,
-            ) as bar,
-            self.frozen_in_bfloat16(),
-            self.chips.split_activations(self.model),
-        ):
-            for start, path in missing.items():
-                part = dataset.select(range(start, start + _rows_of(path)))
-                self._write_log_probs(path, part, rows, bar)
         if missing:
+            self._write_missing(missing, dataset, name, rows)
             self.compiled.changes.append(f"reference log-probs of the {name} dataset are kept in {directory}")
         else:
             self.compiled.changes.append(f"reference log-probs of the {name} dataset were found in {directory}")
@@ -108,16 +97,46 @@ class ReferenceLogProbsMixin:
         tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in files.values()]
         return concatenate_datasets([dataset, Dataset(pa.concat_tables(tables))], axis=1)
 
-    def _write_log_probs(self, path: Path, part: Dataset, rows: int, bar: tqdm) -> None:
+    def _write_missing(self, missing: dict[int, Path], dataset: Dataset, name: str, rows: int) -> None:
+        known = len(dataset) - sum(_rows_of(path) for path in missing.values())
+        with (
+            tqdm(
+                desc=f"Computing reference log probs for {name} dataset",
+                total=len(dataset),
+                initial=known,
+                unit="row",
+                disable=self.args.disable_tqdm,
+            ) as bar,
+            self.frozen_in_bfloat16(),
+            self.chips.split_activations(self.model),
+        ):
+            compute = self._compile_reference(self.ref_model or self.model)
+            for start, path in missing.items():
+                part = dataset.select(range(start, start + _rows_of(path)))
+                self._write_log_probs(path, part, rows, compute, bar)
+
+    def _compile_reference(self, model: nn.Module) -> CompiledFunction:
+        def compute(data: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+            with self.by_length.told(), self.compute_loss_context_manager(), self.models_compiled():
+                computed = self.compute_ref_log_probs(model, self.by_length.take(dict(data)))
+                self.by_length.forget()
+            return computed
+
+        why_not = partial(self.programs.why_traced, [model], _METHODS)
+        # It changes nothing.
+        return self.programs.compile(compute, [model], _METHODS, state=list, why_not=why_not, training=model.training)
+
+    def _write_log_probs(self, path: Path, part: Dataset, rows: int, compute: CompiledFunction, bar: tqdm) -> None:
         loader = DataLoader(
             part,
             batch_size=rows,
             collate_fn=partial(_collate_full, self.data_collator, rows),
             num_workers=self.args.dataloader_num_workers,
         )
-        computed = []
+        run, computed = partial(self.programs.end, "reference step", "reference log-probs before training"), []
         for batch in loader:
-            computed.append(self.compute_ref_log_probs(self.ref_model or self.model, batch))
+            self.check_ranges(batch)
+            computed.append(compute(self._send_rows(batch, beside=self.data_by_length(batch)), run))
             bar.update(min(rows, len(part) - rows * (len(computed) - 1)))
         fetched = self.backend.fetch(computed)
         columns = {
@@ -132,17 +151,6 @@ class ReferenceLogProbsMixin:
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         write_atomically(path, sink.getvalue().to_pybytes())
-
-    def compute_ref_log_probs(self, model, inputs) -> tuple[Tensor | None, ...]:
-        if not self.backend.static_shapes:
-            return super().compute_ref_log_probs(model, inputs)
-        self.check_ranges(inputs)
-        with self.by_length.told(), self.compute_loss_context_manager(), self.models_compiled():
-            sent = self._send_rows(inputs, beside=self.data_by_length(inputs))
-            computed = super().compute_ref_log_probs(model, self.by_length.take(sent))
-            self.by_length.forget()
-        self.end_program("reference step", "reference log-probs before training")
-        return computed
 
     def _rows_for_reference(self, dataset: Dataset, name: str, rows: int) -> tuple[Dataset, Path]:
         """Rows for batches of `rows`, and the directory of their log-probs, by everything that they depend on."""

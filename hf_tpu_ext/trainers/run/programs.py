@@ -114,7 +114,8 @@ class TrainerPrograms:
         warn: Callable[[str], None] | None = None,
     ) -> CompiledFunction:
         """
-        Compile a function of the trainer, see [`~hf_tpu_ext.backends.program.CompiledFunction`].
+        Compile a function of the trainer, see [`~hf_tpu_ext.backends.program.CompiledFunction`]. It is traced each time where
+        `why_not` says so, and with `step_replay=False`; a line that says so is up to the caller.
 
         Args:
             function (`Callable`):
@@ -126,7 +127,7 @@ class TrainerPrograms:
             state (`Callable[[], list[torch.Tensor]]`):
                 Lists what it reads and writes besides the models, always in the same order.
             why_not (`Callable[[], str | None]`):
-                Says, after a change, why each call is to be traced, as half a sentence.
+                Says, now and after a change, why each call is to be traced, as half a sentence.
             settings (`Callable[[], dict[str, Any]]`, *optional*):
                 What else it depends on, by the names that people are shown.
             training (`bool`, *optional*, defaults to `False`):
@@ -152,7 +153,7 @@ class TrainerPrograms:
             training,
             trusts_code,
         )
-        return programs.compile(
+        compiled = programs.compile(
             function,
             lambda: [*fingerprint.tensors, *state()],
             fingerprint,
@@ -160,6 +161,8 @@ class TrainerPrograms:
             draws_on_host=trusts_code,
             warn=partial(warn_traced, training=training) if warn is None else warn,
         )
+        compiled.traced = "step_replay=False" if self.step_replay is False else why_not()
+        return compiled
 
 
 def note_python_state(

@@ -99,14 +99,10 @@ class TextGeneration:
         return self._programs.end(name, f"{name} after step {self._programs.done}", run=run, shape=shape)
 
     def _compile(self, function: Callable, state: Callable[[], list[torch.Tensor]]) -> CompiledFunction:
-        models = [self._model]
-        why_not = partial(self._programs.why_traced, models, _METHODS)
-        compiled = self._programs.compile(function, models, _METHODS, state=state, why_not=why_not)
-        if self._programs.step_replay is False:
-            compiled.traced = "step_replay=False"
-        elif self._trainer.compile_step == "off" and self._backend.compiles_functions:
+        why_not = partial(self._programs.why_traced, [self._model], _METHODS)
+        compiled = self._programs.compile(function, [self._model], _METHODS, state=state, why_not=why_not)
+        if self._trainer.compile_step == "off" and self._backend.compiles_functions:
             compiled.traced = "compile_step='off'"
-        elif (reason := why_not()) is not None:
-            self._programs.warn_traced(reason, training=False)
-            compiled.traced = reason
+        elif compiled.traced is not None and self._programs.step_replay is not False:
+            self._programs.warn_traced(compiled.traced, training=False)
         return compiled

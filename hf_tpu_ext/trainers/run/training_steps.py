@@ -193,7 +193,7 @@ class TrainingSteps(TrainerCallback):
         self.data = numbers
         if self.compiled.traced is not None:
             # Nothing else looks at what has changed.
-            self._follow_model()
+            self._prepare_model()
         with self._random_numbers(numbers["seed"]):
             return train_step(
                 self._compute_gradients,
@@ -216,9 +216,7 @@ class TrainingSteps(TrainerCallback):
         self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, forward_backward: Callable
     ) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
-        if not self.gradients.are_of(model):
-            self.make_gradients()
-        self._checkpoint_layers()
+        self._prepare_model()
         self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
         with self._copies.not_made(), self._random_numbers(self.data["seed"]), self.gradients.micro_step(closing):
@@ -270,11 +268,9 @@ class TrainingSteps(TrainerCallback):
             why_not=partial(self._why_not, models),
             settings=self._settings,
             training=True,
-            on_change=self._follow_model,
+            on_change=self._prepare_model,
             warn=self._warn,
         )
-        # A line has said so.
-        self.compiled.traced = reason
 
     def _warn(self, reason: str) -> None:
         """Say that steps do not run as programs, and why, as half a sentence."""
@@ -322,8 +318,8 @@ class TrainingSteps(TrainerCallback):
         self._places = places
         self._shows_gradients = sees_micro_steps(self._callbacks.callbacks)
 
-    def _follow_model(self) -> None:
-        """Keep the gradients of what is trained now, and expect other updates."""
+    def _prepare_model(self) -> None:
+        """Have the model as steps want it, with gradients of what is trained now. Code of the user's may have changed it."""
         self._updated = None
         self._checkpoint_layers()
         if not self.gradients.are_of(self._model):
