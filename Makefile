@@ -52,8 +52,10 @@ $(VENV)-torch-tpu/.installed: setup.cfg pyproject.toml
 
 # What CI runs of torch_tpu: its programs, its choice of a device, a step and text.
 TORCH_TPU_SHORT := $(patsubst %,tests/torch_tpu/test_torch_tpu_%.py,contract selection compiled generation)
-# All tests of it, and those of trainers, whose backend is torch_tpu in its environment.
-TORCH_TPU_ALL := tests/torch_tpu $(patsubst %,tests/trainers/test_%.py,trajectory checkpoints resumption kill distillation evaluation)
+# All tests of it, and those of trainers, whose backend is torch_tpu in its environment; and tests of which it runs what is run by
+# default, since all would take many hours.
+TORCH_TPU_ALL := tests/torch_tpu $(patsubst %,tests/trainers/test_%.py,trajectory checkpoints resumption kill distillation evaluation rollouts_written)
+TORCH_TPU_DEFAULT := tests/distillation/test_cache_builder.py $(patsubst %,tests/trainers/test_%.py,two_lines preference_options reference_log_probs rollouts on_policy images differential kinds_of_user_code)
 
 test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu that CI runs, in an environment of its own
 	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(TORCH_TPU_SHORT)
@@ -61,6 +63,7 @@ test-torch-tpu: $(VENV)-torch-tpu/.installed  ## The tests of torch_tpu that CI 
 # A run of each trainer that is killed five times takes half an hour.
 test-torch-tpu-slow: $(VENV)-torch-tpu/.installed  ## All tests of torch_tpu
 	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m 'slow or not slow' -k 'not five-times' $(TORCH_TPU_ALL)
+	$(VENV)-torch-tpu/bin/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(TORCH_TPU_DEFAULT)
 
 test-bounds: test-at-lowest test-at-newest  ## Contract tests at the bounds of setup.cfg
 

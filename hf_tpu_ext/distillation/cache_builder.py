@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from tqdm.auto import tqdm
 
 from ..backends.base import Backend
 from ..backends.processes import ALONE, Processes
+from ..backends.program import CompiledFunction, run_alone
 from ..data import pad_rows
 from ..layers.attention import static_masks
 from ..layers.batch_length import BatchLength
+from ..step.fingerprint import compile_alone
 from .cache_format import CacheManifest, dataset_sequences, sequence_key
 from .cache_writer import CacheWriter
 from .teachers import run_to_head
@@ -53,18 +56,28 @@ class TeacherRun:
             batch = pad_rows(batch, self.rows, self.pad_token_id)
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    @torch.no_grad()
     def distributions(
         self, batch: dict[str, torch.Tensor], top_k: int, temperatures: tuple[float, ...]
     ) -> TeacherRows:
         """Run the teacher over a batch: [`TeacherRows`] of shape `(batch, length, ...)` on the host."""
         shape = batch["input_ids"].shape
         inputs = self.backend.send_rows(batch, shape[0])
+        if self.backend.static_shapes:
+            found = self._compiled(inputs, run_alone, top_k=top_k, temperatures=temperatures)
+        else:
+            found = self._compute(inputs, top_k, temperatures)
+        return TeacherRows(*(tensor.reshape(*shape, -1) for tensor in self.backend.fetch(tuple(found))))
+
+    @cached_property
+    def _compiled(self) -> CompiledFunction:
+        return compile_alone(self.backend, self.model, self._compute)
+
+    @torch.no_grad()
+    def _compute(self, inputs: dict[str, torch.Tensor], top_k: int, temperatures: tuple[float, ...]) -> TeacherRows:
         with static_masks(), self.backend.autocast(self.compute_dtype):
             # Labels that are all counted and not shifted have the head see every position.
             head = run_to_head(self.model, {**inputs, "shift_labels": inputs["input_ids"]})
-        found = top_k_rows(head, top_k, temperatures, self.backend, self.compute_dtype)
-        return TeacherRows(*(tensor.reshape(*shape, -1) for tensor in self.backend.fetch(tuple(found))))
+        return top_k_rows(head, top_k, temperatures, self.backend, self.compute_dtype)
 
 
 def weights_hash(model: nn.Module) -> str:

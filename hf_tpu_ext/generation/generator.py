@@ -14,12 +14,11 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
-from ..backends.program import CompiledFunction
+from ..backends.program import CompiledFunction, run_alone
 from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.static_cache import StaticKeyValueCache, pad_positions
-from ..step.fingerprint import StepFingerprint
-from ..step.python_state import PythonState
+from ..step.fingerprint import compile_alone
 from .cache_lengths import choose_cache_lengths
 from .copied_weights import CopiedWeights, find_room
 from .models import cache_argument, check_model
@@ -108,9 +107,9 @@ class Generator:
         settings = {"logits_to_keep": 1, "output_router_logits": False}
         self._settings = {name: value for name, value in settings.items() if name in takes}
         self._cache_argument = cache_argument(plain)
-        self._run = run or _run_alone
+        self._run = run or run_alone
         self._state: list[Tensor] = []
-        self._compile_function = compile or self._compile
+        self._compile = compile or partial(compile_alone, backend, model)
         self._compiled: CompiledFunction | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -199,25 +198,11 @@ class Generator:
             self._backend.flush()
             self._state = []
 
-    def _compile(self, function: Callable, state: Callable[[], list[Tensor]]) -> CompiledFunction:
-        """Compile for the model as it stands, outside of a trainer."""
-        programs, model = self._backend.programs, self._model
-        fingerprint = StepFingerprint(
-            [model],
-            lambda given: PythonState({"model": model}, {}, {}, given, programs.memory_of),
-            settings=dict,
-            why_not=lambda: None,
-            training=False,
-        )
-        return programs.compile(
-            function, lambda: [*fingerprint.tensors, *state()], fingerprint, programs.real_copies()
-        )
-
     # ---- The two programs ----
 
     def _generate(self, ids: Tensor, mask: Tensor, seed: Tensor, copies: int) -> list[Tensor]:
         if self._compiled is None:
-            self._compiled = self._compile_function(self._run_program, self.tensors)
+            self._compiled = self._compile(self._run_program, self.tensors)
         self._copied = CopiedWeights(self._model, self._backend)
         rows = len(ids) * copies
         prompts = self._backend.send_rows({"ids": ids, "attention": mask}, len(ids))
@@ -387,11 +372,6 @@ class _Rows(NamedTuple):
     position: Tensor
     attention: Tensor
     history: Tensor
-
-
-def _run_alone(name: str, shape: tuple[int, int], run: Callable[[], Any] | None = None) -> Any:
-    """Run what was traced, outside of a trainer. Operators that were run one by one have run."""
-    return None if run is None else run()
 
 
 def are_in_groups(ids: Tensor, mask: Tensor, group: int) -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..backends.base import Backend
+from ..backends.program import CompiledFunction
 from .python_state import PythonState
 from .running_code import RunningCode
 
@@ -76,3 +78,19 @@ class StepFingerprint:
         if change is None and (now := self._settings()) != self._noted:
             change = " and ".join(name for name, value in now.items() if value != self._noted[name]) + " changed"
         return change
+
+
+def compile_alone(
+    backend: Backend, model: nn.Module, function: Callable[..., Any], state: Callable[[], list[Tensor]] = list
+) -> CompiledFunction:
+    """Compile a function that depends on a model in evaluation mode and on `state`, outside of a trainer."""
+    fingerprint = StepFingerprint(
+        [model],
+        lambda given: PythonState({"model": model}, {}, {}, given, backend.programs.memory_of),
+        settings=dict,
+        why_not=lambda: None,
+        training=False,
+    )
+    return backend.programs.compile(
+        function, lambda: [*fingerprint.tensors, *state()], fingerprint, backend.programs.real_copies()
+    )

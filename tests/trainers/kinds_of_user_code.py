@@ -748,8 +748,8 @@ def another_optimizer(setup):
 @kind(STAGES, "an optimizer that a callback puts in the place of the run's")
 def replaces_the_optimizer(setup):
     def replace(setup):
-        weights = [value for value in setup.model.parameters() if value.requires_grad]
-        setup.trainer.optimizer.optimizer = torch.optim.SGD(weights, lr=0.05)
+        groups = [{"params": group["params"]} for group in setup.trainer.optimizer.optimizer.param_groups]
+        setup.trainer.optimizer.optimizer = torch.optim.SGD(groups, lr=0.05)
 
     setup.config["lr_scheduler_type"] = "constant"
     setup.at("on_step_begin", replace, step=4)

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from preference import _TIMED, _model_dir, _words, moved
-from test_counts import CountPerStep
+from test_counts import CountPerStep, counted_alone
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
@@ -235,3 +235,19 @@ def assert_same_numbers(ours: list[dict], stock: list[dict]) -> None:
                 assert mine[key] is None, f"{key} at step {other['step']}"
                 continue
             assert mine[key] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{key} at step {other['step']}"
+
+
+def assert_written(trainer, passes: int, longest: int = LONGEST) -> None:
+    """
+    The programs of a step that writes its completions: a prefill, a decode, the step and its passes, replayed, one read for the
+    text and one for each further pass. Where no loop is a part of a program, a token is one, and operators ask once in a while
+    whether all rows have ended.
+    """
+    backend, counted = trainer.backend, trainer.counted
+    written = 2 if backend.loops.in_programs else longest
+    places = counted_alone(backend, counted)
+    assert len(places) >= len(counted) - 3
+    more = {counted[place].executions - written - passes for place in places}
+    assert more <= ({0} if backend.loops.in_programs else set(range(7))), more
+    assert {step.replays for step in counted[4:]} == {written + passes}
+    assert [step.reads for step in counted[2::2]] == [passes] * len(counted[2::2])

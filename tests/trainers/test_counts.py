@@ -32,6 +32,19 @@ class CountPerStep(TrainerCallback):
         self.on_step_begin(args, state, control)
 
 
+def counted_alone(backend, steps):
+    """
+    Places of steps whose executions are those of their own programs: all, and with torch_tpu those after the third that compile
+    nothing. What compiles there runs operators, which are programs, too.
+    """
+    places = range(len(steps))
+    return [place for place in places if place > 2 and not steps[place].compiles] if on_torch_tpu(backend) else places
+
+
+def on_torch_tpu(backend):
+    return backend.compiles_functions
+
+
 def train_and_count(runs, **config):
     kwargs = config.pop("kwargs", {})
     trainer = runs.ours(train=False, config_cls=TPUSFTConfig, kwargs=kwargs, **config)

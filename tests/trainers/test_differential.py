@@ -106,7 +106,15 @@ def keep_the_loop(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("break_it, seed", [(freeze_python, 22), (complete_every_batch, 7), (keep_the_loop, 8)])
+@pytest.mark.parametrize(
+    "break_it, seed",
+    [
+        (freeze_python, 22),
+        (complete_every_batch, 7),
+        # A loop over layers is one of XLA's.
+        pytest.param(keep_the_loop, 8, marks=pytest.mark.torch_xla),
+    ],
+)
 def test_a_mend_that_is_missing_is_found(train, monkeypatch, break_it, seed):
     break_it(monkeypatch)
     with pytest.raises(AssertionError, match="with default settings"):

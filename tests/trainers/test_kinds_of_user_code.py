@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
 from hf_tpu_ext import TPUSFTTrainer
+from hf_tpu_ext.trainers import ExtensionArguments
 
 
 BY_DEFAULT = {
@@ -59,7 +60,9 @@ def train(runs, name, ours):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in KINDS]
 )
-def test_it_trains_as_with_upstreams_trainer(runs, same_logs, name):
+def test_it_trains_as_with_upstreams_trainer(runs, same_logs, monkeypatch, name):
+    # With torch_tpu other tests of trainers run operators.
+    monkeypatch.setattr(ExtensionArguments, "compile_step", "auto")
     ours, stock = (train(runs, name, ours) for ours in (True, False))
     same_logs(ours.trainer, stock.trainer)
     assert ours.seen == pytest.approx(stock.seen, rel=1e-5)

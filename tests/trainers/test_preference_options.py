@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import cpu_plugin
 import forked
 import pytest
 from preference import STEPS, Case, assert_compiled, assert_same_numbers, rows_for, train, trainer_for
@@ -140,6 +141,7 @@ CASES = {
     "kto-lora-accumulated": Case("kto", {"gradient_accumulation_steps": 4}, lora="new", evaluates=True),
     "kto-lora-dropout": Case("kto", {"disable_dropout": True}, lora="new", lora_dropout=0.5),
     "kto-lora-given": Case("kto", lora="given"),
+    "kto-no-checkpointing": Case("kto", {"gradient_checkpointing": False}, lora="new"),
     "kto-own-reference": Case("kto", reference=False),
     "kto-by-name": Case("kto", {"model_init_kwargs": {"dtype": "float32"}}, by_name=True, reference=False),
     "kto-pairs": Case("kto", data="paired"),
@@ -149,6 +151,10 @@ CASES = {
     "kto-experts": Case("kto", {"router_aux_loss_coef": 0.05}, **EXPERTS),
 }
 BY_DEFAULT = ["dpo-many-lora", "kto-many"]
+if cpu_plugin.why_absent() is None:
+    # With torch_tpu, which runs no more than these.
+    BY_DEFAULT += ["dpo-accumulated", "dpo-lora", "dpo-no-checkpointing", "dpo-sync", "reward", "kto"]
+    BY_DEFAULT += ["kto-no-checkpointing", "kto-lora-accumulated"]
 
 
 def each(names):
@@ -167,6 +173,7 @@ def models(tmp_path_factory):
 def test_numbers_are_upstreams_and_a_step_is_one_program(xla, models, name):
     case = CASES[name]
     trainer = train(case, models, ours=True)
+    assert trainer.model.device.type == xla.name
     assert_compiled(case, trainer)
     assert_same_numbers(case, trainer.state.log_history, train(case, models, ours=False).state.log_history)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from test_counts import CountPerStep
+from test_counts import CountPerStep, on_torch_tpu
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import (
     DPOConfig,
@@ -114,6 +114,10 @@ def test_two_lines(train, runs, config_cls, ours, stock, settings):
             assert mine[key] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{key} at step {other['step']}"
             names.add(key)
     assert {"reward": "margin", "dpo": "rewards/margins", "kto": "kl"}[config_cls.__name__.lower()[:-6]] in names
+    assert trainer.watch.recompiles == 0
+    if on_torch_tpu(trainer.backend):
+        # Here by operators; `test_preference_options.py` counts whole steps.
+        return
     micro_steps = settings.get("gradient_accumulation_steps", 1)
     counted = trainer.pop_callback(CountPerStep).steps
     assert [step.executions for step in counted] == [micro_steps] * STEPS
@@ -122,7 +126,7 @@ def test_two_lines(train, runs, config_cls, ours, stock, settings):
     assert [step.fallbacks for step in counted] == [0] * STEPS
     # Each kind of step is traced twice for each of two shapes: the last batch of an epoch has two rows or pairs.
     assert sum(step.replays for step in counted) >= STEPS * micro_steps - 8 and counted[-1].replays == micro_steps
-    assert trainer.watch.recompiles == 0 and sum(step.compiles for step in counted) <= 2 * micro_steps
+    assert sum(step.compiles for step in counted) <= 2 * micro_steps
 
 
 def test_length_buckets(train):

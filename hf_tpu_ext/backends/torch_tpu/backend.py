@@ -90,6 +90,8 @@ class TorchTPUBackend(Backend):
         self._on_chip = tpu_chips() > 0
         # Functions that were compiled, and their calls.
         self._functions = self._calls = 0
+        #: Calls of functions by their program, none of their Python.
+        self.replays = 0
         self._as_written = False
         self._compile_cache: CompileCache | None = None
         self._processes: Processes | None = None
@@ -371,6 +373,7 @@ class TorchTPUBackend(Backend):
             # Operators ask for their program each time, functions once.
             executions=stats.num_cache_reqs - self._functions + self._calls,
             reads=self.insight.reads,
+            replays=self.replays,
             loads=asked - stats.num_compilations,
         )
 

@@ -52,6 +52,7 @@ class TorchTPUCompiledFunction(CompiledFunction):
                 self.refuse(str(error))
             else:
                 self.replays = True
+                self._backend.replays += 1
                 return results
         results = self._function(data, **fixed)
         run()
