@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from preference import _TIMED, _model_dir, _words, moved
-from test_counts import CountPerStep, counted_alone
+from test_counts import CountPerStep
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
@@ -243,11 +243,16 @@ def assert_written(trainer, passes: int, longest: int = LONGEST) -> None:
     text and one for each further pass. Where no loop is a part of a program, a token is one, and operators ask once in a while
     whether all rows have ended.
     """
-    backend, counted = trainer.backend, trainer.counted
-    written = 2 if backend.loops.in_programs else longest
-    places = counted_alone(backend, counted)
-    assert len(places) >= len(counted) - 3
-    more = {counted[place].executions - written - passes for place in places}
-    assert more <= ({0} if backend.loops.in_programs else set(range(7))), more
-    assert {step.replays for step in counted[4:]} == {written + passes}
-    assert [step.reads for step in counted[2::2]] == [passes] * len(counted[2::2])
+    counted, in_programs = trainer.counted, trainer.backend.loops.in_programs
+    programs = passes + (2 if in_programs else longest)
+    places = range(len(counted))
+    if in_programs:
+        assert {step.replays for step in counted[4:]} == {programs}
+    else:
+        # Upstream changes the model in the first step and with the first checkpoint: what is traced again runs operators.
+        places = [place for place in places if counted[place].replays == programs]
+        assert len(places) >= len(counted) - 3
+    more = {place: counted[place].executions - programs for place in places}
+    assert set(more.values()) <= ({0} if in_programs else set(range(7))), more
+    without_log = [counted[place].reads for place in places if place and place % 2 == 0]
+    assert without_log == [passes] * len(without_log) != []
