@@ -123,6 +123,7 @@ MODELS = {
         },
     ),
     "Gemma-3-1B": ("gemma3_text", GEMMA3 | {"sliding_window": 512}),
+    "Gemma-3-1B of 12 layers": ("gemma3_text", GEMMA3 | {"sliding_window": 512, "num_hidden_layers": 12}),
     "Qwen3 of these widths": ("qwen3", GEMMA3),
     "Gemma-3-4B": ("gemma3_text", _GEMMA3_4B),
     "Qwen3.5-0.8B": ("qwen3_5_text", _QWEN3_5),
@@ -356,7 +357,25 @@ ALTERNATING = [
     _gemma3("full, 1 x 8192", 1, 8192),
     _gemma3("full, dtype: bfloat16, 4 x 1024", 4, 1024, dtype="bfloat16"),
     _gemma3("full, dtype: bfloat16, 1 x 8192", 1, 8192, dtype="bfloat16"),
+    *(
+        _gemma3(f"full, dtype: bfloat16, {rows} x {length}", rows, length, "Qwen3 of these widths", dtype="bfloat16")
+        for rows, length in ((4, 1024), (1, 8192))
+    ),
     _gemma3("LoRA, 4 x 1024", 4, 1024, "Qwen3.5-0.8B", **LORA),
+]
+# Two periods of them: to compile all 26 layers one by one takes 18.5 GiB of the host.
+LOOPED = [
+    _gemma3(
+        f"{kind}, {rows} x {length}, scan_layers: {scan_layers}",
+        rows,
+        length,
+        "Gemma-3-1B of 12 layers",
+        **settings,
+        scan_layers=scan_layers,
+    )
+    for kind, settings in (("LoRA", LORA), ("full", {}))
+    for rows, length in ((4, 1024), (1, 8192))
+    for scan_layers in ("off", "on")
 ]
 # Layers that carry a state over the row, and attention between the same other parts.
 STATES = [
@@ -388,6 +407,7 @@ TABLES = {
     "tpu_plans": (DOCUMENT, CASES),
     "slice_plans": (DOCUMENT, SLICES),
     "alternating_plans": (DOCUMENT, ALTERNATING),
+    "looped_plans": (DOCUMENT, LOOPED),
     "state_plans": (DOCUMENT, STATES),
     "preference_plans": (DOCUMENT, PREFERENCES),
     "image_plans": (ROOT / "docs" / "images.md", IMAGES),
