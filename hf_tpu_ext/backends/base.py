@@ -245,7 +245,7 @@ class Backend(ABC):
             self._for_first = before
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device, in place; tied weights stay tied."""
+        """Move a model to the device, in place; tied weights stay tied, and parameters keep their hooks and attributes."""
         # To XLA and TPU, `.to` gives every name a tensor of its own, so weights that were one tensor before are made one again.
         # Going by identity rather than by `tie_weights()` also covers models that are not from transformers.
         first_name: dict[int, str] = {}
@@ -254,10 +254,17 @@ class Backend(ABC):
             original = first_name.setdefault(id(parameter), name)
             if original != name:
                 tied.append((name, original))
+        before = dict(model.named_parameters())
         model.to(self.device)
         for name, original in tied:
             module_name, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module_name), attribute, model.get_parameter(original))
+        for name, parameter in model.named_parameters():
+            if parameter is not before[name]:
+                # Those of the user: a mask of gradients, a mark for parameter groups.
+                vars(parameter).update(vars(before[name]))
+                parameter._backward_hooks = before[name]._backward_hooks
+                parameter._post_accumulate_grad_hooks = before[name]._post_accumulate_grad_hooks
         return model
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager:

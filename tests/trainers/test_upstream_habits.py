@@ -384,3 +384,39 @@ def test_the_settings_of_a_refused_optimizer_are_those_that_make_it_in_the_train
     settings = ast.literal_eval(re.search(r"\(SGD, ({.*?})\)", str(refusal.value)).group(1))
     trainer = TPUTrainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, settings))
     assert trainer.create_optimizer().defaults == sgd.defaults
+
+
+def test_hooks_and_attributes_that_parameters_have_before_the_trainer(xla, tmp_path):
+    """A mask of gradients is how rows of an embedding are frozen; on XLA the model gets other parameters."""
+
+    def train(cls):
+        updated = []
+
+        def model_init():
+            torch.manual_seed(0)
+            model = Line(LineConfig())
+            weight, mask = model.linear.weight, torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+            weight.register_hook(lambda gradient: gradient * mask.to(gradient.device))
+            removed = weight.register_hook(lambda gradient: gradient * 0)
+            weight.register_post_accumulate_grad_hook(lambda parameter: updated.append(parameter.shape))
+            weight.scale = 10.0
+            model.removed = removed
+            return model
+
+        class Own(cls):
+            def create_optimizer(self, model=None):
+                self.model.removed.remove()
+                rates = [getattr(parameter, "scale", 1.0) for parameter in self.model.parameters()]
+                groups = zip(self.model.parameters(), rates, strict=True)
+                self.optimizer = torch.optim.SGD([{"params": [one], "lr": 0.01 * rate} for one, rate in groups])
+                return self.optimizer
+
+        trainer = make(Own, tmp_path, model_init=model_init, max_steps=3, logging_steps=1)
+        trainer.train()
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        return norms, len(updated), *(parameter.detach().cpu() for parameter in trainer.model.parameters())
+
+    mine, other = train(TPUTrainer), train(Trainer)
+    assert mine[0] == pytest.approx(other[0], rel=1e-5) and mine[1] >= other[1] == 3
+    for found, right in zip(mine[2:], other[2:], strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
