@@ -253,8 +253,9 @@ class BatchesMixin(ImagesMixin):
         if self.status is not None and self.model.training:
             # With the columns that all processes have agreed on, by which these are added up.
             self.status.count(pad_columns(ragged, length_of(batch), self._pad_token_id), rows)
-        if isinstance(inputs, CollatedBatch) and "input_ids" in inputs.padded:
-            dim, length = inputs.padded["input_ids"]
+        if isinstance(inputs, CollatedBatch) and "input_ids" in batch:
+            # What was not padded before may be now, to the length of other processes.
+            dim, length = inputs.padded.get("input_ids", (1, inputs["input_ids"].shape[1]))
             columns = batch["input_ids"].shape[dim]
             self.by_length.check_columns(length, columns)
             check_padding(unwrap_peft_model(self.model), length, columns)
