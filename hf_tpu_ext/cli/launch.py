@@ -60,8 +60,10 @@ def _tell_how_to_go_on(status: int, recipe: Recipe) -> int:
     """Name the newest checkpoint of processes that have failed, which may have been killed and said nothing. Returns `status`."""
     from ..trainers.checkpoint.directories import newest_checkpoint
 
+    if status in (0, 2, os.EX_TEMPFAIL):
+        return status
     checkpoint = newest_checkpoint(recipe.get("output_dir", "trainer_output"))
-    if status not in (0, 2, os.EX_TEMPFAIL) and checkpoint is not None:
+    if checkpoint is not None:
         print(
             f"The newest checkpoint is {checkpoint}. To resume, run the same command with --resume_from_checkpoint true.",
             file=sys.stderr,

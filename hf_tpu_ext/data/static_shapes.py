@@ -97,8 +97,8 @@ class StaticShapeCollator:
     Padded are the tensors whose first two dimensions are those of `input_ids`, or the first three of rows with several choices,
     `(batch, choices, length)`, which have a mask of that shape. Everything else (class labels, scalars, non-tensors) passes
     unchanged, and so do the rows: see [`pad_rows`] for the last batch. A second sequence of each row, as `KL_input_ids` with
-    `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys
-    that are not in `PAD_VALUES` are padded with 0.
+    `KL_attention_mask`, is padded to the same length, for each length to be one shape. Keys that are not in `PAD_VALUES` are
+    padded with 0.
 
     Args:
         collator (`Callable`): Data collator to wrap. It yields at least `input_ids` of shape `(batch, length)`.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from ..backends.program import CompiledFunction, NothingElse
+from ..backends.program import CompiledFunction, NothingElse, run_alone
 from ..errors import UserError
 from .ema import WeightAverage
 
@@ -176,7 +176,7 @@ class LazyAdamW(torch.optim.AdamW):
                 lambda data, **_: self.update(data["numbers"]), self._tensors, NothingElse(), None
             )
         used = tuple(parameter.grad is not None for group in self.param_groups for parameter in group["params"])
-        self._program({"numbers": numbers}, lambda run=None: run and run(), used=used, settings=self.settings())
+        self._program({"numbers": numbers}, run_alone, used=used, settings=self.settings())
 
     def _tensors(self) -> list[torch.Tensor]:
         """What an update reads and writes."""

@@ -171,11 +171,7 @@ class RewardedMixin(RolloutMixin):
             with RandomNumbers(numbers["seed"]):
                 return compute(batch)
 
-        why_not = partial(self.programs.why_traced, [model], _METHODS)
-        # It changes nothing.
-        return self.programs.compile(
-            compute_seeded, [model], _METHODS, state=list, why_not=why_not, training=model.training
-        )
+        return self.programs.compile(compute_seeded, [model], _METHODS, training=model.training)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, *args, **kwargs

@@ -122,9 +122,7 @@ class ReferenceLogProbsMixin:
                 self.by_length.forget()
             return computed
 
-        why_not = partial(self.programs.why_traced, [model], _METHODS)
-        # It changes nothing.
-        return self.programs.compile(compute, [model], _METHODS, state=list, why_not=why_not, training=model.training)
+        return self.programs.compile(compute, [model], _METHODS, training=model.training)
 
     def _write_log_probs(self, path: Path, part: Dataset, rows: int, compute: CompiledFunction, bar: tqdm) -> None:
         loader = DataLoader(

@@ -69,8 +69,7 @@ class RunFactsMixin:
 
     def _few_rows(self) -> list[str]:
         """A line where an optimizer step has more rows than there are. Trainers that generate repeat their prompts."""
-        args, rows = self.args, self.train_dataset
-        total = self._train_batch_size * args.world_size * args.gradient_accumulation_steps
+        rows, total = self.train_dataset, self.get_total_train_batch_size(self.args)
         if self.generates or not isinstance(rows, Sized) or len(rows) >= total:
             return []
         return [

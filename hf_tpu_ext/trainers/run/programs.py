@@ -106,8 +106,8 @@ class TrainerPrograms:
         function: Callable[..., Any],
         models: Sequence[nn.Module],
         methods: tuple[str, ...],
-        state: Callable[[], list[torch.Tensor]],
-        why_not: Callable[[], str | None],
+        state: Callable[[], list[torch.Tensor]] = list,
+        why_not: Callable[[], str | None] | None = None,
         settings: Callable[[], dict[str, Any]] = dict,
         training: bool = False,
         on_change: Callable[[], None] | None = None,
@@ -124,10 +124,11 @@ class TrainerPrograms:
                 Models that it runs, the first of which is that of the run.
             methods (`tuple[str, ...]`):
                 Methods of the trainer whose code runs in it.
-            state (`Callable[[], list[torch.Tensor]]`):
-                Lists what it reads and writes besides the models, always in the same order.
-            why_not (`Callable[[], str | None]`):
-                Says, now and after a change, why each call is to be traced, as half a sentence.
+            state (`Callable[[], list[torch.Tensor]]`, *optional*):
+                Lists what it reads and writes besides the models, always in the same order. By default nothing.
+            why_not (`Callable[[], str | None]`, *optional*):
+                Says, now and after a change, why each call is to be traced, as half a sentence; by default
+                [`~TrainerPrograms.why_traced`].
             settings (`Callable[[], dict[str, Any]]`, *optional*):
                 What else it depends on, by the names that people are shown.
             training (`bool`, *optional*, defaults to `False`):
@@ -138,6 +139,8 @@ class TrainerPrograms:
                 Says why each call is traced, as half a sentence; by default [`warn_traced`].
         """
         trainer, programs = self._trainer, self._trainer.backend.programs
+        if why_not is None:
+            why_not = partial(self.why_traced, models, methods)
 
         def note(given: list[torch.Tensor]) -> PythonState:
             if on_change is not None:

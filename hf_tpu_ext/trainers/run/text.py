@@ -1,7 +1,6 @@
 """Text that the model of a trainer generates, in the middle of a run or outside of one."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +98,7 @@ class TextGeneration:
         return self._programs.end(name, f"{name} after step {self._programs.done}", run=run, shape=shape)
 
     def _compile(self, function: Callable, state: Callable[[], list[torch.Tensor]]) -> CompiledFunction:
-        why_not = partial(self._programs.why_traced, [self._model], _METHODS)
-        compiled = self._programs.compile(function, [self._model], _METHODS, state=state, why_not=why_not)
+        compiled = self._programs.compile(function, [self._model], _METHODS, state)
         if self._trainer.compile_step == "off" and self._backend.compiles_functions:
             compiled.traced = "compile_step='off'"
         elif compiled.traced is not None and self._programs.step_replay is not False:
