@@ -10,13 +10,13 @@ from torch import nn
 
 from ..hardware.topologies import Chip
 from .compile_cache import CacheUse, cache_root
+from .compiled_function import Programs
 from .counters import Counters
 from .insight import Insight
 from .kernels import Kernels
 from .loops import Loops
 from .manual_sharding import ManualSharding
 from .processes import ALONE, Processes
-from .program import Programs
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:

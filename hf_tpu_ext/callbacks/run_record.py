@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..backends.base import Backend
 from ..backends.counters import Counters
 from ..report.record import RecordWriter
-from ..watch.programs import ProgramEvent
+from ..watch.compilations import ProgramEvent
 from .step_status import StepStatus
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..backends.base import Backend
+from ..backends.compiled_function import CompiledFunction, run_alone
 from ..backends.processes import ALONE, Processes
-from ..backends.program import CompiledFunction, run_alone
 from ..data import pad_rows
 from ..layers.attention import static_masks
 from ..layers.batch_length import BatchLength

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
 from ..backends.base import Backend
-from ..backends.program import CompiledFunction, run_alone
+from ..backends.compiled_function import CompiledFunction, run_alone
 from ..errors import UserError
 from ..layers.attention import static_masks
 from ..layers.static_cache import StaticKeyValueCache, pad_positions

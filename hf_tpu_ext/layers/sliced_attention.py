@@ -125,7 +125,7 @@ def why_whole(
     backend: Backend, module: nn.Module, query: Tensor, dropout: float, known: Sequence[Tensor | None] = ()
 ) -> str | None:
     """
-    Why attention of a module is computed by its own function alone, as half a sentence; `None` if it may be otherwise. What is done
+    Why attention of a module is computed by its own function alone, as a clause; `None` if it may be otherwise. What is done
     with its own parameters is `known` of some.
     """
     if query.device.type != backend.device.type:

@@ -25,7 +25,7 @@ _DTYPES = {"tpu": (torch.bfloat16,), "cpu": (torch.bfloat16, torch.float32)}
 
 
 def why_no_splash(backend: Backend) -> str | None:
-    """Why splash attention cannot be computed on a backend, and what to type, as half a sentence; `None` if it can."""
+    """Why splash attention cannot be computed on a backend, and what to type, as a clause; `None` if it can."""
     if backend.kernels.platform is None:
         return f"there are no kernels on {backend.name}"
     return why_not_lowered()

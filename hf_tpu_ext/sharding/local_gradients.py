@@ -17,7 +17,7 @@ class LocalGradients(StepGradients):
 
     Each chip runs the forward and backward pass by itself (torch_xla's manual sharding, what JAX calls `shard_map`) on
     its own rows, so nothing crosses between chips but what is meant to. With accumulation it keeps its gradients in a
-    tensor of shape `(chips, ...)` that is split over the chips. The closing step sums the first dimension: one
+    tensor of shape `(chips, ...)` that is split over the chips. The last micro-step sums the first dimension: one
     all-reduce for each trainable parameter. Left to the partitioner, gradients would be added up over the chips at the
     end of every micro-step's program, since a program's results are whole tensors.
 
@@ -50,9 +50,9 @@ class LocalGradients(StepGradients):
         return [total for total in self._sums.values() if total is not None]
 
     @contextmanager
-    def micro_step(self, closing: bool) -> Iterator[None]:
+    def micro_step(self, sync_gradients: bool) -> Iterator[None]:
         """
-        Run a forward and backward pass on each chip by itself. After the closing one of the optimizer step the
+        Run a forward and backward pass on each chip by itself. After the last one of an optimizer step the
         parameters have their gradient, and the sums begin anew.
         """
         sharding = self._backend.manual_sharding
@@ -72,8 +72,8 @@ class LocalGradients(StepGradients):
                 added = sharding.shard_to_full(gradient[None])
                 if total is not None:
                     added = total + added
-                    total.copy_(torch.zeros_like(total) if closing else added)
-                if closing:
+                    total.copy_(torch.zeros_like(total) if sync_gradients else added)
+                if sync_gradients:
                     parameter.grad = added.sum(0)
 
     def over_chips(self, value: torch.Tensor) -> torch.Tensor:

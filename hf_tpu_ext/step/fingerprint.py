@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..backends.base import Backend
-from ..backends.program import CompiledFunction
+from ..backends.compiled_function import CompiledFunction
 from .python_state import PythonState
 from .running_code import RunningCode
 
@@ -24,7 +24,7 @@ class StepFingerprint:
         settings (`Callable[[], dict[str, Any]]`):
             What else programs depend on, to be compared, by the names that people are shown.
         why_not (`Callable[[], str | None]`):
-            Says, after a change, why code has to run at each step, as half a sentence.
+            Says, after a change, why code has to run at each step, as a clause.
         training (`bool`):
             Whether the model is in training.
         trusts_code (`bool`, *optional*, defaults to `False`):
@@ -42,7 +42,7 @@ class StepFingerprint:
     ):
         self._models, self._note, self._settings, self._training = models, note, settings, training
         self.why_not, self._trusts_code = why_not, trusts_code
-        #: Code of the user's that ran in a trace, as half a sentence.
+        #: Code of the user's that ran in a trace, as a clause.
         self.code: str | None = None
         #: The parameters and buffers of the models, as they were noted.
         self.tensors: list[Tensor] = []
@@ -69,7 +69,7 @@ class StepFingerprint:
             self.code = f"{running.found}; step_replay=True if it does the same at every step"
 
     def change(self) -> str | None:
-        """What has changed since it was noted, as half a sentence."""
+        """What has changed since it was noted, as a clause."""
         change = self._python_state.change()
         if change is not None:
             # Upstream does so at each step, and it may undo the change.

@@ -54,9 +54,9 @@ class StepGradients:
         return model is self._model
 
     @contextmanager
-    def micro_step(self, closing: bool) -> Iterator[None]:
+    def micro_step(self, sync_gradients: bool) -> Iterator[None]:
         """
-        Context of a forward and backward pass. After the closing one of an optimizer step, parameters that any of its micro-steps has
+        Context of a forward and backward pass. After the last one of an optimizer step, parameters that any of its micro-steps has
         used have their gradient.
         """
         yield
@@ -65,7 +65,7 @@ class StepGradients:
                 # Memory of its own, as on an eager device. torch_xla has left it a view, and of a gradient that is one number
                 # for all elements (that of `parameter.sum()`), what clipping writes to each would be added up.
                 parameter.grad = parameter.grad.clone()
-        if closing:
+        if sync_gradients:
             average_gradients(self._model, self._processes)
 
     def show(self) -> None:
@@ -111,7 +111,7 @@ class AccumulatedGradients(StepGradients):
         return self._sums.keys() == {parameter for parameter in model.parameters() if parameter.requires_grad}
 
     @contextmanager
-    def micro_step(self, closing: bool) -> Iterator[None]:
+    def micro_step(self, sync_gradients: bool) -> Iterator[None]:
         before = [total._version for total in self._sums.values()]
         for parameter, total in self._sums.items():
             parameter.grad = total
@@ -122,8 +122,8 @@ class AccumulatedGradients(StepGradients):
                 total.copy_(parameter.grad)
             if total._version != version:
                 self._used.add(parameter)
-            parameter.grad = total if closing and parameter in self._used else None
-        if closing:
+            parameter.grad = total if sync_gradients and parameter in self._used else None
+        if sync_gradients:
             average_gradients(self._model, self._processes)
 
     def show(self) -> None:

@@ -92,8 +92,8 @@ class LossLog:
         """The sums, to be fetched together with others."""
         return self._sums.tensors
 
-    def add(self, loss: torch.Tensor, closing: bool) -> None:
-        """Add the loss of a micro-step, of shape `()`: its share of the optimizer step's, whose last micro-step is `closing`."""
+    def add(self, loss: torch.Tensor, sync_gradients: bool) -> None:
+        """Add the loss of a micro-step, of shape `()`. `sync_gradients` says whether it is the last of an optimizer step."""
         sums = self._sums.tensors
         loss = loss.detach().float()
         is_finite, step = torch.isfinite(loss), sums["steps"] + 1
@@ -102,7 +102,7 @@ class LossLog:
         self._sums.add(
             loss=torch.where(is_finite, loss, sums["loss"] / step) if self.filters else loss, nonfinite=~is_finite
         )
-        if closing:
+        if sync_gradients:
             self._sums.put(steps=step)
 
     def drop(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from ..backends.program import CompiledFunction, NothingElse, run_alone
+from ..backends.compiled_function import CompiledFunction, NothingElse, run_alone
 from ..errors import UserError
 from .ema import WeightAverage
 

@@ -210,7 +210,7 @@ class PythonState:
         return [tensor._version for tensor in tensors], self._memory_of(tensors) if tensors else None
 
     def change(self) -> str | None:
-        """Compare with what was noted. Returns what has changed, as half a sentence."""
+        """Compare with what was noted. Returns what has changed, as a clause."""
         return self._changed_entry() or self._changed_trait()
 
     def _changed_entry(self) -> str | None:

@@ -59,7 +59,7 @@ class RunningCode:
     """
 
     def __init__(self):
-        #: The first that was noted, as half a sentence, or `None`.
+        #: The first that was noted, as a clause, or `None`.
         self.found: str | None = None
         self._seen: set[int] = set()
 

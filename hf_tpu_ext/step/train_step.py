@@ -23,10 +23,10 @@ def train_step(
     model: nn.Module,
     batch: dict[str, Any],
     numbers: dict[str, Any],
-    closing: bool,
+    sync_gradients: bool,
 ) -> dict[str, Tensor]:
     """
-    A micro-step of training as one program; the closing one of an optimizer step also updates the weights.
+    A micro-step of training as one program; the last one of an optimizer step also updates the weights.
 
     Everything that lasts is written in place: weights, gradients that are kept, moments, the average of the weights, sums for the log.
     Where code of the user's runs between the backward pass and the update, upstream's loop calls the same stages one by one.
@@ -35,7 +35,7 @@ def train_step(
         forward_backward (`Callable`):
             Upstream's loss as upstream has written it, and its backward pass. Returns the loss of the micro-step, detached.
         gradients ([`StepGradients`]):
-            Where gradients are between micro-steps. On chips that run by themselves, they are summed over these at the closing one.
+            Where gradients are between micro-steps. On chips that run by themselves, they are summed over these at the last one.
         add_loss (`Callable`):
             Adds the loss to the sums of the log; called with whether the micro-step closes an optimizer step.
         clip (`Callable`):
@@ -48,16 +48,16 @@ def train_step(
             Its tensors are on the device, of a declared shape.
         numbers (`dict[str, Any]`):
             What differs from step to step, as tensors on the device: learning rates, the number of tokens and of micro-steps, a seed.
-        closing (`bool`):
+        sync_gradients (`bool`):
             Whether the micro-step closes an optimizer step.
 
     Returns:
-        `dict[str, torch.Tensor]`: `"grad_norm"` of shape `()`, float32, of a closing micro-step; nothing of others.
+        `dict[str, torch.Tensor]`: `"grad_norm"` of shape `()`, float32, of the last micro-step; nothing of others.
     """
-    with gradients.micro_step(closing):
+    with gradients.micro_step(sync_gradients):
         loss = gradients.over_chips(forward_backward(model, batch, numbers))
-    add_loss(loss, closing)
-    if not closing:
+    add_loss(loss, sync_gradients)
+    if not sync_gradients:
         return {}
     grad_norm = clip(model)
     update(numbers["update"])

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..backends.program import StateLost
+from ..backends.compiled_function import StateLost
 from ..callbacks.run_record import RunRecord
 from ..data import StaticShapeCollator
 from ..layers.adapters import adapters_scaled_inside

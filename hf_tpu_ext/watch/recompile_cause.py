@@ -4,9 +4,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from ..backends.compiled_function import Form
 from ..backends.folded_numbers import FOLDED_NUMBERS
 from ..backends.insight import Operation
-from ..backends.program import Form
 from ..formatting import dtype_name
 from .source_lines import describe_line
 
@@ -19,7 +19,7 @@ class Cause:
     advice: str
 
 
-#: What a program depends on besides what Python may read: `"batch"` is what [`~hf_tpu_ext.backends.program.describe_batch`] says,
+#: What a program depends on besides what Python may read: `"batch"` is what [`~hf_tpu_ext.backends.compiled_function.describe_batch`] says,
 #: `"optimizer"` has its class, whether its state was there, and the numbers that matter; what changed last of all else, as half a
 #: sentence or `None`, is the one entry of `"change"`.
 Facts = Mapping[str, Mapping[Hashable, Hashable]]

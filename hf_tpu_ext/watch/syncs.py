@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..backends.base import Backend
 from ..backends.insight import Insight
-from .programs import ProgramWatch
+from .compilations import ProgramWatch
 from .source_lines import current_frames, describe_line, library_line, own_line, package_of
 
 

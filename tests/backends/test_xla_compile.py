@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch_xla
 
-from hf_tpu_ext.backends.program import StateLost
+from hf_tpu_ext.backends.compiled_function import StateLost
 from hf_tpu_ext.backends.xla import graphs
 from hf_tpu_ext.backends.xla.compile import Executable
 from hf_tpu_ext.layers.random_numbers import RandomNumbers

@@ -54,7 +54,7 @@ for step in range(2):
         reference(rows.double()).backward()
         sent = backend.send_rows(rows, 16)
         before = backend.counters()
-        with local.micro_step(closing=micro_step == 2):
+        with local.micro_step(sync_gradients=micro_step == 2):
             assert backend.manual_sharding.active
             loss = model(backend.manual_sharding.full_to_shard(sent, by_rows=True))
             loss.backward()
@@ -82,7 +82,7 @@ for recomputed in (False, True):
     model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4096, 1, bias=False))
     local = LocalGradients(place(model), backend, accumulates=True)
     rows = backend.send_rows(torch.ones(8, 4096), 8)
-    with RandomNumbers(backend.send(seed)), local.micro_step(closing=False):
+    with RandomNumbers(backend.send(seed)), local.micro_step(sync_gradients=False):
         row = backend.manual_sharding.full_to_shard(rows, by_rows=True).requires_grad_()
         loss = (recompute(model, backend, False, model, row) if recomputed else model(row)).sum()
         loss.backward()

@@ -29,7 +29,7 @@ def test_sums_of_micro_steps_are_those_of_autograd():
     for step in range(2):
         for number in (1, 2, 3):
             backward(plain, number + step)
-            with gradients.micro_step(closing=number == 3):
+            with gradients.micro_step(sync_gradients=number == 3):
                 backward(net, number + step)
             if number < 3:
                 assert all(parameter.grad is None for parameter in net.parameters())
@@ -47,7 +47,7 @@ def test_sums_of_micro_steps_are_those_of_autograd():
 def test_without_accumulation_nothing_is_kept():
     net = model()
     gradients = StepGradients(net)
-    with gradients.micro_step(closing=True):
+    with gradients.micro_step(sync_gradients=True):
         backward(net, 1)
     assert gradients.tensors == [] and net["used"].weight.grad is not None and net["unused"].weight.grad is None
     gradients.drop()
@@ -57,13 +57,13 @@ def test_without_accumulation_nothing_is_kept():
 def test_a_parameter_frozen_in_mid_run_has_no_gradient_and_the_others_go_on():
     net = model()
     gradients = AccumulatedGradients(net)
-    with gradients.micro_step(closing=False):
+    with gradients.micro_step(sync_gradients=False):
         backward(net, 1)
     net["used"].weight.requires_grad_(False)
     assert not gradients.are_of(net)
     later = AccumulatedGradients(net, gradients)
     assert later.are_of(net)
-    with later.micro_step(closing=True):
+    with later.micro_step(sync_gradients=True):
         backward(net, 2)
     assert net["used"].weight.grad is None and net["used"].bias.grad.tolist() == [2.0, 2.0]
 
@@ -104,7 +104,7 @@ def test_code_between_micro_steps_sees_and_changes_gradients_as_with_autograd(co
         backward(plain, number)
         if not gradients.are_of(net):
             gradients = AccumulatedGradients(net, gradients)
-        with gradients.micro_step(closing=number == 3):
+        with gradients.micro_step(sync_gradients=number == 3):
             backward(net, number)
         if number < 3:
             gradients.show()
@@ -126,7 +126,7 @@ def test_code_between_micro_steps_sees_and_changes_gradients_as_with_autograd(co
 def test_gradients_are_shown_after_a_micro_step_that_ran_no_python():
     net = model()
     gradients = AccumulatedGradients(net)
-    with gradients.micro_step(closing=True):
+    with gradients.micro_step(sync_gradients=True):
         backward(net, 1)
     gradients.drop()
     for total in gradients.tensors:
@@ -135,16 +135,16 @@ def test_gradients_are_shown_after_a_micro_step_that_ran_no_python():
     assert net["used"].weight.grad.tolist() == [[3.0, 3.0]] * 2 and net["unused"].weight.grad is None
 
 
-@pytest.mark.parametrize("closing", [False, True])
-def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(closing):
+@pytest.mark.parametrize("sync_gradients", [False, True])
+def test_a_hook_that_puts_another_gradient_in_its_place_is_followed(sync_gradients):
     net = model()
     gradients = AccumulatedGradients(net)
     weight = net["used"].weight
     weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.grad * 3))
-    with gradients.micro_step(closing):
+    with gradients.micro_step(sync_gradients):
         backward(net, 1)
     assert gradients.of_parameters[weight].tolist() == [[3.0, 3.0]] * 2
-    assert (weight.grad is not None) == closing
+    assert (weight.grad is not None) == sync_gradients
 
 
 @pytest.mark.parametrize("cls", [StepGradients, AccumulatedGradients])
@@ -152,7 +152,7 @@ def test_a_gradient_that_is_one_number_for_all_elements_can_be_written_to(xla, c
     """torch_xla leaves the gradient of a sum a view of one number, and adds up what is written to its parts."""
     net = nn.ParameterDict({"all": torch.zeros(3), "rows": torch.zeros(2, 3)}).to(xla.device)
     gradients = cls(net)
-    with gradients.micro_step(closing=True):
+    with gradients.micro_step(sync_gradients=True):
         (
             net["all"].sum() * -6 + (net["rows"].sum(0) * torch.tensor([1.0, 2.0, 3.0], device=xla.device)).sum()
         ).backward()

@@ -15,7 +15,7 @@ def add_all(log, backend, steps):
     """`steps` holds the losses of the micro-steps of each optimizer step."""
     for micro_steps in steps:
         for index, loss in enumerate(micro_steps):
-            log.add(backend.send(torch.tensor(loss)), closing=index == len(micro_steps) - 1)
+            log.add(backend.send(torch.tensor(loss)), sync_gradients=index == len(micro_steps) - 1)
     return log.read(backend.fetch(log.tensors))
 
 
@@ -59,7 +59,7 @@ def test_window(backend, steps, nonfinite, first_nonfinite, filters):
 def test_loss_in_bfloat16_is_summed_in_float32(backend):
     log = LossLog(backend, True)
     for _ in range(3):
-        log.add(backend.send(torch.tensor(257.0, dtype=torch.bfloat16)), closing=True)
+        log.add(backend.send(torch.tensor(257.0, dtype=torch.bfloat16)), sync_gradients=True)
     # 257 is 256 in 8 bits; 768 + 256 needs more than them.
     assert log.read(backend.fetch(log.tensors)).total == 768
 
@@ -67,8 +67,8 @@ def test_loss_in_bfloat16_is_summed_in_float32(backend):
 def test_autograd_does_not_follow(backend):
     log = LossLog(backend, True)
     loss = backend.send(torch.tensor(1.0)).requires_grad_() * 2
-    log.add(loss, closing=False)
-    log.add(loss, closing=True)
+    log.add(loss, sync_gradients=False)
+    log.add(loss, sync_gradients=True)
     assert not any(tensor.requires_grad for tensor in log.tensors.values())
 
 
@@ -79,11 +79,11 @@ def test_no_reads_and_no_other_program(xla, accumulating):
     xla.wait()
     spent = {True: [], False: []}
     for index, loss in enumerate(losses):
-        closing = not accumulating or index % 2 == 1
+        sync_gradients = not accumulating or index % 2 == 1
         before = xla.counters()
-        log.add(loss, closing=closing)
+        log.add(loss, sync_gradients=sync_gradients)
         xla.wait()
-        spent[closing].append(xla.counters() - before)
+        spent[sync_gradients].append(xla.counters() - before)
     for steps in spent.values():
         assert all(step.reads == 0 for step in steps)
         assert all(step.compiles == 0 for step in steps[1:])

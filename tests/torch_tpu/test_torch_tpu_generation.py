@@ -17,7 +17,7 @@ from test_predicted_text import LENGTHS, NEW, Metrics, eager, model_of, rows_of 
 from test_text_in_training import Writes  # noqa: E402
 
 from hf_tpu_ext import TPUSFTConfig, TPUTrainer, TPUTrainingArguments, generate  # noqa: E402
-from hf_tpu_ext.backends.program import NothingElse  # noqa: E402
+from hf_tpu_ext.backends.compiled_function import NothingElse  # noqa: E402
 from hf_tpu_ext.generation import Generator  # noqa: E402
 
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.watch.programs import TooManyRecompiles
+from hf_tpu_ext.watch.compilations import TooManyRecompiles
 
 
 # Operators that read the device, or copy from it.

@@ -181,3 +181,26 @@ def test_parameters_and_moments_are_updated_in_place(runs):
     count, _, samples = met.metric_data("InputOutputAliasCount")
     assert count
     assert max(int(aliased) for _, aliased in samples) >= 3 * len(list(trainer.model.parameters()))
+
+
+def test_a_run_with_all_that_reads_by_right_is_silent(runs, rows, caplog):
+    """Buckets, accumulation, logs, evaluation with logits, checkpoints, answers before and after."""
+    trainer = runs.ours(
+        config_cls=TPUSFTConfig,
+        show_samples=1,
+        length_buckets=[24, 48],
+        gradient_accumulation_steps=2,
+        max_steps=9,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=4,
+        lora={"lora_dropout": 0.1},
+        kwargs={"train_dataset": rows(40), "compute_metrics": lambda prediction: {"one": 1.0}},
+    )
+    assert not any(event.cause for event in trainer.watch.events)
+    assert trainer.watch.describe() is None
+    assert trainer.read_monitor.named == {} and trainer.read_monitor._searches == 0
+    assert not [record for record in caplog.records if record.name.startswith("hf_tpu_ext.watch.")]
+    assert trainer.backend.counters().replays

@@ -4,7 +4,7 @@ import pytest
 import torch_xla
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.backends.program import StateLost
+from hf_tpu_ext.backends.compiled_function import StateLost
 from hf_tpu_ext.backends.xla import graphs
 
 

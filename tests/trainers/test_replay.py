@@ -228,7 +228,7 @@ def start_dropout(model, **kwargs):
     ids=["freeze", "betas", "clipping", "replaced", "lora", "dropout"],
 )
 def test_a_change_of_the_program_is_followed(both, caplog, action, lora, says):
-    with caplog.at_level("INFO", logger="hf_tpu_ext.backends.program"):
+    with caplog.at_level("INFO", logger="hf_tpu_ext.backends.compiled_function"):
         both(callbacks=lambda: [AtStep(5, action)], lora=lora, max_steps=10)
     said = [record.message for record in caplog.records if "The step is traced again" in record.message]
     assert len(said) == len(says)

@@ -15,7 +15,7 @@ from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.trainers import ExtensionArguments
 from hf_tpu_ext.trainers.run.facts import _settings_of_adapter
-from hf_tpu_ext.watch.programs import TooManyRecompiles
+from hf_tpu_ext.watch.compilations import TooManyRecompiles
 
 
 CONFIG = dict(config_cls=TPUSFTConfig, run_report=True, max_steps=6, logging_steps=2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from hf_tpu_ext.backends.compiled_function import Form
 from hf_tpu_ext.backends.insight import Operation, SourceLine
-from hf_tpu_ext.backends.program import Form
 from hf_tpu_ext.watch.recompile_cause import compare_facts, compare_operations, count_differences
 from hf_tpu_ext.watch.source_lines import describe_line, library_line, own_line
 

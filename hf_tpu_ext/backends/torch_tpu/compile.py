@@ -11,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base import Backend
-from ..program import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, Programs, describe_batch
+from ..compiled_function import (
+    DRAWS_ON_HOST,
+    REPLACES_STATE,
+    SYNCS,
+    CannotReplay,
+    CompiledFunction,
+    Programs,
+    describe_batch,
+)
 from ..random_state import read_random_state
 
 

@@ -11,8 +11,16 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base import Backend
+from ..compiled_function import (
+    DRAWS_ON_HOST,
+    REPLACES_STATE,
+    SYNCS,
+    CannotReplay,
+    CompiledFunction,
+    StateLost,
+    describe_batch,
+)
 from ..processes import HostsDisagree
-from ..program import DRAWS_ON_HOST, REPLACES_STATE, SYNCS, CannotReplay, CompiledFunction, StateLost, describe_batch
 from ..random_state import read_random_state
 from . import graphs
 
@@ -99,7 +107,7 @@ class Executable:
                 given[place].data = result
 
     def difference(self, other: "Executable") -> str | None:
-        """How another trace of the same function differs, as half a sentence; `None` if it does not matter."""
+        """How another trace of the same function differs, as a clause; `None` if it does not matter."""
         if self.handle != other.handle:
             return "the graph has changed"
         if (self.written, self.returned, self.form) != (other.written, other.returned, other.form):

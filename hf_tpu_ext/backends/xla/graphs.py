@@ -11,7 +11,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-from ..program import CannotReplay
+from ..compiled_function import CannotReplay
 from .pending import pending
 
 

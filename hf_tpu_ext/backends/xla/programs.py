@@ -9,7 +9,7 @@ import torch
 import torch_xla
 
 from ..base import Backend
-from ..program import Programs
+from ..compiled_function import Programs
 from . import graphs
 from .compile import Executable, Trace, Traced, XLACompiledFunction
 from .tensors import XLARealCopies, computed, give_own_buffers, live_tensors, memory_shared

@@ -14,7 +14,7 @@ import torch_xla
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..program import RealCopies
+from ..compiled_function import RealCopies
 
 
 _XLAC = torch_xla._XLAC

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...backends.program import CompiledFunction
+from ...backends.compiled_function import CompiledFunction
 from ...data import round_up_length
 from ...errors import UserError
 from ...generation.generator import are_in_groups
@@ -83,7 +83,7 @@ class RewardedMixin(RolloutMixin):
         return self.run_passes(kind, model, batch, score)
 
     def _why_prompts_apart(self, model: nn.Module) -> str | None:
-        """Why a model is to read a prompt once for each of its completions, as half a sentence."""
+        """Why a model is to read a prompt once for each of its completions, as a clause."""
         rows_at_once = self.num_generations * self.backend.num_chips
         if (
             reason := why_rows_apart(self.args, self.num_generations, self._train_batch_size % rows_at_once)

@@ -21,7 +21,7 @@ def sharing_asked(args: TrainingArguments) -> str:
 
 def why_rows_apart(args: TrainingArguments, group: int, left_over: int) -> str | None:
     """
-    Why the rows of a step do not hold whole prompts, as half a sentence. A prompt has `group` completions, and `left_over` rows
+    Why the rows of a step do not hold whole prompts, as a clause. A prompt has `group` completions, and `left_over` rows
     are none of a whole prompt on a chip.
     """
     asked = sharing_asked(args)
@@ -40,7 +40,7 @@ def why_rows_apart(args: TrainingArguments, group: int, left_over: int) -> str |
 
 
 def why_prompts_apart(model: nn.Module, asked: str) -> str | None:
-    """Why a model is to read a prompt once for each of its completions, as half a sentence; `asked` is `share_prompts`."""
+    """Why a model is to read a prompt once for each of its completions, as a clause; `asked` is `share_prompts`."""
     return _why_not_by_token(model) or (_why_random(model) if asked == "auto" else None)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ...atomic_write import write_atomically
-from ...backends.program import CompiledFunction
+from ...backends.compiled_function import CompiledFunction
 from ..checks.upstream import upstream_names
 
 

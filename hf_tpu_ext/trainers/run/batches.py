@@ -355,7 +355,7 @@ class BatchesMixin(ImagesMixin):
 
     def why_not_padded(self, mode: str, batch: Mapping[str, Any] | None = None) -> str | None:
         """
-        Why rows cannot be added to a batch for `"train"` or `"eval"`, as half a sentence. Without a batch, the answer
+        Why rows cannot be added to a batch for `"train"` or `"eval"`, as a clause. Without a batch, the answer
         is about the trainer and its model.
         """
         own_code = self.own_code_in_step(mode)
@@ -372,14 +372,14 @@ class BatchesMixin(ImagesMixin):
         return reason
 
     def own_code_in_step(self, mode: str) -> str | None:
-        """Name code of the user's that runs within a step of `"train"` or `"eval"`, as half a sentence."""
+        """Name code of the user's that runs within a step of `"train"` or `"eval"`, as a clause."""
         methods = METHODS_OF_A_STEP if mode == "train" else METHODS_OF_A_PREDICTION
         if mode == "eval" and self._preprocess_on_device is not None:
             return "preprocess_logits_for_metrics is user code"
         return find_own_code(self, [self.model, *self.other_models()], methods)
 
     def _why_loss_counts_tokens(self) -> str | None:
-        """Why the loss may count tokens that are masked, as half a sentence."""
+        """Why the loss may count tokens that are masked, as a clause."""
         owner = self._owner_of_loss
         if owner is not Trainer:
             what = "is a mean over rows" if owner is upstream_of(type(self)) else "may count masked tokens"

@@ -31,7 +31,7 @@ class CompiledLayers:
         return bool(self._undo)
 
     def begin(self, model: nn.Module, reason: str) -> None:
-        """Compile the layers, if there are any, and say why no more is compiled: `reason` is half a sentence."""
+        """Compile the layers, if there are any, and say why no more is compiled: `reason` is a clause."""
         layers = find_layers(model)
         if layers is not None and not self._undo:
             parent, name = layers

@@ -44,7 +44,7 @@ class EagerSteps(TrainerCallback):
         layers ([`CompiledLayers`], *optional*):
             Compiles the layers of the model.
         why_layers (`str`, *optional*):
-            Why no more is compiled, as half a sentence.
+            Why no more is compiled, as a clause.
     """
 
     #: Steps are not run by the handle of their program, as those of [`TrainingSteps`] are.
@@ -113,11 +113,11 @@ class EagerSteps(TrainerCallback):
     # ---- A step ----
 
     def run(
-        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, step: Callable
+        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], sync_gradients: bool, step: Callable
     ) -> torch.Tensor:
         """
-        Run a micro-step by `step`, which is upstream's and is given the first arguments. `numbers` are on the host, and `closing` says
-        whether it is the last of an optimizer step. Returns the loss, on the device.
+        Run a micro-step by `step`, which is upstream's and is given the first arguments. `numbers` are on the host, and
+        `sync_gradients` says whether it is the last of an optimizer step. Returns the loss, on the device.
         """
         trainer = self._trainer
         if trainer.generates:
@@ -125,10 +125,10 @@ class EagerSteps(TrainerCallback):
             model.train()
             inputs = SentBatch(trainer.send_batch(inputs))
             self.data = self._backend.send(numbers)
-        self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
+        self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         loss = step(model, inputs, num_items_in_batch)
-        trainer.log_step_loss(loss, closing)
-        if closing and not self._backend.splits_weights:
+        trainer.log_step_loss(loss, sync_gradients)
+        if sync_gradients and not self._backend.splits_weights:
             # Split ones are exchanged in the backward pass, a layer at a time.
             average_gradients(model, self._backend.processes)
         return loss

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...backends.program import CompiledFunction
+from ...backends.compiled_function import CompiledFunction
 from ...layers.random_numbers import RandomNumbers
 from ...step.metrics import DeviceSums
 from .programs import beside_batch, split_data

@@ -182,7 +182,7 @@ class ImagesMixin:
         return datasets.Dataset.from_list(rows)
 
     def why_other_updates(self) -> str | None:
-        """Why steps update other parameters from one to the next, as half a sentence: those of images, if there are some."""
+        """Why steps update other parameters from one to the next, as a clause: those of images, if there are some."""
         if not self.some_without_images:
             return None
         base = find_base(self.model)

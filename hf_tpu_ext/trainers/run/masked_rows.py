@@ -17,7 +17,7 @@ _ROW_MODELS = classes_for("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
 
 
 def why_model_counts_tokens(model: nn.Module) -> str | None:
-    """Why the loss that a model computes by itself may count tokens that are masked, as half a sentence."""
+    """Why the loss that a model computes by itself may count tokens that are masked, as a clause."""
     name = type(model).__name__
     if name not in _TOKEN_MODELS | _ROW_MODELS or "_loss_function" in vars(model):
         return f"the loss of {name} may count masked tokens"
@@ -28,7 +28,7 @@ def why_model_counts_tokens(model: nn.Module) -> str | None:
 
 
 def why_targets_count(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
-    """Why the targets of a batch may not be left out when they are masked, as half a sentence."""
+    """Why the targets of a batch may not be left out when they are masked, as a clause."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         return "its targets are not in `labels`" if model.training else None

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import logging
 
-from ...backends.program import CompiledFunction
+from ...backends.compiled_function import CompiledFunction
 from ...step.fingerprint import StepFingerprint
 from ...step.python_state import PythonState
 from .user_code import (
@@ -51,7 +51,7 @@ def split_data(data: Mapping[Hashable, Any]) -> tuple[dict[str, Any], SentBatch]
 
 
 def warn_traced(reason: str, training: bool = True) -> None:
-    """Say that steps are traced each time, or batches of an evaluation, and why, as half a sentence."""
+    """Say that steps are traced each time, or batches of an evaluation, and why, as a clause."""
     what = "Step replay is off, every step" if training else "Replay of evaluation is off, every batch"
     logger.warning(f"{what} is traced: {reason}. step_replay=False silences this line.")
 
@@ -89,7 +89,7 @@ class TrainerPrograms:
 
     def why_traced(self, models: Sequence[nn.Module], *methods: tuple[str, ...]) -> str | None:
         """
-        Why each call of a function is to be traced, as half a sentence: it runs models, the trained one first, and code of the
+        Why each call of a function is to be traced, as a clause: it runs models, the trained one first, and code of the
         trainer's `methods`, or of another list of them.
         """
         if (setting := draws_other_layers(models[0])) is not None:
@@ -114,7 +114,7 @@ class TrainerPrograms:
         warn: Callable[[str], None] | None = None,
     ) -> CompiledFunction:
         """
-        Compile a function of the trainer, see [`~hf_tpu_ext.backends.program.CompiledFunction`]. It is traced each time where
+        Compile a function of the trainer, see [`~hf_tpu_ext.backends.compiled_function.CompiledFunction`]. It is traced each time where
         `why_not` says so, and with `step_replay=False`; a line that says so is up to the caller.
 
         Args:
@@ -127,7 +127,7 @@ class TrainerPrograms:
             state (`Callable[[], list[torch.Tensor]]`, *optional*):
                 Lists what it reads and writes besides the models, always in the same order. By default nothing.
             why_not (`Callable[[], str | None]`, *optional*):
-                Says, now and after a change, why each call is to be traced, as half a sentence; by default
+                Says, now and after a change, why each call is to be traced, as a clause; by default
                 [`~TrainerPrograms.why_traced`].
             settings (`Callable[[], dict[str, Any]]`, *optional*):
                 What else it depends on, by the names that people are shown.
@@ -136,7 +136,7 @@ class TrainerPrograms:
             on_change (`Callable[[], None]`, *optional*):
                 Called when something has changed that it depends on, before that is noted.
             warn (`Callable[[str], None]`, *optional*):
-                Says why each call is traced, as half a sentence; by default [`warn_traced`].
+                Says why each call is traced, as a clause; by default [`warn_traced`].
         """
         trainer, programs = self._trainer, self._trainer.backend.programs
         if why_not is None:

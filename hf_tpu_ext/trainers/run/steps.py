@@ -116,8 +116,8 @@ class StepsMixin:
             return loss
         if self.backend.static_shapes:
             step = self._forward_backward if self.compiles_steps else self._step_of_upstream
-            closing = self.accelerator.sync_gradients
-            return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), closing, step)
+            sync_gradients = self.accelerator.sync_gradients
+            return self.steps.run(model, inputs, num_items_in_batch, self.step_data(), sync_gradients, step)
         if self.status is not None and not self.generates:
             self.status.count(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
@@ -140,14 +140,14 @@ class StepsMixin:
             self._log_loss(loss, self.accelerator.sync_gradients)
         return loss
 
-    def log_step_loss(self, loss: torch.Tensor, closing: bool) -> None:
+    def log_step_loss(self, loss: torch.Tensor, sync_gradients: bool) -> None:
         """A stage of a step: adds its loss to the sums of the log, unless an override of `training_step` returns what is logged."""
         if not self._override_returns_loss:
-            self._log_loss(loss, closing)
+            self._log_loss(loss, sync_gradients)
 
-    def _log_loss(self, loss: torch.Tensor, closing: bool) -> None:
+    def _log_loss(self, loss: torch.Tensor, sync_gradients: bool) -> None:
         (loss,) = self.backend.processes.mean([loss])
-        self.loss_log.add(loss, closing)
+        self.loss_log.add(loss, sync_gradients)
 
     @property
     def plain_optimizer(self) -> torch.optim.Optimizer:
@@ -200,7 +200,7 @@ class StepsMixin:
         )
 
     def why_not_local(self, model: nn.Module) -> str | None:
-        """Why chips that compute the gradients of their rows by themselves would not give the same step, as half a sentence."""
+        """Why chips that compute the gradients of their rows by themselves would not give the same step, as a clause."""
         unwrapped = unwrap_peft_model(model)
         if not self._loss_sums_tokens(unwrapped):
             return "the loss is not a sum over tokens"

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.trainer_utils import unwrap_peft_model
 
-from ...backends.program import CompiledFunction
+from ...backends.compiled_function import CompiledFunction
 from ...generation import Generated, Generator
 from ...generation.sampling import count_until_end, find_ends
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ...backends.program import CompiledFunction
+from ...backends.compiled_function import CompiledFunction
 from ...errors import UserError
 from ...layers.activation_checkpointing import checkpoint_as_upstream, rematerialize
 from ...layers.random_numbers import RandomNumbers
@@ -135,10 +135,16 @@ class TrainingSteps(TrainerCallback):
     # ---- A step ----
 
     def run(
-        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, forward_backward: Callable
+        self,
+        model,
+        inputs,
+        num_items_in_batch,
+        numbers: dict[str, Any],
+        sync_gradients: bool,
+        forward_backward: Callable,
     ) -> torch.Tensor:
         """
-        Run a micro-step, all of it or its first stages. `numbers` are on the host, and `closing` says whether it is the last of an
+        Run a micro-step, all of it or its first stages. `numbers` are on the host, and `sync_gradients` says whether it is the last of an
         optimizer step. `forward_backward` is called with the arguments of upstream's `training_step`, the tensors of which are on the
         device. Returned is what upstream adds to the loss that it would log: 0 where [`LossLog`] keeps the loss.
         """
@@ -148,12 +154,12 @@ class TrainingSteps(TrainerCallback):
         self.grad_norm = None
         numbers = {**numbers, "seed": trainer.seeds.next()}
         if self.compiled is None:
-            return self._run_stages(model, inputs, num_items_in_batch, numbers, closing, forward_backward)
+            return self._run_stages(model, inputs, num_items_in_batch, numbers, sync_gradients, forward_backward)
         if not model.training:
             # Upstream does so at each step.
             model.train()
         optimizer = self._optimizer
-        if closing:
+        if sync_gradients:
             numbers["update"] = optimizer.numbers()
         numbers["num_items_in_batch"] = num_items_in_batch
         # Fewer at the end of an epoch; upstream divides some losses by it.
@@ -163,8 +169,8 @@ class TrainingSteps(TrainerCallback):
             tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
             data = named | trainer.send_batch(inputs, tensors)
         self._forward_backward = forward_backward
-        results = self.compiled(data, partial(self._end_program, closing), closing=closing)
-        if closing:
+        results = self.compiled(data, partial(self._end_program, sync_gradients), sync_gradients=sync_gradients)
+        if sync_gradients:
             self.grad_norm = results["grad_norm"]
             optimizer.is_done = True
             optimizer.count()
@@ -179,15 +185,15 @@ class TrainingSteps(TrainerCallback):
         if before is not None and before is not self._updated and before != self._updated:
             self.compiled.refuse("the step updates other parameters than before")
 
-    def _end_program(self, closing: bool, run: Callable[[], Any] | None = None) -> Any:
-        kind = OPTIMIZER_STEP if closing else MICRO_STEP
+    def _end_program(self, sync_gradients: bool, run: Callable[[], Any] | None = None) -> Any:
+        kind = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         if run is None and self._backend.compiles_operators:
             # There is no program to be run. What its operators have compiled is counted when the step has ended.
             self._under_way = kind
             return None
         return self._programs.end(kind, f"step {self._programs.done + 1}", run=run)
 
-    def _train_step(self, data: dict[Any, Any], closing: bool) -> dict[str, torch.Tensor]:
+    def _train_step(self, data: dict[Any, Any], sync_gradients: bool) -> dict[str, torch.Tensor]:
         """What is compiled."""
         numbers, batch = split_data(data)
         self.data = numbers
@@ -204,7 +210,7 @@ class TrainingSteps(TrainerCallback):
                 self._model,
                 batch,
                 numbers,
-                closing,
+                sync_gradients,
             )
 
     def _compute_gradients(self, model: nn.Module, batch: dict[str, Any], numbers: dict[str, Any]) -> torch.Tensor:
@@ -213,17 +219,27 @@ class TrainingSteps(TrainerCallback):
     # ---- A step whose stages run one by one ----
 
     def _run_stages(
-        self, model, inputs, num_items_in_batch, numbers: dict[str, Any], closing: bool, forward_backward: Callable
+        self,
+        model,
+        inputs,
+        num_items_in_batch,
+        numbers: dict[str, Any],
+        sync_gradients: bool,
+        forward_backward: Callable,
     ) -> torch.Tensor:
         """The stages up to the backward pass. The others are called by upstream's loop."""
         self._prepare_model()
-        self._under_way = OPTIMIZER_STEP if closing else MICRO_STEP
+        self._under_way = OPTIMIZER_STEP if sync_gradients else MICRO_STEP
         self.data, num_items_in_batch = self._backend.send(numbers), self._backend.send(num_items_in_batch)
-        with self._copies.not_made(), self._random_numbers(self.data["seed"]), self.gradients.micro_step(closing):
+        with (
+            self._copies.not_made(),
+            self._random_numbers(self.data["seed"]),
+            self.gradients.micro_step(sync_gradients),
+        ):
             loss = self.gradients.over_chips(forward_backward(model, inputs, num_items_in_batch))
-        if not closing:
+        if not sync_gradients:
             self.gradients.show()
-        self._trainer.log_step_loss(loss, closing)
+        self._trainer.log_step_loss(loss, sync_gradients)
         return loss
 
     def _random_numbers(self, seed: torch.Tensor) -> AbstractContextManager:
@@ -273,7 +289,7 @@ class TrainingSteps(TrainerCallback):
         )
 
     def _warn(self, reason: str) -> None:
-        """Say that steps do not run as programs, and why, as half a sentence."""
+        """Say that steps do not run as programs, and why, as a clause."""
         if self._backend.compiles_functions:
             self._compiled_layers.begin(self._model, reason)
             self._checkpoint_layers()

@@ -209,7 +209,7 @@ def find_own_code(
 ) -> str | None:
     """
     Look for code that is not of known packages and that runs within `methods` of the trainer, or in one of the models,
-    the trained one first. Returns the first that was found, as half a sentence.
+    the trained one first. Returns the first that was found, as a clause.
     """
     trains = methods is METHODS_OF_A_STEP
     return (
@@ -235,7 +235,7 @@ def places_between_stages(trainer: Trainer) -> Hashable:
 
 
 def find_code_between_stages(trainer: Trainer) -> str | None:
-    """Name code of the user's that runs between the backward pass and the update of a step, as half a sentence."""
+    """Name code of the user's that runs between the backward pass and the update of a step, as a clause."""
     cls = type(trainer)
     for name in METHODS_OF_A_STEP:
         owner = owner_of(cls, name)
@@ -262,7 +262,7 @@ def sees_micro_steps(callbacks: Iterable[TrainerCallback]) -> bool:
 
 
 def find_own_code_between_steps(trainer: Trainer) -> str | None:
-    """Name code of the user's that runs between steps and may look at layers, as half a sentence."""
+    """Name code of the user's that runs between steps and may look at layers, as a clause."""
     classes = type(trainer).__mro__
     upstream = {name for cls in classes if is_known(cls.__module__) for name in vars(cls) if not name.startswith("__")}
     for owner in classes:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from ...backends.compiled_function import describe_batch
 from ...backends.folded_numbers import describe_number
 from ...backends.insight import SourceLine
-from ...backends.program import describe_batch
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
 from ...vision.families import PIXELS
-from ...watch.programs import ProgramWatch
+from ...watch.compilations import ProgramWatch
 from ...watch.recompile_cause import Facts
 from ...watch.source_lines import describe_line, package_of
 from ...watch.syncs import RecompileMonitor

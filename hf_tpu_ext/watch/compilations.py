@@ -73,7 +73,7 @@ class _Known:
     #: Place in the events of a recompile whose cause is not found yet.
     unexplained: int | None = None
     facts: list[Facts] = field(default_factory=list)
-    #: Says what Python may read otherwise than when it was compiled last, as half a sentence.
+    #: Says what Python may read otherwise than when it was compiled last, as a clause.
     find_change: Callable[[], str | None] | None = None
     #: Whether a run has shown since that steps do not change it by themselves.
     is_stable: bool = False

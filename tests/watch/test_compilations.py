@@ -9,7 +9,7 @@ from planted import ROWS, causes, collate, collate_then, line_of, said, train_ti
 from transformers import TrainerCallback
 
 from hf_tpu_ext import TPUTrainer, TPUTrainingArguments
-from hf_tpu_ext.watch.programs import TooManyRecompiles
+from hf_tpu_ext.watch.compilations import TooManyRecompiles
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_ragged_batch_in_the_loss(train, lines):
     assert step == 5
     # The program is compared with the one before when it runs again.
     first, second = lines()
-    assert "in Cuts.compute_loss, test_syncs.py:" in first
+    assert "in Cuts.compute_loss, test_compilations.py:" in first
     assert cause.startswith("`slice` was s64[4,7] ") and cause in second
     assert f"[{line_of(Cuts, 'value[:, :length]')}]" in cause
 

@@ -7,7 +7,7 @@ import torch
 from planted import causes, line_of, said, train_tiny
 from transformers import TrainerCallback
 
-from hf_tpu_ext import TPUSFTConfig, TPUTrainer
+from hf_tpu_ext import TPUTrainer
 
 
 @pytest.fixture
@@ -105,25 +105,3 @@ def test_nothing_is_watched_after_an_error(train):
         trainer.train()
     assert torch.overrides._get_current_function_mode() is None
     assert trainer.watch.step is None
-
-
-def test_a_run_with_all_that_reads_by_right_is_silent(runs, rows, caplog):
-    """Buckets, accumulation, logs, evaluation with logits, checkpoints, answers before and after."""
-    trainer = runs.ours(
-        config_cls=TPUSFTConfig,
-        show_samples=1,
-        length_buckets=[24, 48],
-        gradient_accumulation_steps=2,
-        max_steps=9,
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=3,
-        save_strategy="steps",
-        save_steps=4,
-        lora={"lora_dropout": 0.1},
-        kwargs={"train_dataset": rows(40), "compute_metrics": lambda prediction: {"one": 1.0}},
-    )
-    assert causes(trainer) == [] and trainer.watch.describe() is None
-    assert trainer.read_monitor.named == {} and trainer.read_monitor._searches == 0
-    assert not [record for record in caplog.records if record.name.startswith("hf_tpu_ext.watch.")]
-    assert trainer.backend.counters().replays

@@ -51,7 +51,7 @@ def _describe(value: Any) -> Hashable:
 
 
 class CannotReplay(Exception):
-    """What was traced cannot be run again by its handle. Nothing of it has run yet. The message says why, as half a sentence."""
+    """What was traced cannot be run again by its handle. Nothing of it has run yet. The message says why, as a clause."""
 
 
 class StateLost(RuntimeError):
@@ -64,17 +64,17 @@ class Fingerprint(Protocol):
     def note(self) -> None:
         """Note everything as it is now."""
 
-    #: Code that ran in a trace and of which nothing is known, as half a sentence, or `None`.
+    #: Code that ran in a trace and of which nothing is known, as a clause, or `None`.
     code: str | None
 
     def trace(self) -> AbstractContextManager[None]:
         """Context of a trace, in which it notes whose code runs."""
 
     def change(self) -> str | None:
-        """What has changed since it was noted, as half a sentence."""
+        """What has changed since it was noted, as a clause."""
 
     def why_not(self) -> str | None:
-        """Why calls cannot run by their program, as half a sentence: code of the user's runs in them."""
+        """Why calls cannot run by their program, as a clause: code of the user's runs in them."""
 
 
 class NothingElse:
@@ -121,12 +121,12 @@ class CompiledFunction(ABC):
         draws_on_host (`bool`, *optional*, defaults to `False`):
             Whether random numbers that it draws on the host do not matter.
         warn (`Callable[[str], None]`, *optional*):
-            Says why calls are traced, given half a sentence.
+            Says why calls are traced, given a clause.
     """
 
-    #: Why each call is traced, as half a sentence, or `None` where calls run by their program.
+    #: Why each call is traced, as a clause, or `None` where calls run by their program.
     traced: str | None = None
-    #: What has changed that programs depend on, when that was noticed last, as half a sentence.
+    #: What has changed that programs depend on, when that was noticed last, as a clause.
     change: str | None = None
     #: Whether the last call ran no Python of the function.
     replays: bool = False
@@ -166,7 +166,7 @@ class CompiledFunction(ABC):
             self._compares = self._compares_again = True
 
     def refuse(self, reason: str) -> None:
-        """Trace each call from now on, and say why: `reason` is half a sentence."""
+        """Trace each call from now on, and say why: `reason` is a clause."""
         if self.traced is None and self._warn is not None:
             self._warn(reason)
         self.traced = reason
