@@ -114,6 +114,8 @@ class StaticShapeCollator:
             nothing by then. Without a mask, transformers looks on the host at every step whether the positions restart within a
             row, and a bidirectional model would attend to the padding that is added next. Batches that bring positions of their
             own are left alone, and so are those without `input_ids`.
+        decodes (`bool`, *optional*, defaults to `False`):
+            Whether a decoder reads the labels, `(batch, other length)`, of an encoder-decoder model: they are padded as `input_ids` are.
 
     Example:
     ```python

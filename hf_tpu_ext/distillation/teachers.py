@@ -13,7 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..backends.base import Backend
 from ..errors import UserError
 from ..layers.batch_length import BatchLength
-from ..layers.looped_head import head_computed_by
+from ..layers.chunked_head import head_computed_by
 from ..sharding.plan import place_model
 from .fused_head import Head
 from .losses import TopK

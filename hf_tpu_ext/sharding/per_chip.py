@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from ..layers.looped_head import head_wrapped_by
+from ..layers.chunked_head import head_wrapped_by
 
 
 class FullToShard(torch.autograd.Function):

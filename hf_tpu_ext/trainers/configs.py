@@ -280,7 +280,6 @@ class TPUSFTConfig(ImageArguments, PredictedTextArguments, ExtensionArguments, S
             "help": "How many prompts of the evaluation set to generate from before and after training, printed side by side."
         },
     )
-
     kd_teacher: str | None = field(
         default=None,
         metadata={

@@ -334,7 +334,7 @@ def test_a_log_that_is_noted_as_the_last_is_not_repeated(stock):
 
 
 def test_fused_head(stock):
-    """layers/looped_head.py computes what the loss and the metrics are made from, without the logits."""
+    """layers/chunked_head.py computes what the loss and the metrics are made from, without the logits."""
     model = stock.trainer().model
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     labels = torch.where(ids == 7, -100, ids)

@@ -289,7 +289,7 @@ def test_quantized_models_are_marked():
 
 
 def test_the_tiles_of_upstreams_head():
-    """layers/looped_head.py calls them, with the sums in this order."""
+    """layers/chunked_head.py calls them, with the sums in this order."""
     forward, backward = (list(inspect.signature(function).parameters) for function in (_forward_tile, _backward_tile))
     assert forward[:12] == [
         "tile",

@@ -16,7 +16,7 @@ from schemes import CHIPS, SCHEMES, Scheme, make_trainer
 
 from hf_tpu_ext import TPUSFTTrainer
 from hf_tpu_ext.backends.selection import select_tracing
-from hf_tpu_ext.layers import looped_head
+from hf_tpu_ext.layers import chunked_head
 from hf_tpu_ext.plan.trace import trace_run
 
 
@@ -33,7 +33,7 @@ def main(directory: Path) -> None:
     """
     select_tracing(CHIPS)
     # The loop over slices of the head has turns, as with a real vocabulary.
-    looped_head._TILE_ELEMENTS, looped_head._LEAST_SLICE = 1, 64
+    chunked_head._TILE_ELEMENTS, chunked_head._LEAST_SLICE = 1, 64
     traced = {}
     for name, scheme in (SCHEMES | {"fsdp_in_a_loop": IN_A_LOOP}).items():
         trainers = []

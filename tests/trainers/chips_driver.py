@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 
 from hf_tpu_ext import TPUSFTConfig
 from hf_tpu_ext.distillation import fused_head
-from hf_tpu_ext.layers import looped_head, row_blocks, sliced_attention
+from hf_tpu_ext.layers import chunked_head, row_blocks, sliced_attention
 
 
 def shards_of(tensor):
@@ -131,7 +131,7 @@ def run(
             trainer.batch_shard = shards_of(sent["input_ids"])[0]
         return sent
 
-    score = looped_head.LoopedLogProbs.apply
+    score = chunked_head.LoopedLogProbs.apply
 
     def watch_tokens(hidden, *rest):
         trainer.head_tokens.add(hidden.shape[0])
@@ -148,7 +148,7 @@ def run(
     if mesh == "fsdp":
         # A look at what is whole compiles a graph, at a line that is taken for one of the user's.
         trainer.backend.place_as = watch_places
-    looped_head.LoopedLogProbs.apply = watch_tokens
+    chunked_head.LoopedLogProbs.apply = watch_tokens
     counter = CountToTheLastStep(trainer.backend)
     trainer.add_callback(counter)
     trainer.add_callback(Stop())
@@ -160,7 +160,7 @@ def run(
         trainer.add_callback(shown)
     trainer.train(resume_from_checkpoint=resume)
     trainer.backend.send_rows, trainer.backend.place_as = send_rows, place_as
-    looped_head.LoopedLogProbs.apply = score
+    chunked_head.LoopedLogProbs.apply = score
     shown.on_train_begin(trainer.args, trainer.state, trainer.control)
     return {
         **describe(trainer, counter.steps),
@@ -177,7 +177,7 @@ if __name__ == "__main__":
     fused_head._CHUNK_ELEMENTS = 32 * 259
     sliced_attention.SLICE_ELEMENTS = 1024
     row_blocks._BLOCK_TOKENS = 40
-    looped_head._TILE_ELEMENTS, looped_head._LEAST_SLICE = 32 * 259, 64
+    chunked_head._TILE_ELEMENTS, chunked_head._LEAST_SLICE = 32 * 259, 64
     with open(spec_file) as file:
         spec = json.load(file)
     results = {}

@@ -16,7 +16,7 @@ from ...backends.compiled_function import CompiledFunction
 from ...data import round_up_length
 from ...errors import UserError
 from ...generation.generator import are_in_groups
-from ...layers.looped_head import head_wrapped_by
+from ...layers.chunked_head import head_wrapped_by
 from ...layers.random_numbers import RandomNumbers
 from ...layers.shared_prompts import SharedPrompts, prompts_shared
 from ...sharding.plan import place_model

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
 from ...layers.attention import static_masks
-from ...layers.looped_head import head_computed_by, score_tokens
+from ...layers.chunked_head import head_computed_by, score_tokens
 from ...step.optimizer import clip_gradients
 from ..checks.upstream import checkpointing_left_on
 from .user_code import sees_micro_steps

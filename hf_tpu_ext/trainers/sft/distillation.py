@@ -20,7 +20,7 @@ from ...distillation.teachers import OnlineTeacher, Teacher, anchor_teacher, che
 from ...errors import UserError
 from ...layers.attention import static_masks
 from ...layers.autocast import matmul_dtype
-from ...layers.looped_head import head_computed_by
+from ...layers.chunked_head import head_computed_by
 from ...quantization.fake_quantized import without_rounding
 from ...sharding.per_chip import ShardToFull
 from ..checks.datasets import named_datasets

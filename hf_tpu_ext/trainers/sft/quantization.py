@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ...errors import UserError
 from ...formatting import count
-from ...layers.looped_head import head_wrapped_by
+from ...layers.chunked_head import head_wrapped_by
 from ...quantization.rounding import Rounding
 from ...quantization.trained_for import TrainedFor
 from ..configs import TPUSFTConfig

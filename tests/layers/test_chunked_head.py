@@ -1,4 +1,4 @@
-"""The looped head gives upstream's numbers, in a program that does not grow."""
+"""The chunked head gives upstream's numbers, in a program that does not grow."""
 
 import re
 
@@ -9,8 +9,8 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS
 
 from hf_tpu_ext.backends.cpu import CPUBackend
-from hf_tpu_ext.layers import looped_head
-from hf_tpu_ext.layers.looped_head import score_tokens
+from hf_tpu_ext.layers import chunked_head
+from hf_tpu_ext.layers.chunked_head import score_tokens
 
 
 TOKENS, HIDDEN, VOCABULARY = 24, 16, 150
@@ -25,8 +25,8 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def slices(monkeypatch):
     """Four slices of 32, and 22 columns that are left."""
-    monkeypatch.setattr(looped_head, "_TILE_ELEMENTS", TOKENS * 32)
-    monkeypatch.setattr(looped_head, "_LEAST_SLICE", 16)
+    monkeypatch.setattr(chunked_head, "_TILE_ELEMENTS", TOKENS * 32)
+    monkeypatch.setattr(chunked_head, "_LEAST_SLICE", 16)
 
 
 @pytest.fixture(scope="module")
