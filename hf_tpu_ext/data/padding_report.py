@@ -85,6 +85,22 @@ class TokenWaste:
                     least = share
         return f"{text}. Set {' or '.join(options)}." if options else f"{text}."
 
+    def describe_unused(self, buckets: Sequence[int]) -> str | None:
+        """Name those of `buckets` that no batch is padded to, and why; `None` where there are none."""
+        unused = sorted({*buckets} - self.pad_share_per_length.keys())
+        if not unused:
+            return None
+        longest = self._batches.amax(1)
+        between = " to ".join(dict.fromkeys((str(longest.min().item()), str(longest.max().item()))))
+        text = (
+            f"length_buckets: no batch is padded to {' or '.join(map(str, unused))}, since the longest rows of batches have "
+            f"{between} tokens"
+        )
+        grouped = group_batches(self._lengths, self.batch_size, "group_by_length").amax(1)
+        if grouped.min() <= unused[-1] < longest.min():
+            text += '. train_sampling_strategy="group_by_length" makes batches of rows of similar length'
+        return text
+
     def estimates(self) -> dict[str, float]:
         """
         Share of pads that other settings would leave, computed from the lengths of the rows, simplest setting first.

@@ -100,8 +100,8 @@ class ProgramWatch:
             Tells what the step under way depends on.
         quiet (`bool`, *optional*, defaults to `False`):
             Whether to leave out the progress of a compilation.
-        batch_source (`str`, *optional*, defaults to `"the data collator"`):
-            Who makes the batches, in words.
+        find_batch_source (`Callable[[], str]`, *optional*):
+            Says in words who makes the batches, by default the data collator.
         note_python (`Callable[[], Callable[[], str | None]]`, *optional*):
             Notes what Python may read. What it returns says what has changed since.
         find_own_code (`Callable[[], str]`, *optional*):
@@ -117,7 +117,7 @@ class ProgramWatch:
         backend: Backend,
         find_facts: Callable[[], Facts],
         quiet: bool = False,
-        batch_source: str = "the data collator",
+        find_batch_source: Callable[[], str] = lambda: "the data collator",
         note_python: Callable[[], Callable[[], str | None]] | None = None,
         find_own_code: Callable[[], str] = str,
         find_results: Callable[[], list[torch.Tensor]] = list,
@@ -125,7 +125,7 @@ class ProgramWatch:
     ):
         self._backend = backend
         self._quiet = quiet
-        self._find_facts, self._batch_source = find_facts, batch_source
+        self._find_facts, self._find_batch_source = find_facts, find_batch_source
         self._note_python, self._find_own_code = note_python, find_own_code
         self._find_results = find_results
         self._max_recompiles = max_recompiles
@@ -289,7 +289,7 @@ class ProgramWatch:
         cause = None
         if known.facts:
             nearest = min(reversed(known.facts), key=partial(count_differences, facts))
-            cause = compare_facts(nearest, facts, self._batch_source)
+            cause = compare_facts(nearest, facts, self._find_batch_source())
         change = None if known.find_change is None else known.find_change()
         causes = [
             None if change is None else cause_of(change),

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -22,7 +23,7 @@ _MOST_SEARCHES, _LEAST_STEPS, _MOST_STEPS = 4, 2, 256
 # Again where there are so many times more than those that were named.
 _MORE = 1.5
 _WRITTEN = {
-    "__bool__": "if tensor",
+    "__bool__": "bool(tensor)",
     "__float__": "float(tensor)",
     "__int__": "int(tensor)",
     "__index__": "an index",
@@ -30,15 +31,16 @@ _WRITTEN = {
     "__format__": "an f-string",
     "__array__": "a NumPy array",
 }
-# Calls of this file, between what reads and where it is noted.
+# Calls of this file, between what reads and where it is noted; and files of PyTorch that hand calls of tensors on.
 _OWN_FRAMES = 2
+_HAND_ON = (torch.overrides.__file__, torch._tensor.__file__, torch.nn.parameter.__file__)
 
 
 @dataclass(frozen=True)
 class Read:
     """
-    A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line,
-    empty where none is known; whether it is within a step, whose program ends there; and the operator that ran on the
+    A place that reads the device, or that runs an operator on the host: what does it, as it is written; its line and, if that is
+    a library's, the user's that calls it, empty where none is known; whether it is within a step, whose program ends there; and the operator that ran on the
     host, empty for a plain read.
     """
 
@@ -74,15 +76,17 @@ class ReadFinder(TorchFunctionMode):
         operators = [name for name, count in on_host.items() if count != self._on_host.get(name)]
         self._on_host = on_host
         frames = list(current_frames())
-        line = own_line(frames)
+        line, reads = own_line(frames), next(frame for frame in frames[_OWN_FRAMES:] if frame.file not in _HAND_ON)
         if line is None:
             line = library_line(frames[_OWN_FRAMES:])
             if line is not None and package_of(line.file) == "hf_tpu_ext":
                 return
+            reads = line
+        place = "" if line is None else describe_line(line)
         self.found[
             Read(
                 what=_WRITTEN.get(func.__name__, f".{func.__name__}()"),
-                place="" if line is None else describe_line(line),
+                place=place if reads == line else f"{describe_line(reads)}, called at {place}",
                 in_step=any(frame.function == "training_step" for frame in frames),
                 operator=operators[0] if operators else "",
             )

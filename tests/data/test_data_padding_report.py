@@ -87,6 +87,17 @@ def test_advice_goes_from_simple_to_thorough():
     assert "train_sampling_strategy" not in grouped
 
 
+def test_buckets_that_no_batch_is_padded_to_are_named():
+    # Batches of 8, 20 and 2 tokens, and by length of 20, 4 and 2.
+    waste = TokenWaste([3, 8, 4, 20, 2], [4, 8, 32, 64], 2, "sequential")
+    assert waste.describe_unused([8, 32]) is None
+    assert waste.describe_unused([64, 8, 16]) == (
+        "length_buckets: no batch is padded to 16 or 64, since the longest rows of batches have 2 to 20 tokens"
+    )
+    waste = TokenWaste([60, 61, 30, 62] * 8, [32, 64], 4, "sequential")
+    assert 'have 62 tokens. train_sampling_strategy="group_by_length"' in waste.describe_unused([32, 64])
+
+
 def test_an_option_that_saves_nothing_is_not_named():
     # One batch of three rows, whatever is set: only the length can shrink.
     text = TokenWaste([5, 9, 30], [64], 8).describe()

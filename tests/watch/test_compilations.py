@@ -108,6 +108,21 @@ def test_a_dtype_that_flips(train, lines):
     assert line.endswith("Yield one dtype in every batch.")
 
 
+def test_a_collator_around_the_trainers_own_is_named(train, lines):
+    class Outer:
+        def __init__(self, inner):
+            self.inner, self.calls = inner, itertools.count(1)
+
+        def __call__(self, examples):
+            batch = self.inner(examples)
+            return {**batch, "labels": batch["labels"].int()} if next(self.calls) == 5 else batch
+
+    trainer = train(start=False)
+    trainer.data_collator = Outer(trainer.data_collator)
+    trainer.train()
+    assert f"`labels` was int64, is int32 (Outer, {line_of(Outer, 'class Outer')})" in lines()[0]
+
+
 def add_mask(batch):
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
 

@@ -1,5 +1,6 @@
 """What reads the device between two logs, or runs on the host, is named by its line."""
 
+import re
 from functools import partial
 
 import pytest
@@ -54,9 +55,20 @@ def test_a_callback_that_reads(train, lines, capsys, callback, text, what):
     assert trainer.read_monitor.named and trainer.steps.compiled is None
 
 
+def test_a_library_that_reads_is_named_with_the_line_that_calls_it(train, lines):
+    class Compares(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            torch.testing.assert_close(model.head.bias, model.head.bias.clone())
+
+    train(callbacks=[Compares()])
+    (line,) = lines()
+    place = rf"\[torch/testing/_comparison.py:\d+, called at {line_of(Compares, 'assert_close')}\], 2 times"
+    assert re.search(rf"`bool\(tensor\)` syncs device to host {place}", line)
+
+
 def test_a_loss_that_reads(train, lines):
     train(ReadsInStep)
-    assert f"`if tensor` syncs device to host within the step [{line_of(ReadsInStep, 'loss > 100')}]" in lines()[0]
+    assert f"`bool(tensor)` syncs device to host within the step [{line_of(ReadsInStep, 'loss > 100')}]" in lines()[0]
 
 
 def test_a_read_in_every_tenth_step_is_found(train, lines):

@@ -20,6 +20,7 @@ from ...formatting import count, dtype_name
 from ...quantization.bitsandbytes import find_config
 from ...quantization.packed_linear import count_parameters, names_of_packed
 from ..checks.datasets import named_datasets
+from ..configs import ExtensionArguments
 
 
 # Of an adapter's config, what PEFT sets by itself.
@@ -62,6 +63,9 @@ class RunFactsMixin:
                 )
                 facts.lengths = list(waste.pad_share_per_length)
                 facts.token_waste = waste.describe()
+                buckets = args.length_buckets if isinstance(args, ExtensionArguments) else None
+                if buckets and len(buckets) > 1 and (unused := waste.describe_unused(buckets)) is not None:
+                    lines.append(unused)
                 facts.token_share = 1 - waste.pad_share
             facts.programs = len(facts.lengths) * (2 if args.gradient_accumulation_steps > 1 else 1)
             facts.programs *= 2 if self.some_without_images else 1

@@ -10,8 +10,10 @@ import torch
 from ...backends.compiled_function import describe_batch
 from ...backends.folded_numbers import describe_number
 from ...backends.insight import SourceLine
+from ...data import StaticShapeCollator
 from ...step.optimizer import LazyAdamW
 from ...step.running_code import is_known
+from ...vision.collator import ImageCollator
 from ...vision.families import PIXELS
 from ...watch.compilations import ProgramWatch
 from ...watch.recompile_cause import Facts
@@ -35,12 +37,12 @@ class WatchMixin:
     _optimizer_before: tuple[bool, list[dict[str, Any]]] = False, []
 
     def start_watch(self, max_recompiles: int | None) -> None:
-        """Watch the runs to come. The data collator is not wrapped yet. `max_recompiles` is as in [`ExtensionArguments`]."""
+        """Watch the runs to come. `max_recompiles` is as in [`ExtensionArguments`]."""
         self.watch = ProgramWatch(
             self.backend,
             quiet=self.args.disable_tqdm or self.backend.processes.index > 0,
             find_facts=self._facts_of_program,
-            batch_source=_source_of(self.data_collator),
+            find_batch_source=self._name_collator,
             note_python=self._note_python if self.backend.static_shapes else None,
             find_own_code=self._name_own_code,
             find_results=self._results_of_step,
@@ -95,6 +97,13 @@ class WatchMixin:
                     return _describe_code(vars(owner)[name])
         return "compute_loss_func" if self.compute_loss_func is not None else ""
 
+    def _name_collator(self) -> str:
+        """The collator that the user gave, or has put in its place since."""
+        collator = self.data_collator
+        while isinstance(collator, partial | ImageCollator | StaticShapeCollator):
+            collator = collator.func if isinstance(collator, partial) else collator.collator
+        return _describe_code(collator if inspect.isroutine(collator) else type(collator))
+
     # ---- What a program depends on ----
 
     def _results_of_step(self) -> list[torch.Tensor]:
@@ -132,13 +141,6 @@ def _describe_code(code: Callable) -> str:
     except (OSError, TypeError):
         return name
     return name if package_of(line.file) else f"{name}, {describe_line(line)}"
-
-
-def _source_of(collator: Callable) -> str:
-    while isinstance(collator, partial):
-        collator = collator.func
-    code = collator if inspect.isroutine(collator) else type(collator)
-    return _describe_code(code)
 
 
 def _describe_optimizer(
