@@ -128,11 +128,11 @@ class RunRecord(TrainerCallback):
             "batches": [[shape, list(count)] for shape, count in self._status.batches.items()],
         }
 
-    def note_error(self, error: BaseException, step: int) -> None:
-        """Keep what ended the run after so many optimizer steps."""
+    def note_error(self, error: BaseException, step: int, output_dir: str) -> None:
+        """Keep what ended the run after so many optimizer steps, and make its report."""
         self._write_programs(step)
         self._write("error", step=step, error=f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS])
-        self._writer = None
+        self._end(output_dir)
 
     def keep_samples(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Keep prompts with their answers, for the report."""
@@ -148,9 +148,12 @@ class RunRecord(TrainerCallback):
             cache=None if cache is None else asdict(cache),
             **self._totals(),
         )
+        self._end(args.output_dir)
+
+    def _end(self, output_dir: str) -> None:
         if self._writer is not None:
             self._writer = None
-            _make_report(args.output_dir)
+            _make_report(output_dir)
 
 
 def _make_report(output_dir: str) -> None:

@@ -8,7 +8,7 @@ from .figures import HOW_TO_DRAW, can_draw, draw_curves, draw_shares
 from .metrics import RESULTS
 from .parts import Report, Section, Table
 from .record import Run, points
-from .sections import headline, time_in_phases, time_of_step
+from .sections import begun, datasets_of, headline, notes_on, time_in_phases, time_of_step
 
 
 def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
@@ -32,28 +32,35 @@ def compare_runs(runs: Sequence[Run], prices: Mapping[str, Price]) -> Report:
     others = _compared(
         [
             {
+                "begun": begun(run),
                 "model": run.facts["model"]["name"],
-                "parameters": run.facts["model"]["parameters"],
-                "trained": run.facts["model"]["trained"],
-                **run.facts["rows"],
+                "parameters": f"{run.facts['model']['parameters']:,}",
+                "trained": f"{run.facts['model']['trained']:,}",
+                **datasets_of(run),
                 "device": run.facts["backend"]["device"],
                 "chips": run.facts["backend"]["chips"],
                 **run.facts["versions"],
             }
             for run in runs
-        ]
+        ],
+        all_rows=True,
     )
     columns = ["", *(run.name for run in runs)]
     speed = Section("Time of a step", tables=[Table(columns, _compared([time_of_step(run) for run in runs], True))])
     if can_draw() and all(map(time_in_phases, runs)):
         speed.figures.append(draw_shares("Where the time went", {run.name: time_in_phases(run) for run in runs}))
     sections = [
+        Section("Notes", [f"{run.name}: {note}" for run in runs for note in notes_on(run)]),
         Section("Results", tables=[Table(columns, results)]),
         section,
         *_samples(runs),
         speed,
-        Section("Differences of the recipes", *_table_or_line(columns, recipe)),
-        Section("Other differences", *_table_or_line(columns, others)),
+        Section(
+            "Differences of the recipes",
+            [] if recipe else ["None."],
+            tables=[Table(columns, recipe)] if recipe else [],
+        ),
+        Section("Runs", tables=[Table(columns, others)]),
     ]
     return Report(f"{len(runs)} runs", ", ".join(run.name for run in runs), {}, sections)
 
@@ -74,7 +81,3 @@ def _compared(values: Sequence[Mapping[str, Any]], all_rows: bool = False) -> li
     names = list(dict.fromkeys(name for of_run in values for name in of_run))
     rows = [[name, *(str(of_run.get(name, "")) for of_run in values)] for name in names]
     return [row for row in rows if all_rows or len(set(row[1:])) > 1]
-
-
-def _table_or_line(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list, list[Table]]:
-    return ([], [], [Table(columns, rows)]) if rows else (["None."], [], [])

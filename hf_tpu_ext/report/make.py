@@ -26,8 +26,10 @@ _TEMPLATES = Environment(
     undefined=StrictUndefined,
     trim_blocks=True,
 )
-# Text that Markdown does not take for its own signs, on one line.
-_TEMPLATES.filters["plain"] = lambda text: re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))
+# Signs that Markdown would take for its own: of brackets those that make a link, of underscores those at the edge of a word. The
+# others stay as they are, for a command to be copied.
+_SIGNS = re.compile(r"[\\`*<>|#]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])")
+_TEMPLATES.filters["plain"] = lambda text: _SIGNS.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def make_report(

@@ -38,9 +38,12 @@ class Section:
 
 @dataclass
 class Report:
-    """A report. Its headline is the numbers to see first, by what they are."""
+    """A report. Its headline is the numbers to see first, by what they are. Sections that say nothing are left out."""
 
     title: str
     subtitle: str
     headline: dict[str, str]
     sections: list[Section]
+
+    def __post_init__(self) -> None:
+        self.sections = [section for section in self.sections if section.lines or section.figures or section.tables]

@@ -28,16 +28,15 @@ def describe_run(run: Run, prices: Mapping[str, Price], planned: Section | None 
         _recipe(run),
         _versions(run),
     ]
-    notes = _notes(run)
-    if notes:
-        sections.insert(0, Section("Notes", notes))
+    notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
+    sections.insert(0, Section("Notes", [*notes, *notes_on(run)]))
     backend = run.facts["backend"]
     return Report(
         title=run.facts["model"]["name"] or run.name,
         subtitle=f"{run.name}, on {count(backend['chips'], 'chip')} of {backend['device']}{_where(backend)}, begun "
-        f"{run.sessions[0].facts['time'].replace('T', ' ').replace('+00:00', ' UTC')}",
+        f"{begun(run)}",
         headline=headline(run, prices),
-        sections=[section for section in sections if section.lines or section.figures or section.tables],
+        sections=sections,
     )
 
 
@@ -76,8 +75,9 @@ def headline(run: Run, prices: Mapping[str, Price]) -> dict[str, str]:
     return numbers
 
 
-def _notes(run: Run) -> list[str]:
-    notes = [] if can_draw() else [f"{HOW_TO_DRAW}: hf-tpu report {run.name}"]
+def notes_on(run: Run) -> list[str]:
+    """What a person has to know about a run to read its numbers: what ended it, what is missing."""
+    notes = []
     if run.sessions[-1].error is not None:
         notes.append(f"The run was ended after step {run.steps:,} by {run.sessions[-1].error}")
     elif run.sessions[-1].end is None:
@@ -136,11 +136,12 @@ def time_in_phases(run: Run) -> dict[str, float]:
 
 
 def time_of_step(run: Run) -> dict[str, str]:
-    """What each phase takes of a step that has it, on average."""
-    steps = {name: run.step_times[name].total() for name in run.step_times if name not in BESIDES_STEPS}
-    return {
-        name: format_seconds(seconds / steps[name]) for name, seconds in time_in_phases(run).items() if steps.get(name)
-    }
+    """What each phase takes of a step, as the mean over all steps, also those without it: they add up to the `step`."""
+    if not run.step_times:
+        return {}
+    steps = run.step_times["total"].total()
+    of_step = {name: seconds / steps for name, seconds in time_in_phases(run).items() if name not in BESIDES_STEPS}
+    return {name: format_seconds(seconds) for name, seconds in {**of_step, "step": sum(of_step.values())}.items()}
 
 
 def _speed(run: Run) -> Section:
@@ -168,7 +169,9 @@ def _speed(run: Run) -> Section:
         [name, PHASES[name], format_seconds(seconds), f"{100 * seconds / total:.1f} %", per_step.get(name, "")]
         for name, seconds in phases.items()
     ]
-    section.tables.append(Table(["phase", "the host", "time", "share", "per step"], rows))
+    if per_step:
+        rows.append(["step", "all phases of steps: without " + ", ".join(BESIDES_STEPS), "", "", per_step["step"]])
+    section.tables.append(Table(["phase", "the host", "time", "share", "mean over all steps"], rows))
     return section
 
 
@@ -267,6 +270,21 @@ def _cost(run: Run, prices: Mapping[str, Price]) -> Section:
     return section
 
 
+def begun(run: Run) -> str:
+    """When a run began."""
+    return run.sessions[0].facts["time"].replace("T", " ").replace("+00:00", " UTC")
+
+
+def datasets_of(run: Run) -> dict[str, str]:
+    """Names, where they have some, and rows of the datasets of a run."""
+    # Records of earlier versions do not have the names.
+    names = run.facts.get("datasets", {})
+    return {
+        split: f"{names[split]}, {count(rows, 'row')}" if names.get(split) else count(rows, "row")
+        for split, rows in run.facts["rows"].items()
+    }
+
+
 def _recipe(run: Run) -> Section:
     facts, model = run.facts, run.facts["model"]
     section = Section("Recipe")
@@ -275,7 +293,7 @@ def _recipe(run: Run) -> Section:
         f"{model['name']}: {model['parameters']:,} parameters, {model['trained']:,} trained ({share:.3g} %); "
         f"{facts['facts']['precision']}."
     )
-    section.lines += [f"{name}: {count(rows, 'row')}." for name, rows in facts["rows"].items()]
+    section.lines += [f"{name}: {rows}." for name, rows in datasets_of(run).items()]
     section.lines += facts["facts"]["changes"]
     arguments = facts["arguments"]
     section.tables.append(

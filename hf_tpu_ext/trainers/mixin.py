@@ -218,7 +218,7 @@ class TPUTrainerMixin(
                     return super().train(checkpoint, trial, ignore_keys_for_eval)
                 except Exception as error:
                     if record is not None:
-                        record.note_error(error, self.state.global_step)
+                        record.note_error(error, self.state.global_step, self.args.output_dir)
                     raise
                 finally:
                     self._end_run()

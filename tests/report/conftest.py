@@ -18,6 +18,7 @@ def begin(first_step=0, **facts):
         "arguments": {"output_dir": "runs/a", "learning_rate": 1e-3, "max_length": 64},
         "changed": ["learning_rate", "output_dir"],
         "model": {"name": "tiny", "parameters": 1000, "trained": 10},
+        "datasets": {"train_dataset": "chat"},
         "rows": {"train_dataset": 20},
         "backend": {"name": "xla", "device": "TPU v5e", "reason": "found", "chips": 8, "memory_per_chip": 16 * 2**30},
         "facts": {"precision": "float32 weights", "changes": ["fsdp has no effect"], "token_waste": "20 rows"},

@@ -14,7 +14,7 @@ from hf_tpu_ext.errors import UserError
 from hf_tpu_ext.formatting import format_number, format_seconds
 from hf_tpu_ext.hardware.prices import read_prices
 from hf_tpu_ext.report.figures import HOW_TO_DRAW, draw_curves
-from hf_tpu_ext.report.make import make_report
+from hf_tpu_ext.report.make import _TEMPLATES, make_report
 from hf_tpu_ext.report.record import RECORD_NAME, RecordWriter, read_run
 from hf_tpu_ext.report.sections import headline
 
@@ -178,8 +178,15 @@ def test_several_runs(write_run, tmp_path):
     page = make_report(runs, tmp_path)
     assert page.name == "comparison.html"
     markdown = page.with_suffix(".md").read_text()
-    assert "| learning\\_rate | 0.001 | 0.0005 | 0.001 |" in markdown and "max\\_length" not in markdown
+    assert "| learning_rate | 0.001 | 0.0005 | 0.001 |" in markdown and "max_length" not in markdown
     assert "| loss | 2.75 → 1 | 1.5 | 2.75 → 1 |" in markdown
+    assert f"- {runs[2]}: The run did not end" in markdown and "## Training" not in markdown, (
+        "figures are in the page alone"
+    )
+    # What the runs have in common is said, too.
+    for row in ("begun | 2026-11-20 10:00:00 UTC", "model | tiny", "train_dataset | chat, 20 rows", "torch | 2.9.1"):
+        name, _, value = row.partition(" | ")
+        assert f"| {name} | {' | '.join([value] * 3)} |" in markdown
     html = page.read_text()
     assert len(pictures(page)) == 7 and all(str(run) in html for run in runs)
 
@@ -209,7 +216,18 @@ def test_time_by_phase(write_run, tmp_path):
     runs = [write_run(tmp_path / name) for name in "ab"]
     markdown = make_report(runs, tmp_path).with_suffix(".md").read_text()
     assert "## Time of a step" in markdown and "| data | 20 ms | 20 ms |" in markdown and "| eval |" not in markdown
-    assert 'alt="Where the time went"' in make_report(runs[:1]).read_text()
+    page = make_report(runs[:1])
+    assert 'alt="Where the time went"' in page.read_text()
+    # Means over the same steps, which can be compared and add up.
+    rows = re.findall(r"\| (\w+) \|[^|]*\|[^|]*\|[^|]*\| (\d+) ms \|", page.with_suffix(".md").read_text())
+    assert rows == [("data", "20"), ("replay", "60"), ("step", "80")]
+
+
+def test_commands_can_be_copied_from_markdown():
+    plain = _TEMPLATES.filters["plain"]
+    for command in ("pip install 'hf-tpu-ext[report]'", "hf-tpu report runs/my_run --output_dir /tmp/a-b.c"):
+        assert plain(command) == command
+    assert plain("_a_ [b](c) [d]: e") == r"\_a\_ [b\](c) [d\]: e"
 
 
 SAMPLES = [{"prompt": "3+4=", "reference": "7", "before": "3", "after": "7"}]
@@ -236,7 +254,7 @@ def test_completions_are_shown(write_run, tmp_path):
             pyarrow.Table.from_pylist([table] * 9), run / "completions" / f"completions_{step:05d}.parquet"
         )
     markdown = make_report([run]).with_suffix(".md").read_text()
-    assert "| step | prompt | completion | is\\_right |" in markdown
+    assert "| step | prompt | completion | is_right |" in markdown
     assert markdown.count("| 5 | user: 3+4= | assistant: 5 | 0 |") == 4 and "assistant: 10" not in markdown
     assert markdown.count("| 40 | user: 3+4= | assistant: 40 | 0 |") == 4
     assert headline(read_run(run), read_prices())["reward"] == "0.5"

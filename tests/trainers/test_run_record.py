@@ -11,7 +11,6 @@ from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_tpu_ext import TPUSFTConfig
-from hf_tpu_ext.report.make import make_report
 from hf_tpu_ext.report.record import RECORD_NAME, read_run
 from hf_tpu_ext.trainers import ExtensionArguments
 from hf_tpu_ext.trainers.run.facts import _settings_of_adapter
@@ -124,7 +123,7 @@ def test_what_ended_a_run_with_an_error_is_told(runs):
     run = read_run(runs.output_dir)
     assert run.sessions[-1].end is None and run.sessions[-1].error == f"TooManyRecompiles: {raised.value}"
     assert "max_grad_norm` was 1.0, is 0.001" in run.programs[-1]["cause"] and run.steps == 3
-    page = make_report([runs.output_dir]).with_suffix(".md").read_text()
+    page = (runs.output_dir / "report.md").read_text()
     assert "The run was ended after step 3 by TooManyRecompiles: step 4: recompilation of the training step" in page
 
 

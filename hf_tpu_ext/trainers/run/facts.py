@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from platform import python_version
 from typing import Any
 
+from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
@@ -94,6 +95,11 @@ class RunFactsMixin:
                 "name": model.config.name_or_path if isinstance(model, PreTrainedModel) else type(model).__name__,
                 "parameters": parameters,
                 "trained": trained,
+            },
+            "datasets": {
+                name: dataset.info.dataset_name
+                for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items()
+                if isinstance(dataset, Dataset)
             },
             "rows": {
                 name: len(dataset)
